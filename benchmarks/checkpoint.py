@@ -1,8 +1,10 @@
-"""What checkpoints cost: the speed of saving and loading compared with a plain write, and how long they stall training.
+"""What checkpoints cost: the speed of saving and loading compared with a plain write, and how long
+they stall training.
 
-Saving is timed from the call until the checkpoint has its final name, hashing and syncing included; a plain write is the same
-number of bytes from memory into one file, in large pieces, with an fsync. They take turns on the same disk. Then a run is
-trained through the command itself, saving every minute.
+Saving is timed from the call until the checkpoint has its final name, hashing and syncing included;
+a plain write is the same number of bytes from memory into one file, in large pieces, with an fsync.
+They take turns on the same disk. Then a run is trained through the command itself, saving every
+minute.
 """
 
 import json
@@ -19,7 +21,14 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from setting import benchmark_parser, machine, machine_lines, summarize, tokens_of_stdlib, write_result
+from setting import (
+    benchmark_parser,
+    machine,
+    machine_lines,
+    summarize,
+    tokens_of_stdlib,
+    write_result,
+)
 
 from lmforge.core import checkpoint
 from lmforge.core.checkpoint import AsyncCheckpointer, RetentionPolicy, StateDict
@@ -34,7 +43,14 @@ from lmforge.core.options.sections import OptimizerOptions
 from lmforge.core.records.runs import Run
 
 PIECE = 1 << 24
-METADATA = {"global_batch_size": 1, "plan_hash": "", "hf_config": {}, "recipe": {}, "tokenizer_hash": "", "written_by": {}}
+METADATA = {
+    "global_batch_size": 1,
+    "plan_hash": "",
+    "hf_config": {},
+    "recipe": {},
+    "tokenizer_hash": "",
+    "written_by": {},
+}
 
 
 def timed(work: Callable[[], Any]) -> float:
@@ -56,7 +72,10 @@ def torch_writer(folder: Path) -> dcp.FileSystemWriter:
 
 def tensors_of(state: dict[str, Any]) -> list[torch.Tensor]:
     """All tensors of a state, of the model and of its optimizer."""
-    return [*state["model"].values(), *(tensor for kinds in state["optimizer"].values() for tensor in kinds.values())]
+    return [
+        *state["model"].values(),
+        *(tensor for kinds in state["optimizer"].values() for tensor in kinds.values()),
+    ]
 
 
 def speeds(folder: Path, shape: ModelConfig, rounds: int) -> dict[str, Any]:
@@ -86,21 +105,35 @@ def speeds(folder: Path, shape: ModelConfig, rounds: int) -> dict[str, Any]:
         writing: list[tuple[str, Callable[[], Any]]] = [
             ("plain write", lambda: plain_write(folder / "plain", content, expected)),
             ("save", partial(saver.save, step, state, consumed_sequences=step, rng="")),
-            ("torch's dcp.save", lambda: dcp.save(state, storage_writer=torch_writer(folder / "torch"), no_dist=True)),
+            (
+                "torch's dcp.save",
+                lambda: dcp.save(
+                    state, storage_writer=torch_writer(folder / "torch"), no_dist=True
+                ),
+            ),
         ]
         # Each round begins with another one, since the disk's state depends on the previous one.
         for name, work in writing[number % 3 :] + writing[: number % 3]:
             result[name].append(expected / timed(work) / 1e9)
         assert not lines, lines
         reader = dcp.FileSystemReader(folder / "torch")
-        result["load"].append(expected / timed(partial(checkpoint.load, run.checkpoint_path(step), state)) / 1e9)
+        result["load"].append(
+            expected / timed(partial(checkpoint.load, run.checkpoint_path(step), state)) / 1e9
+        )
         their_loading = timed(partial(dcp.load, state, storage_reader=reader, no_dist=True))
         result["torch's dcp.load"].append(expected / their_loading / 1e9)
         (folder / "plain").unlink()
         for left in (folder / "torch", run.checkpoint_path(step)):
             shutil.rmtree(left)
-        print(", ".join(f"{name} {values[-1]:.2f}" for name, values in result.items()), "GB/s", file=sys.stderr, flush=True)
-    ratios = [ours / plain for ours, plain in zip(result["save"], result["plain write"], strict=True)]
+        print(
+            ", ".join(f"{name} {values[-1]:.2f}" for name, values in result.items()),
+            "GB/s",
+            file=sys.stderr,
+            flush=True,
+        )
+    ratios = [
+        ours / plain for ours, plain in zip(result["save"], result["plain write"], strict=True)
+    ]
     return {
         "bytes": expected,
         "gigabytes_per_second": {name: summarize(values) for name, values in result.items()},
@@ -115,7 +148,9 @@ def wait_until(done: Callable[[], Any], process: subprocess.Popen[bytes]) -> Non
 
 
 def stall(folder: Path, minutes: float, every_minutes: float, width: int) -> dict[str, Any]:
-    """Train through the command, with a save after this many minutes, and read from its metrics how long it was stalled."""
+    """Train through the command, with a save after this many minutes, and read from its metrics how
+    long it was stalled.
+    """
     tokens = tokens_of_stdlib(folder, files=40, vocab_size=2048)
     chosen = {
         "data.folder": tokens.path,
@@ -139,7 +174,9 @@ def stall(folder: Path, minutes: float, every_minutes: float, width: int) -> dic
         "run.name": "run",
     }
     words = [word for name, value in chosen.items() for word in (f"--{name}", str(value))]
-    process = subprocess.Popen([sys.executable, "-m", "lmforge", "pretrain", *words], stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lmforge", "pretrain", *words], stdout=subprocess.DEVNULL
+    )
     run = Run(folder / "run")
     try:
         wait_until(run.read_metrics, process)
@@ -149,7 +186,10 @@ def stall(folder: Path, minutes: float, every_minutes: float, width: int) -> dic
         process.kill()
         process.wait()
     records, saves = run.read_metrics(), run.checkpoint_steps()
-    size = sum(file["bytes"] for file in checkpoint.read_manifest(run.checkpoint_path(saves[-1])).files.values())
+    size = sum(
+        file["bytes"]
+        for file in checkpoint.read_manifest(run.checkpoint_path(saves[-1])).files.values()
+    )
     held = records[-1].get("save_stall_seconds", 0.0)
     return {
         "minutes": minutes,
@@ -163,27 +203,48 @@ def stall(folder: Path, minutes: float, every_minutes: float, width: int) -> dic
 
 def table(record: dict[str, Any]) -> str:
     speed, held = record["speed"], record["stall"]
-    lines = [*machine_lines(record["machine"]), "", f"{record['what']}:", "", "| | GB/s |", "|---|---|"]
+    lines = [
+        *machine_lines(record["machine"]),
+        "",
+        f"{record['what']}:",
+        "",
+        "| | GB/s |",
+        "|---|---|",
+    ]
     for name, each in speed["gigabytes_per_second"].items():
         lines.append(f"| {name} | {each['median']:.2f} ({each['min']:.2f}–{each['max']:.2f}) |")
     ratio = speed["save_to_plain_write"]
     lines += [
         "",
-        f"Saving reaches {100 * ratio['median']:.0f} % ({100 * ratio['min']:.0f}–{100 * ratio['max']:.0f}) of a plain write.",
+        (
+            f"Saving reaches {100 * ratio['median']:.0f} %"
+            f" ({100 * ratio['min']:.0f}–{100 * ratio['max']:.0f}) of a plain write."
+        ),
     ]
-    lines.append("Loading checks every block; torch's does not. Both find the files in the page cache.")
+    lines.append(
+        "Loading checks every block; torch's does not. Both find the files in the page cache."
+    )
     saved = f"a checkpoint of {held['bytes'] / 1e6:.0f} MB every {held['every_minutes']:g} minutes"
     lines += ["", f"Training for {held['minutes']:g} minutes with {saved}:"]
-    lines.append(f"held up for {held['held_seconds']:.2f} s by {held['saves']} saves, {100 * held['share']:.2f} % of the time.")
+    lines.append(
+        f"held up for {held['held_seconds']:.2f} s by {held['saves']} saves,"
+        f" {100 * held['share']:.2f} % of the time."
+    )
     return "\n".join(lines)
 
 
 def main() -> int:
     parser = benchmark_parser(__doc__, 7, "measurements of each way")
     parser.add_argument("--minutes", type=float, default=3.0, help="how long to train (default: 3)")
-    parser.add_argument("--every_minutes", type=float, default=1.0, help="between its checkpoints (default: 1)")
-    parser.add_argument("--width", type=int, default=768, help="of the model that is saved (default: 768)")
-    parser.add_argument("--folder", type=Path, help="on the disk to measure (default: the temporary folder)")
+    parser.add_argument(
+        "--every_minutes", type=float, default=1.0, help="between its checkpoints (default: 1)"
+    )
+    parser.add_argument(
+        "--width", type=int, default=768, help="of the model that is saved (default: 768)"
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="on the disk to measure (default: the temporary folder)"
+    )
     chosen = parser.parse_args()
     environment = machine()
     shape = ModelConfig(
@@ -197,11 +258,30 @@ def main() -> int:
         speed = speeds(Path(name), shape, chosen.rounds)
     with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=chosen.folder) as name:
         held = stall(Path(name), chosen.minutes, chosen.every_minutes, chosen.width // 2)
-    what = f"A checkpoint of {speed['bytes'] / 1e9:.2f} GB, {chosen.rounds} rounds, one process; median (lowest–highest)"
-    record = {"benchmark": "checkpoint", "machine": environment, "what": what, "speed": speed, "stall": held}
+    what = (
+        f"A checkpoint of {speed['bytes'] / 1e9:.2f} GB, {chosen.rounds} rounds, one process;"
+        " median (lowest–highest)"
+    )
+    record = {
+        "benchmark": "checkpoint",
+        "machine": environment,
+        "what": what,
+        "speed": speed,
+        "stall": held,
+    }
     readable = table(record)
-    print(f"{readable}\n\nwritten to {write_result('checkpoint', record, readable, chosen.out)} and .json beside it")
-    print(json.dumps({"save_to_plain_write": speed["save_to_plain_write"]["median"], "stall_share": held["share"]}))
+    print(
+        f"{readable}\n\nwritten to {write_result('checkpoint', record, readable, chosen.out)} and"
+        " .json beside it"
+    )
+    print(
+        json.dumps(
+            {
+                "save_to_plain_write": speed["save_to_plain_write"]["median"],
+                "stall_share": held["share"],
+            }
+        )
+    )
     return 0
 
 

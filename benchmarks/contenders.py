@@ -1,6 +1,7 @@
-"""The contenders of train_cpu.py, mixture_cpu.py and gpu.py, each in a separate process: what they have in common, and their
-training loops. lmforge does everything that a run does except validation and saving. The others get the cheapest setup: their
-data is in memory, their AdamW is fused, and the compiled loop has its loss in the graph.
+"""The contenders of train_cpu.py, mixture_cpu.py and gpu.py, each in a separate process: what they
+have in common, and their training loops. lmforge does everything that a run does except validation
+and saving. The others get the cheapest setup: their data is in memory, their AdamW is fused, and
+the compiled loop has its loss in the graph.
 """
 
 import json
@@ -59,7 +60,13 @@ from lmforge.core.steps.resume import ResumePoint
 from lmforge.ops.monitor.console import ConsoleLogger
 from lmforge.ops.monitor.rank_log import RankLog
 from lmforge.ops.monitor.watchdog import Watchdog
-from lmforge.post.options.tuning import LoraOptions, SftConfig, TunedTrainOptions, TuningOptimizer, TuningSchedule
+from lmforge.post.options.tuning import (
+    LoraOptions,
+    SftConfig,
+    TunedTrainOptions,
+    TuningOptimizer,
+    TuningSchedule,
+)
 
 WARM_UP_STEPS = 10
 LOG_EVERY_STEPS = 10
@@ -70,8 +77,11 @@ OPTIMIZER = OptimizerOptions(lr=LR)
 
 @dataclass(frozen=True)
 class Contest:
-    """The settings that all contenders share. `rows` is the number of sequences per step, in `accumulation` micro-batches.
-    With `lora` adapters are trained beside frozen weights."""
+    """The settings that all contenders share.
+
+    `rows` is the number of sequences per step, in `accumulation` micro-batches. With `lora`
+    adapters are trained beside frozen weights.
+    """
 
     shape: ModelConfig
     rows: int
@@ -95,7 +105,11 @@ class Contest:
         return TokenDataset(TokenFolder.open(self.folder / "tokens"), sequence_length=self.length)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.dtype == "fp32" else torch.autocast(self.device, dtype=DTYPES[self.dtype])
+        return (
+            nullcontext()
+            if self.dtype == "fp32"
+            else torch.autocast(self.device, dtype=DTYPES[self.dtype])
+        )
 
     def settle(self) -> None:
         """Wait until the device has finished its work."""
@@ -116,7 +130,9 @@ class Over(Exception):
 
 
 class Turns:
-    """Called after each step of a contender; lets it continue, or reports the turn and waits for the next one."""
+    """Called after each step of a contender; lets it continue, or reports the turn and waits for
+    the next one.
+    """
 
     def __init__(self, pipe: Connection, contest: Contest) -> None:
         """Returns when it is this contender's turn to warm up."""
@@ -136,7 +152,9 @@ class Turns:
         if self._steps >= self._least_steps and now >= self._until:
             self._contest.settle()
             memory = peak_memory_gib(torch.device(self._contest.device))
-            self._pipe.send(Turn(self._steps, time.perf_counter() - self._began, self._fastest, memory))
+            self._pipe.send(
+                Turn(self._steps, time.perf_counter() - self._began, self._fastest, memory)
+            )
             seconds = self._pipe.recv()
             if seconds is None:
                 raise Over
@@ -144,8 +162,10 @@ class Turns:
 
 
 class TakesTurns(ConsoleLogger):
-    """Reports each finished step. A checkpoint cannot be used for this, since the loop reads all metrics before it saves
-    one."""
+    """Reports each finished step.
+
+    A checkpoint cannot be used for this, since the loop reads all metrics before it saves one.
+    """
 
     def __init__(self, turns: Turns, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -158,7 +178,10 @@ class TakesTurns(ConsoleLogger):
 
 def recipe_of(contest: Contest, *, float8: bool = False) -> StageConfig:
     """What lmforge trains in a contest."""
-    steps, shared = {"steps": ENDLESS_STEPS, "master_dtype": contest.master_dtype, "float8": float8}, {"name": "constant"}
+    steps, shared = (
+        {"steps": ENDLESS_STEPS, "master_dtype": contest.master_dtype, "float8": float8},
+        {"name": "constant"},
+    )
     common: dict[str, Any] = {
         "parallel": ParallelOptions(activation_checkpointing=contest.activation_checkpointing),
         "log": LogOptions(every_steps=LOG_EVERY_STEPS),
@@ -166,7 +189,9 @@ def recipe_of(contest: Contest, *, float8: bool = False) -> StageConfig:
     }
     if contest.lora is None:
         schedule = ScheduleOptions(**shared, warmup_steps=0)
-        return PretrainConfig(optimizer=OPTIMIZER, train=TrainOptions(**steps), schedule=schedule, **common)
+        return PretrainConfig(
+            optimizer=OPTIMIZER, train=TrainOptions(**steps), schedule=schedule, **common
+        )
     return SftConfig(
         lora=contest.lora,
         optimizer=TuningOptimizer(**OPTIMIZER.model_dump()),
@@ -185,25 +210,34 @@ def run_lmforge(
     float8: bool = False,
     bitsandbytes: bool = True,
 ) -> None:
-    """lmforge's own loop with its own parts: loader, objective, clip, optimizer, heartbeat, metrics and log. `bitsandbytes`:
-    whether its kernels are used where they are installed."""
+    """lmforge's own loop with its own parts: loader, objective, clip, optimizer, heartbeat, metrics
+    and log. `bitsandbytes`: whether its kernels are used where they are installed.
+    """
     folder = Path(tempfile.mkdtemp(dir=contest.folder))
     blocks._HAS_BITSANDBYTES &= bitsandbytes
     ranks = cluster.init_distributed(contest.device, contest.threads)
     objective = NextTokenObjective()
     config = recipe_of(contest, float8=float8)
     dtype, compiled = DTYPES[contest.dtype], compiled and contest.compiled
-    parallel_model, optimizer = build_model_and_optimizer(config, contest.shape, objective, ranks, dtype, compiled, None)
-    plan = BatchPlan(contest.rows, contest.length, 1, contest.rows // contest.accumulation, contest.accumulation)
+    parallel_model, optimizer = build_model_and_optimizer(
+        config, contest.shape, objective, ranks, dtype, compiled, None
+    )
+    plan = BatchPlan(
+        contest.rows, contest.length, 1, contest.rows // contest.accumulation, contest.accumulation
+    )
     tokenizer = TokenFolder.open(contest.folder / "tokens").tokenizer
     log = RankLog(folder / "log", ranks.rank_info, attempt=1)
     watch = Watchdog(ranks, folder, log.path)
     console = TakesTurns(turns, ranks, ENDLESS_STEPS, log.path)
     ctx = RunContext(config, Run(folder), ranks, Monitors(log, watch, console), RunEvents(None))
-    checkpointer = AsyncCheckpointer(ctx.run, ranks, RetentionPolicy(1), metadata={}, tokenizer=tokenizer, log=ctx.console.info)
+    checkpointer = AsyncCheckpointer(
+        ctx.run, ranks, RetentionPolicy(1), metadata={}, tokenizer=tokenizer, log=ctx.console.info
+    )
     inputs = RunInputs(tokenizer, contest.stream(), None, contest.shape, plan, "", "", None)
     detector = BadStepDetector(ranks, spike_sigmas=None, window_steps=1)
-    built = BuiltModel(parallel_model, optimizer, objective, detector, ResumePoint(), dtype, compiled, "")
+    built = BuiltModel(
+        parallel_model, optimizer, objective, detector, ResumePoint(), dtype, compiled, ""
+    )
     batches = DatasetBatches(ctx, inputs, built)
     flops = partial(training_flops_per_token, config, contest.shape)
     throughput = Throughput(parallel_model, batches, flops, None, ENDLESS_STEPS, {})
@@ -237,7 +271,9 @@ def run_lmforge(
 
 
 def transformers_model(contest: Contest) -> nn.Module:
-    """transformers' model of the same family with the weights that lmforge begins with; experts are its grouped products."""
+    """transformers' model of the same family with the weights that lmforge begins with; experts are
+    its grouped products.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if contest.device == "cpu":
@@ -248,9 +284,14 @@ def transformers_model(contest: Contest) -> nn.Module:
         model = AutoModelForCausalLM.from_config(config, **grouped)
     for parameter in model.parameters():  # not its buffers, which include the rotary frequencies
         parameter.data = parameter.data.to(DTYPES[contest.master_dtype])
-    # On the CPU, since the device may have memory for one copy only; beside adapters, which need no gradients of it, for two.
-    first = build_model(contest.shape, contest.device if contest.lora else "cpu").to(DTYPES[contest.master_dtype])
-    model.load_state_dict(init_weights(first, 0).state_dict(), strict=not contest.shape.tie_word_embeddings)
+    # On the CPU, since the device may have memory for one copy only; beside adapters, which need no
+    # gradients of it, for two.
+    first = build_model(contest.shape, contest.device if contest.lora else "cpu").to(
+        DTYPES[contest.master_dtype]
+    )
+    model.load_state_dict(
+        init_weights(first, 0).state_dict(), strict=not contest.shape.tie_word_embeddings
+    )
     if contest.lora:
         del first
         model = adapted_by_peft(model, contest.lora, contest)
@@ -272,26 +313,43 @@ def first_adapters(contest: Contest) -> dict[str, nn.Parameter]:
 
 
 def adapted_by_peft(model: nn.Module, lora: LoraOptions, contest: Contest) -> nn.Module:
-    """A model of transformers with PEFT's adapters, which begin as lmforge's, its linear layers quantized by bitsandbytes.
-    Memory is counted from here on."""
+    """A model of transformers with PEFT's adapters, which begin as lmforge's, its linear layers
+    quantized by bitsandbytes. Memory is counted from here on.
+    """
     import bitsandbytes
     import peft
 
     for name, layer in list(model.named_modules()):
         if isinstance(layer, nn.Linear) and name != "lm_head":
-            kind: dict[str, Any] = {"quant_type": lora.base_dtype, "compress_statistics": lora.double_quant}
+            kind: dict[str, Any] = {
+                "quant_type": lora.base_dtype,
+                "compress_statistics": lora.double_quant,
+            }
             ours = bitsandbytes.nn.Linear4bit(
-                layer.in_features, layer.out_features, bias=False, compute_dtype=DTYPES[contest.dtype], device="meta", **kind
+                layer.in_features,
+                layer.out_features,
+                bias=False,
+                compute_dtype=DTYPES[contest.dtype],
+                device="meta",
+                **kind,
             )
-            matrix = bitsandbytes.nn.Params4bit(layer.weight.detach().cpu(), requires_grad=False, module=ours, **kind)
+            matrix = bitsandbytes.nn.Params4bit(
+                layer.weight.detach().cpu(), requires_grad=False, module=ours, **kind
+            )
             ours.weight = matrix
             model.set_submodule(name, ours.to(contest.device))
-    targets = {"target_modules": lora.target_modules[0] if len(lora.target_modules) == 1 else [*lora.target_modules]}
+    targets = {
+        "target_modules": lora.target_modules[0]
+        if len(lora.target_modules) == 1
+        else [*lora.target_modules]
+    }
     adapters: Any = {"r": lora.rank, "lora_alpha": lora.alpha, **targets}
     adapted: Any = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **adapters))
     with torch.no_grad():
         for name, values in first_adapters(contest).items():
-            adapted.get_parameter("base_model.model." + name.replace(".weight", ".default.weight")).copy_(values)
+            adapted.get_parameter(
+                "base_model.model." + name.replace(".weight", ".default.weight")
+            ).copy_(values)
     if contest.device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -299,7 +357,9 @@ def adapted_by_peft(model: nn.Module, lora: LoraOptions, contest: Contest) -> nn
 
 
 def rows_at_hand(contest: Contest) -> tuple[Tensor, Tensor]:
-    """Tokens and targets of an epoch, int64 [rows, length], in lmforge's order and in memory: no contender waits for them."""
+    """Tokens and targets of an epoch, int64 [rows, length], in lmforge's order and in memory: no
+    contender waits for them.
+    """
     stream = contest.stream()
     rows = stream.sequences(0, stream.sequences_per_epoch // contest.rows * contest.rows)
     return torch.stack([torch.from_numpy(row.tokens) for row in rows]), torch.stack(
@@ -338,7 +398,9 @@ def run_trainer(contest: Contest, turns: Turns, first_losses: list[float]) -> No
     )
     model = transformers_model(contest)
     dataset: Any = [{"input_ids": row, "labels": row} for row in rows_at_hand(contest)[0]]
-    trainer = Trainer(model=model, args=arguments, train_dataset=dataset, callbacks=[AlsoTakesTurns()])
+    trainer = Trainer(
+        model=model, args=arguments, train_dataset=dataset, callbacks=[AlsoTakesTurns()]
+    )
     try:
         trainer.train()
     except Over:
@@ -363,14 +425,19 @@ def run_plain(contest: Contest, turns: Turns, first_losses: list[float], *, comp
         logits = model(input_ids=tokens).logits
         return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
-    scored: Callable[[Tensor, Tensor], Tensor] = torch.compile(score, dynamic=False) if compiled else score
+    scored: Callable[[Tensor, Tensor], Tensor] = (
+        torch.compile(score, dynamic=False) if compiled else score
+    )
     losses: list[Tensor] = []
     micro = contest.rows // contest.accumulation
     for step in range(ENDLESS_STEPS):
         start = step * contest.rows % len(tokens)
         for first in range(start, start + contest.rows, micro):
             with contest.autocast():
-                loss = scored(tokens[first : first + micro], targets[first : first + micro]) / contest.accumulation
+                loss = (
+                    scored(tokens[first : first + micro], targets[first : first + micro])
+                    / contest.accumulation
+                )
             loss.backward()
             if step < LOG_EVERY_STEPS:
                 losses.append(loss.detach())
@@ -385,14 +452,22 @@ def run_plain(contest: Contest, turns: Turns, first_losses: list[float], *, comp
 def run_peak(contest: Contest, turns: Turns, first_losses: list[float]) -> None:
     """Large matrix products: the fastest one is taken as this machine's peak."""
     torch.set_num_threads(contest.threads)
-    left, right = (torch.randn(contest.peak_size, contest.peak_size).to(DTYPES[contest.dtype]) for _ in range(2))
+    left, right = (
+        torch.randn(contest.peak_size, contest.peak_size).to(DTYPES[contest.dtype])
+        for _ in range(2)
+    )
     first_losses.append(0.0)
     while True:
         torch.mm(left, right)
         turns.step_done()
 
 
-LMFORGE, TRAINER, PLAIN, PLAIN_COMPILED = "lmforge", "Trainer", "plain loop", "plain loop, compiled whole"
+LMFORGE, TRAINER, PLAIN, PLAIN_COMPILED = (
+    "lmforge",
+    "Trainer",
+    "plain loop",
+    "plain loop, compiled whole",
+)
 LMFORGE_DENSE = "lmforge, dense"  # with a contest of its own
 LMFORGE_UNCOMPILED, LMFORGE_FLOAT8, PEAK = "lmforge, uncompiled", "lmforge, float8", "peak"
 LMFORGE_OPERATORS = "lmforge, NF4 without bitsandbytes"
@@ -410,7 +485,9 @@ RUNS: dict[str, Callable[[Contest, Turns, list[float]], None]] = {
 
 
 def contend(name: str, contest: Contest, pipe: Connection, log: Path) -> None:
-    """Entry of a contender's process: turns until the contest is over, then the mean loss of the first steps."""
+    """Entry of a contender's process: turns until the contest is over, then the mean loss of the
+    first steps.
+    """
     with open(log, "w", encoding="utf-8") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

@@ -1,10 +1,13 @@
-"""What the data of a run costs: a plan of 15T tokens in 30,000 shards, and lmforge's loader compared with others.
+"""What the data of a run costs: a plan of 15T tokens in 30,000 shards, and lmforge's loader
+compared with others.
 
-For the plan: opening it, finding the sequences of a step, and reading some of them. Also the cost of reading a batch with
-best-fit packing compared with concat packing, for documents with lengths as on the web.
+For the plan: opening it, finding the sequences of a step, and reading some of them. Also the cost
+of reading a batch with best-fit packing compared with concat packing, for documents with lengths as
+on the web.
 
-The shards are real files of 1 GB each with all their checksums, but of zeros that take no space, and hard links of one another.
-Each measurement is a process of its own; memory is what it has beyond its imports. The loaders: data_contenders.py.
+The shards are real files of 1 GB each with all their checksums, but of zeros that take no space,
+and hard links of one another. Each measurement is a process of its own; memory is what it has
+beyond its imports. The loaders: data_contenders.py.
 """
 
 import argparse
@@ -41,9 +44,13 @@ LOADER_TOKENS = 60_000_000
 MEDIAN_DOCUMENT_TOKENS, SPREAD, PACKED_LENGTH, PACKED_BATCH_SIZE = 600, 1.0, 2048, 64
 
 
-def write_manifest(folder: Path, source: str, tokenizer: Tokenizer, entries: list[ShardEntry]) -> None:
+def write_manifest(
+    folder: Path, source: str, tokenizer: Tokenizer, entries: list[ShardEntry]
+) -> None:
     digest, vocab_size = tokenizer.hash, tokenizer.vocab_size
-    manifest = TokenFolderManifest(FORMAT_VERSION, source, {}, digest, vocab_size, "uint16", 0, 0, {}, {"train": entries})
+    manifest = TokenFolderManifest(
+        FORMAT_VERSION, source, {}, digest, vocab_size, "uint16", 0, 0, {}, {"train": entries}
+    )
     (folder / SHARDS_MANIFEST).write_text(json.dumps(asdict(manifest), indent=1))
 
 
@@ -52,7 +59,9 @@ def write_plan(folder: Path, shards: int, shard_tokens: int) -> None:
     tokenizer = train_tokenizer([""], 261)
     tokenizer.save(folder / "tokenizer")
     lengths = np.full(shard_tokens // DOCUMENT_TOKENS, DOCUMENT_TOKENS)
-    first = write_shard(folder, "train-00000", np.zeros(lengths.sum(), np.uint16), lengths, tokenizer.hash)
+    first = write_shard(
+        folder, "train-00000", np.zeros(lengths.sum(), np.uint16), lengths, tokenizer.hash
+    )
     os.truncate(folder / "train-00000.tokens", 0)  # and extended again: a sparse file
     os.truncate(folder / "train-00000.tokens", 2 * first.tokens)
     entries = [replace(first, name=f"train-{number:05d}") for number in range(shards)]
@@ -66,11 +75,19 @@ def write_documents(folder: Path, documents: int) -> None:
     """A folder of one shard of documents with log-normal lengths, packed for PACKED_LENGTH."""
     tokenizer, generator = train_tokenizer([""], 261), np.random.default_rng(0)
     tokenizer.save(folder / "tokenizer")
-    lengths = generator.lognormal(np.log(MEDIAN_DOCUMENT_TOKENS), SPREAD, documents).astype(np.int64) + 1
+    lengths = (
+        generator.lognormal(np.log(MEDIAN_DOCUMENT_TOKENS), SPREAD, documents).astype(np.int64) + 1
+    )
     tokens = generator.integers(5, 261, lengths.sum()).astype(np.uint16)
     entry = write_shard(folder, "train-00000", tokens, lengths, tokenizer.hash)
     write_manifest(folder, "random", tokenizer, [entry])
-    pack_folder(str(folder), PACKED_LENGTH, workers=1, progress=lambda *step: None, dist_ctx=SingleProcessContext())
+    pack_folder(
+        str(folder),
+        PACKED_LENGTH,
+        workers=1,
+        progress=lambda *step: None,
+        dist_ctx=SingleProcessContext(),
+    )
 
 
 def measure_packings(folder: Path, batches: int) -> dict[str, Any]:
@@ -100,7 +117,10 @@ def measure(folder: Path, steps: int, sequences: int) -> dict[str, Any]:
     opened = TokenFolder.open(folder)
     dataset = TokenDataset(opened, sequence_length=SEQUENCE_LENGTH)
     dataset.indices(0, BATCH_SIZE)
-    result: dict[str, Any] = {"start_seconds": time.perf_counter() - began, "start_mb": resident_mb() - before}
+    result: dict[str, Any] = {
+        "start_seconds": time.perf_counter() - began,
+        "start_mb": resident_mb() - before,
+    }
     generator, taken = np.random.default_rng(0), []
     for step in generator.integers(0, dataset.sequences_per_epoch // BATCH_SIZE, steps).tolist():
         began = time.perf_counter()
@@ -108,7 +128,9 @@ def measure(folder: Path, steps: int, sequences: int) -> dict[str, Any]:
         taken.append(1000 * (time.perf_counter() - began))
     result |= {"indices_ms": statistics.median(taken), "tokens": opened.split("train").num_tokens}
     # Everything that a checkpoint stores about the data.
-    result["state_bytes"] = len(json.dumps({"samples_consumed": 2**40, "plan_hash": dataset.plan_hash}))
+    result["state_bytes"] = len(
+        json.dumps({"samples_consumed": 2**40, "plan_hash": dataset.plan_hash})
+    )
     began, cpu = time.perf_counter(), time.process_time()
     for n in range(0, sequences, 64):
         dataset.sequences(n, n + 64)
@@ -129,14 +151,31 @@ def table(record: dict[str, Any]) -> str:
         "CPU time of that": ("sequence_cpu_ms", "ms", 3),
         "memory after reading": ("read_mb", "MB", 0),
         "open files after reading": ("open_files", "", 0),
-        f"CPU time of a batch of {PACKED_BATCH_SIZE} x {PACKED_LENGTH:,}, concat packing": ("concat_ms", "ms", 2),
+        f"CPU time of a batch of {PACKED_BATCH_SIZE} x {PACKED_LENGTH:,}, concat packing": (
+            "concat_ms",
+            "ms",
+            2,
+        ),
         "the same, best-fit packing": ("best-fit_ms", "ms", 2),
         "places of best-fit sequences that hold a token": ("best-fit_fill_percent", "%", 2),
     }
     lines = ["# The data of a run", "", *machine_lines(record["machine"]), ""]
     if loaders := record["loaders"]:
-        lines += ["## Loaders", "", f"{record['loaders_what']}:", "", *loaders_table(loaders), "", f"{lead(loaders)}.", ""]
-        lines += [f"- {name}: {', '.join(row['packages'])}" for name, row in loaders.items() if row["packages"]] + [""]
+        lines += [
+            "## Loaders",
+            "",
+            f"{record['loaders_what']}:",
+            "",
+            *loaders_table(loaders),
+            "",
+            f"{lead(loaders)}.",
+            "",
+        ]
+        lines += [
+            f"- {name}: {', '.join(row['packages'])}"
+            for name, row in loaders.items()
+            if row["packages"]
+        ] + [""]
     lines += ["## A plan of 15T tokens", "", f"{record['what']}:", ""]
     lines += ["| | median | lowest–highest |", "|---|---|---|"]
     for title, (name, unit, digits) in rows.items():
@@ -148,13 +187,36 @@ def table(record: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = benchmark_parser(__doc__, 5, "processes that measure")
-    parser.add_argument("--steps", type=int, default=200, help="random steps of one measurement (default: 200)")
-    parser.add_argument("--sequences", type=int, default=64_000, help="sequences read in one measurement (default: 64,000)")
-    parser.add_argument("--loaders", nargs="*", default=list(OPEN), choices=OPEN, metavar="NAME", help="which (default: all)")
-    parser.add_argument("--loader_rounds", type=int, default=3, help="measurements of each loader (default: 3)")
-    parser.add_argument("--batches", type=int, default=200, help=f"of {LOADER_BATCH} sequences, of one of these (default: 200)")
     parser.add_argument(
-        "--tiny", action="store_true", help="small shards, loaders without a library: does it work? The figures mean nothing"
+        "--steps", type=int, default=200, help="random steps of one measurement (default: 200)"
+    )
+    parser.add_argument(
+        "--sequences",
+        type=int,
+        default=64_000,
+        help="sequences read in one measurement (default: 64,000)",
+    )
+    parser.add_argument(
+        "--loaders",
+        nargs="*",
+        default=list(OPEN),
+        choices=OPEN,
+        metavar="NAME",
+        help="which (default: all)",
+    )
+    parser.add_argument(
+        "--loader_rounds", type=int, default=3, help="measurements of each loader (default: 3)"
+    )
+    parser.add_argument(
+        "--batches",
+        type=int,
+        default=200,
+        help=f"of {LOADER_BATCH} sequences, of one of these (default: 200)",
+    )
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        help="small shards, loaders without a library: does it work? The figures mean nothing",
     )
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
@@ -164,11 +226,15 @@ def main() -> int:
         return 0
     environment = machine()
     shards, shard_tokens = (100, 100_000) if chosen.tiny else (SHARDS, SHARD_TOKENS)
-    names, tokens = (["lmforge", FLOOR, BY_HAND], 1_000_000) if chosen.tiny else (chosen.loaders, LOADER_TOKENS)
+    names, tokens = (
+        (["lmforge", FLOOR, BY_HAND], 1_000_000) if chosen.tiny else (chosen.loaders, LOADER_TOKENS)
+    )
     loaders = {}
     if names:
         with tempfile.TemporaryDirectory(prefix="loaders-") as name:
-            loaders = measure_loaders(Path(name), names, tokens, chosen.batches, chosen.loader_rounds)
+            loaders = measure_loaders(
+                Path(name), names, tokens, chosen.batches, chosen.loader_rounds
+            )
     with tempfile.TemporaryDirectory(prefix="data-") as name:
         write_plan(Path(name), shards, shard_tokens)
         (Path(name) / "documents").mkdir()
@@ -177,11 +243,15 @@ def main() -> int:
         command = [sys.executable, __file__, "--measure", name, *numbers]
         results = [json.loads(subprocess.check_output(command)) for _ in range(chosen.rounds)]
     plan = {name: summarize([result[name] for result in results]) for name in results[0]}
-    what = f"{shards:,} shards of {shard_tokens:,} tokens, sequences of {SEQUENCE_LENGTH:,}, {chosen.rounds} processes"
+    what = (
+        f"{shards:,} shards of {shard_tokens:,} tokens, sequences of {SEQUENCE_LENGTH:,},"
+        f" {chosen.rounds} processes"
+    )
     loaders_what = (
-        f"{tokens / 1e6:,.0f}M tokens of Python code, sequences of {SEQUENCE_LENGTH:,} in batches of {LOADER_BATCH},"
-        f" {chosen.loader_rounds} rounds of {chosen.batches} batches after some to warm up, as fast as each gives them;"
-        " median (lowest–highest), CPU seconds of 1,000 samples"
+        f"{tokens / 1e6:,.0f}M tokens of Python code, sequences of {SEQUENCE_LENGTH:,} in batches"
+        f" of {LOADER_BATCH}, {chosen.loader_rounds} rounds of {chosen.batches} batches after some"
+        " to warm up, as fast as each gives them; median (lowest–highest), CPU seconds of 1,000"
+        " samples"
     )
     record = {
         "benchmark": "data",
@@ -192,7 +262,10 @@ def main() -> int:
         "loaders": loaders,
     }
     readable = table(record)
-    print(f"{readable}\n\nwritten to {write_result('data', record, readable, chosen.out)} and .json beside it")
+    print(
+        f"{readable}\n\nwritten to {write_result('data', record, readable, chosen.out)} and .json"
+        " beside it"
+    )
     return 0
 
 

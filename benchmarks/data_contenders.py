@@ -1,11 +1,14 @@
-"""The loaders that data.py compares, each in a separate process, in an environment that need not have lmforge.
+"""The loaders that data.py compares, each in a separate process, in an environment that need not
+have lmforge.
 
-    python data_contenders.py write NAME FOLDER             makes the files that a loader reads, of FOLDER/tokens.bin
+    python data_contenders.py write NAME FOLDER             makes the files that a loader reads, of
+                                                            FOLDER/tokens.bin
     python data_contenders.py measure NAME FOLDER BATCHES   prints the figures as JSON
 
-A sample is a sequence of SEQUENCE_LENGTH tokens and its labels, as long. All but the floor give with it document ids and
-positions, and batches in a shuffled order that goes on from a saved state. Whatever a library lacks of it is `with_documents`,
-which runs in its worker. The floor and what is by hand are a DataLoader over a memory map.
+A sample is a sequence of SEQUENCE_LENGTH tokens and its labels, as long. All but the floor give
+with it document ids and positions, and batches in a shuffled order that goes on from a saved state.
+Whatever a library lacks of it is `with_documents`, which runs in its worker. The floor and what is
+by hand are a DataLoader over a memory map.
 """
 
 import json
@@ -24,11 +27,14 @@ AHEAD = 4  # batches that are read ahead, the same for all
 WARM_UP_BATCHES, MEMORY_BATCHES = 8, 8
 
 Arrays = dict[str, Any]
-Opened = tuple[Iterator[Arrays], Callable[[], Any]]  # batches, and the state to save for resuming after them
+# Batches, and the state to save for resuming after them.
+Opened = tuple[Iterator[Arrays], Callable[[], Any]]
 
 
 def with_documents(raw: np.ndarray) -> Arrays:
-    """The model inputs made of raw tokens [batch, SEQUENCE_LENGTH + 1], with as few passes over them as possible in numpy."""
+    """The model inputs made of raw tokens [batch, SEQUENCE_LENGTH + 1], with as few passes over
+    them as possible in numpy.
+    """
     tokens = raw[:, :-1].astype(np.int64)
     ends = tokens == EOS
     starts = np.zeros_like(ends)
@@ -45,7 +51,9 @@ def with_documents(raw: np.ndarray) -> Arrays:
 
 
 def raw_sequences(folder: Path) -> np.ndarray:
-    """Every sequence of the corpus with the token after it: a view of the file, uint16 [sequences, SEQUENCE_LENGTH + 1]."""
+    """Every sequence of the corpus with the token after it: a view of the file, uint16 [sequences,
+    SEQUENCE_LENGTH + 1].
+    """
     tokens = np.memmap(folder / "tokens.bin", np.uint16, "r")
     return np.lib.stride_tricks.sliding_window_view(tokens, SEQUENCE_LENGTH + 1)[::SEQUENCE_LENGTH]
 
@@ -55,7 +63,9 @@ def open_lmforge(folder: Path) -> Opened:
     from lmforge.core.data.loader import BatchLoader
     from lmforge.core.data.shards.folder import TokenFolder
 
-    dataset = TokenDataset(TokenFolder.open(folder / "shards"), sequence_length=SEQUENCE_LENGTH, seed=SEED)
+    dataset = TokenDataset(
+        TokenFolder.open(folder / "shards"), sequence_length=SEQUENCE_LENGTH, seed=SEED
+    )
     loader = BatchLoader(dataset, global_batch_size=BATCH_SIZE, micro_batch_size=BATCH_SIZE)
     step = 0
 
@@ -66,7 +76,10 @@ def open_lmforge(folder: Path) -> Opened:
             step += 1
             yield batch.tensors
 
-    return batches(), lambda: {"samples_consumed": step * BATCH_SIZE, "plan_hash": dataset.plan_hash}
+    return batches(), lambda: {
+        "samples_consumed": step * BATCH_SIZE,
+        "plan_hash": dataset.plan_hash,
+    }
 
 
 class _MappedBatches:
@@ -105,8 +118,11 @@ def _open_mapped(folder: Path, documents: bool) -> Opened:
 
     sampler: Any = _ShuffledBatches(len(raw_sequences(folder)))
     dataset: Any = _MappedBatches(folder, documents)
-    loader = DataLoader(dataset, batch_size=None, sampler=sampler, num_workers=1, prefetch_factor=AHEAD)
-    return iter(loader), lambda: {"seed": SEED, "samples": 2**40}  # the state that a sampler needs to resume
+    loader = DataLoader(
+        dataset, batch_size=None, sampler=sampler, num_workers=1, prefetch_factor=AHEAD
+    )
+    # The state that a sampler needs to resume.
+    return iter(loader), lambda: {"seed": SEED, "samples": 2**40}
 
 
 def write_streaming(folder: Path) -> None:
@@ -125,8 +141,12 @@ def open_streaming(folder: Path) -> Opened:
         arrays = with_documents(np.stack([sample["tokens"] for sample in samples]))
         return {name: from_numpy(array) for name, array in arrays.items()}
 
-    dataset = StreamingDataset(local=str(folder / "mds"), shuffle=True, shuffle_seed=SEED, batch_size=BATCH_SIZE)
-    loader = StreamingDataLoader(dataset, batch_size=BATCH_SIZE, num_workers=1, prefetch_factor=AHEAD, collate_fn=collate)
+    dataset = StreamingDataset(
+        local=str(folder / "mds"), shuffle=True, shuffle_seed=SEED, batch_size=BATCH_SIZE
+    )
+    loader = StreamingDataLoader(
+        dataset, batch_size=BATCH_SIZE, num_workers=1, prefetch_factor=AHEAD, collate_fn=collate
+    )
 
     def batches() -> Iterator[Arrays]:
         while True:
@@ -154,7 +174,12 @@ def open_grain(folder: Path) -> Opened:
 
     flags.FLAGS(["data"], known_only=True)
     source = grain.sources.ArrayRecordDataSource(str(folder / "sequences.array_record"))
-    dataset = grain.MapDataset.source(source).shuffle(seed=SEED).repeat().batch(BATCH_SIZE, batch_fn=_grain_batch)
+    dataset = (
+        grain.MapDataset.source(source)
+        .shuffle(seed=SEED)
+        .repeat()
+        .batch(BATCH_SIZE, batch_fn=_grain_batch)
+    )
     read = grain.ReadOptions(num_threads=1, prefetch_buffer_size=AHEAD)
     options = grain.MultiprocessingOptions(num_workers=1, per_worker_buffer_size=AHEAD)
     iterator = iter(dataset.to_iter_dataset(read).mp_prefetch(options))
@@ -171,7 +196,9 @@ def write_datasets(folder: Path) -> None:
         for sequence in sequences:
             yield {"tokens": sequence}
 
-    Dataset.from_generator(rows, features=features, cache_dir=str(folder / "cache")).save_to_disk(str(folder / "arrow"))
+    Dataset.from_generator(rows, features=features, cache_dir=str(folder / "cache")).save_to_disk(
+        str(folder / "arrow")
+    )
 
 
 def open_datasets(folder: Path) -> Opened:
@@ -179,13 +206,22 @@ def open_datasets(folder: Path) -> Opened:
     from torch import from_numpy
     from torch.utils.data import DataLoader
 
-    dataset = load_from_disk(str(folder / "arrow")).to_iterable_dataset(num_shards=64).with_format("numpy")
+    dataset = (
+        load_from_disk(str(folder / "arrow"))
+        .to_iterable_dataset(num_shards=64)
+        .with_format("numpy")
+    )
     dataset = dataset.shuffle(seed=SEED, buffer_size=1024).batch(BATCH_SIZE, drop_last_batch=True)
 
     def collate(batch: Any) -> Arrays:
-        return {name: from_numpy(array) for name, array in with_documents(np.asarray(batch["tokens"])).items()}
+        return {
+            name: from_numpy(array)
+            for name, array in with_documents(np.asarray(batch["tokens"])).items()
+        }
 
-    loader = DataLoader(dataset, batch_size=None, num_workers=1, prefetch_factor=AHEAD, collate_fn=collate)
+    loader = DataLoader(
+        dataset, batch_size=None, num_workers=1, prefetch_factor=AHEAD, collate_fn=collate
+    )
 
     def batches() -> Iterator[Arrays]:
         epoch = 0
@@ -225,15 +261,23 @@ def _cpu_seconds() -> float:
     """CPU time of the tree so far."""
     ticks = 0
     for pid in _tree()[1:]:
-        ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
+        ticks += sum(
+            map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13])
+        )
     return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _memory_mb() -> float:
-    """Memory of the tree without pages of files, which the system can drop. Shared memory is counted once."""
+    """Memory of the tree without pages of files, which the system can drop.
+
+    Shared memory is counted once.
+    """
     kib = 0
     for pid in _tree():
-        fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])
+        fields = dict(
+            line.split(":", 1)
+            for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+        )
         kib += sum(int(fields[name].split()[0]) for name in ("Pss_Anon", "Pss_Shmem"))
     return kib / 1000 * 1.024
 
@@ -250,7 +294,9 @@ def _check(batch: Arrays) -> None:
 
 
 def measure(name: str, folder: Path, batches: int) -> dict[str, Any]:
-    """The figures of one loader; those a thousand samples are of `batches` batches, after some to warm up."""
+    """The figures of one loader; those a thousand samples are of `batches` batches, after some to
+    warm up.
+    """
     imports = {
         "Grain": "grain",
         "MosaicML Streaming": "streaming",
@@ -275,7 +321,9 @@ def measure(name: str, folder: Path, batches: int) -> dict[str, Any]:
     result["all_cpu"] = (_cpu_seconds() - every) / thousands
     result["samples_a_second"] = 1000 * thousands / (time.perf_counter() - began)
     state_bytes = state()
-    result["state_bytes"] = len(state_bytes if isinstance(state_bytes, bytes) else json.dumps(state_bytes, default=str))
+    result["state_bytes"] = len(
+        state_bytes if isinstance(state_bytes, bytes) else json.dumps(state_bytes, default=str)
+    )
     most = 0.0
     for _ in range(MEMORY_BATCHES):
         next(iterator)

@@ -1,4 +1,5 @@
-"""lmforge's loader compared with others, each in a separate environment: corpus, environments and measurement.
+"""lmforge's loader compared with others, each in a separate environment: corpus, environments and
+measurement.
 
 The measured code is in data_contenders.py. data.py calls this, and writes the result.
 """
@@ -24,7 +25,8 @@ from lmforge.text.prepare.prepare import prepare
 CONTENDERS = Path(__file__).with_name("data_contenders.py")
 SHARD_TOKENS = 10_000_000
 VOCAB_SIZE = 8192
-# What is installed for a loader, over the packages of this environment, torch among them. Streaming takes an older numpy.
+# What is installed for a loader, over the packages of this environment, torch among them. Streaming
+# takes an older numpy.
 PACKAGES = {
     "MosaicML Streaming": (
         "mosaicml-streaming==0.13.0",
@@ -61,7 +63,9 @@ STAND_IN = {
 
 
 def write_corpus(folder: Path, tokens: int) -> None:
-    """The standard library's documents, repeated in other orders up to this many tokens: shards, and one file of raw tokens."""
+    """The standard library's documents, repeated in other orders up to this many tokens: shards,
+    and one file of raw tokens.
+    """
     prepare("stdlib", folder / "once", vocab_size=VOCAB_SIZE, validation_ratio=0)
     once = TokenFolder.open(folder / "once")
     split = once.split("train")
@@ -88,19 +92,40 @@ def write_corpus(folder: Path, tokens: int) -> None:
     hashes = hash_tokenizer_files(once.tokenizer)
     vocab_size = once.manifest.vocab_size
     manifest = TokenFolderManifest(
-        FORMAT_VERSION, "stdlib", {}, once.tokenizer.hash, vocab_size, "uint16", 0, 0, {}, {"train": shards}, hashes
+        FORMAT_VERSION,
+        "stdlib",
+        {},
+        once.tokenizer.hash,
+        vocab_size,
+        "uint16",
+        0,
+        0,
+        {},
+        {"train": shards},
+        hashes,
     )
     (folder / "shards" / SHARDS_MANIFEST).write_text(json.dumps(asdict(manifest)))
 
 
-def measure_loaders(folder: Path, names: list[str], tokens: int, batches: int, rounds: int) -> dict[str, Any]:
-    """The figures of each loader in each round, each in a separate process, one after another; or why there are none."""
+def measure_loaders(
+    folder: Path, names: list[str], tokens: int, batches: int, rounds: int
+) -> dict[str, Any]:
+    """The figures of each loader in each round, each in a separate process, one after another; or
+    why there are none.
+    """
     write_corpus(folder, tokens)
     result: dict[str, Any] = {name: {"packages": PACKAGES.get(name, ())} for name in names}
     pythons: dict[str, str] = {}
     for name in names:
-        place, files = folder / f"environment-{len(pythons)}", STAND_IN if name == "MosaicML Streaming" else {}
-        made = make_environment(place, PACKAGES[name], files) if name in PACKAGES else (sys.executable, "")
+        place, files = (
+            folder / f"environment-{len(pythons)}",
+            STAND_IN if name == "MosaicML Streaming" else {},
+        )
+        made = (
+            make_environment(place, PACKAGES[name], files)
+            if name in PACKAGES
+            else (sys.executable, "")
+        )
         pythons[name], result[name]["problem"] = made
         if name in WRITE and not result[name]["problem"]:
             result[name]["problem"] = _run(pythons[name], folder, "write", name)[1]
@@ -112,17 +137,28 @@ def measure_loaders(folder: Path, names: list[str], tokens: int, batches: int, r
     for row in result.values():
         measured = row.pop("rounds", [])
         if not row["problem"]:
-            row["figures"] = {key: summarize([figures[key] for figures in measured]) for key in measured[0]}
+            row["figures"] = {
+                key: summarize([figures[key] for figures in measured]) for key in measured[0]
+            }
     return result
 
 
-def _run(python: str, folder: Path, verb: str, name: str, *numbers: str) -> tuple[dict[str, float], str]:
+def _run(
+    python: str, folder: Path, verb: str, name: str, *numbers: str
+) -> tuple[dict[str, float], str]:
     """(what a loader's process printed, the last line of its error)."""
-    environment = os.environ | {"HF_HOME": str(folder / "home"), "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+    environment = os.environ | {
+        "HF_HOME": str(folder / "home"),
+        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    }
     command = [python, str(CONTENDERS), verb, name, str(folder), *numbers]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if ended.returncode:
-        return {}, ended.stderr.strip().splitlines()[-1] if ended.stderr.strip() else f"exit status {ended.returncode}"
+        return {}, (
+            ended.stderr.strip().splitlines()[-1]
+            if ended.stderr.strip()
+            else f"exit status {ended.returncode}"
+        )
     return (json.loads(ended.stdout.splitlines()[-1]) if verb == "measure" else {}), ""
 
 
@@ -143,19 +179,28 @@ def loaders_table(loaders: dict[str, Any]) -> list[str]:
         cells = [row["problem"]]
         if not row["problem"]:
             values = ((row["figures"][key], digits) for key, digits in ROWS.values())
-            cells = [f"{v['median']:,.{d}f} ({v['min']:,.{d}f}–{v['max']:,.{d}f})" for v, d in values]
+            cells = [
+                f"{v['median']:,.{d}f} ({v['min']:,.{d}f}–{v['max']:,.{d}f})" for v, d in values
+            ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 
 
 def lead(loaders: dict[str, Any]) -> str:
-    """The ratio of lmforge's samples per CPU second to those of the best other loader with the same features."""
-    cpu = {name: row["figures"]["all_cpu"]["median"] for name, row in loaders.items() if "figures" in row}
+    """The ratio of lmforge's samples per CPU second to those of the best other loader with the same
+    features.
+    """
+    cpu = {
+        name: row["figures"]["all_cpu"]["median"]
+        for name, row in loaders.items()
+        if "figures" in row
+    }
     others = {name: cpu[name] for name in cpu if name not in ("lmforge", FLOOR)}
     best = min(others, key=lambda name: others[name])
     main = loaders["lmforge"]["figures"]["main_thread_cpu"]["median"]
     share = main / 1000 * BATCH_SIZE / 0.1
     return (
-        f"lmforge gives {others[best] / cpu['lmforge']:.2f} times the samples per CPU second of {best}, the best that gives"
-        f" document ids, positions and a resumable order, and takes {share:.2%} of a main thread's step of 100 ms"
+        f"lmforge gives {others[best] / cpu['lmforge']:.2f} times the samples per CPU second of"
+        f" {best}, the best that gives document ids, positions and a resumable order, and takes"
+        f" {share:.2%} of a main thread's step of 100 ms"
     )

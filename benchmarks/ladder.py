@@ -1,9 +1,11 @@
-"""Whether a ladder predicts a run: a target of some two million parameters, near the optimum, and a ladder of a tenth of it.
+"""Whether a ladder predicts a run: a target of some two million parameters, near the optimum, and a
+ladder of a tenth of it.
 
-For each kind of text of this machine (Python sources and docstrings of the installed packages, C++ headers of torch): the text
-is prepared, `lmforge ladder` trains and fits, the target is trained, and its validation loss is compared with the prediction.
-Each run has one thread. With --folder, kinds of text can be measured by several commands, and a last one with all of them,
-which trains nothing any more, writes the record of all.
+For each kind of text of this machine (Python sources and docstrings of the installed packages, C++
+headers of torch): the text is prepared, `lmforge ladder` trains and fits, the target is trained,
+and its validation loss is compared with the prediction. Each run has one thread. With --folder,
+kinds of text can be measured by several commands, and a last one with all of them, which trains
+nothing any more, writes the record of all.
 """
 
 import argparse
@@ -35,9 +37,13 @@ GOAL = 0.01  # of the loss
 
 
 def shuffled(folder: Path, endings: tuple[str, ...]) -> list[Path]:
-    """The files in an order that is the same on every machine: a part of them is of all packages."""
+    """The files in an order that is the same on every machine: a part of them is of all
+    packages.
+    """
     paths = (each for each in folder.rglob("*") if each.suffix in endings)
-    return sorted(paths, key=lambda path: hashlib.sha256(str(path.relative_to(folder)).encode()).digest())
+    return sorted(
+        paths, key=lambda path: hashlib.sha256(str(path.relative_to(folder)).encode()).digest()
+    )
 
 
 def sources() -> Iterator[str]:
@@ -53,23 +59,39 @@ def headers() -> Iterator[str]:
 def docstrings() -> Iterator[str]:
     """English: what the sources say of themselves, a document for each file."""
     for text in sources():
-        with suppress(SyntaxError, ValueError, RecursionError), warnings.catch_warnings(action="ignore"):
+        with (
+            suppress(SyntaxError, ValueError, RecursionError),
+            warnings.catch_warnings(action="ignore"),
+        ):
             kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-            told = [ast.get_docstring(node) for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)]
+            told = [
+                ast.get_docstring(node)
+                for node in ast.walk(ast.parse(text))
+                if isinstance(node, kinds)
+            ]
             if document := "\n\n".join(filter(None, told)):
                 yield document
 
 
-TEXTS: dict[str, Callable[[], Iterator[str]]] = {"python": sources, "c++": headers, "english": docstrings}
+TEXTS: dict[str, Callable[[], Iterator[str]]] = {
+    "python": sources,
+    "c++": headers,
+    "english": docstrings,
+}
 
 
 def write_text(kind: str, path: Path, most_bytes: int) -> None:
-    """Documents of this kind, one JSON object a line, up to so many bytes. Of equal paragraphs only the first is kept: packages
-    copy each other, and what is held out must not be what was learned by heart."""
+    """Documents of this kind, one JSON object a line, up to so many bytes.
+
+    Of equal paragraphs only the first is kept: packages copy each other, and what is held out must
+    not be what was learned by heart.
+    """
     written, seen = 0, set[str]()
     with open(path, "w", encoding="utf-8") as file:
         for text in TEXTS[kind]():
-            paragraphs = [each for each in text.split("\n\n") if each.strip() and each.strip() not in seen]
+            paragraphs = [
+                each for each in text.split("\n\n") if each.strip() and each.strip() not in seen
+            ]
             seen.update(each.strip() for each in paragraphs)
             document = "\n\n".join(paragraphs)
             if len(document) > 200 and written < most_bytes:
@@ -79,13 +101,20 @@ def write_text(kind: str, path: Path, most_bytes: int) -> None:
 def sizes_of(width: int) -> tuple[int, int]:
     """(feed-forward size, parameters without the input embedding) of a target of this width."""
     inner = round(width * 8 / 3 / 8) * 8
-    return inner, LAYERS * (4 * width**2 + 3 * width * inner + 2 * width) + VOCABULARY * width + width
+    return (
+        inner,
+        LAYERS * (4 * width**2 + 3 * width * inner + 2 * width) + VOCABULARY * width + width,
+    )
 
 
 def recipe(parameters: float, folder: Path, device: str, lr: float, tiny: bool) -> str:
     """The recipe of a target with about so many parameters."""
-    tokens_per_parameter, batch, held_out = (2, 4, 20) if tiny else (TOKENS_PER_PARAMETER, BATCH, 1000)
-    width = min(range(2 * HEAD_DIM, 2048, HEAD_DIM), key=lambda each: abs(sizes_of(each)[1] - parameters))
+    tokens_per_parameter, batch, held_out = (
+        (2, 4, 20) if tiny else (TOKENS_PER_PARAMETER, BATCH, 1000)
+    )
+    width = min(
+        range(2 * HEAD_DIM, 2048, HEAD_DIM), key=lambda each: abs(sizes_of(each)[1] - parameters)
+    )
     inner, count = sizes_of(width)
     steps = round(tokens_per_parameter * count / (batch * LENGTH))
     return f"""\
@@ -125,7 +154,10 @@ every_steps = 100
 
 
 def measure(kind: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Predict and train the target on one kind of text. What was done before in this folder is not done again."""
+    """Predict and train the target on one kind of text.
+
+    What was done before in this folder is not done again.
+    """
     data, runs, file = folder / "tokens", folder / "runs", folder / "target.toml"
     parameters, rates, tiny = options.parameters, options.learning_rates, options.tiny
     if not (text := folder / "text.jsonl").exists():
@@ -136,7 +168,15 @@ def measure(kind: str, folder: Path, options: argparse.Namespace) -> dict[str, A
     if not (data / "manifest.json").exists():
         run_lmforge("prepare", text, data, "--vocab_size", VOCABULARY, "--validation_ratio", 0.02)
     file.write_text(recipe(parameters, data, options.device, rates[len(rates) // 2], tiny))
-    words = [file, "--run.folder", runs, "--budget", options.budget, "--ladder.parallel_runs", options.parallel]
+    words = [
+        file,
+        "--run.folder",
+        runs,
+        "--budget",
+        options.budget,
+        "--ladder.parallel_runs",
+        options.parallel,
+    ]
     if tiny:
         words += ["--ladder.sizes", 2, "--ladder.tokens_per_parameter", 1.5, 2, 3, 4]
     elif len(rates) > 1:
@@ -163,14 +203,28 @@ def measure(kind: str, folder: Path, options: argparse.Namespace) -> dict[str, A
 
 def main() -> int:
     parser = benchmark_parser(__doc__, 1, "not used: each kind of text is one round")
-    parser.add_argument("--parameters", type=float, default=2e6, help="of the target, without the input embedding")
+    parser.add_argument(
+        "--parameters", type=float, default=2e6, help="of the target, without the input embedding"
+    )
     parser.add_argument("--budget", default="0.1", help="of the ladder, as lmforge ladder takes it")
     parser.add_argument("--parallel", type=int, default=2, help="rungs at once")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where all runs are trained")
-    parser.add_argument("--learning_rates", nargs="+", type=float, default=RATES, help="that the ladder tries; one: that one")
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cpu", help="where all runs are trained"
+    )
+    parser.add_argument(
+        "--learning_rates",
+        nargs="+",
+        type=float,
+        default=RATES,
+        help="that the ladder tries; one: that one",
+    )
     parser.add_argument("--texts", nargs="+", choices=sorted(TEXTS), default=sorted(TEXTS))
-    parser.add_argument("--folder", type=Path, help="keep all runs here, and go on with those that are there")
-    parser.add_argument("--tiny", action="store_true", help="do as little as possible, to try the program")
+    parser.add_argument(
+        "--folder", type=Path, help="keep all runs here, and go on with those that are there"
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="do as little as possible, to try the program"
+    )
     options = parser.parse_args()
     environment, results = machine(), dict[str, Any]()
     if options.device == "cuda":
@@ -182,14 +236,27 @@ def main() -> int:
             results[kind] = measure(kind, folder, options)
             print(f"{kind}: {results[kind]}", file=sys.stderr, flush=True)
     lines = ["# A ladder and its target", "", *machine_lines(environment), ""]
-    lines += ["| text | target | tokens | ladder | predicted | interval (90 %) | reached | error | inside |", "|---" * 9 + "|"]
+    lines += [
+        (
+            "| text | target | tokens | ladder | predicted | interval (90 %) | reached | error |"
+            " inside |"
+        ),
+        "|---" * 9 + "|",
+    ]
     for kind, row in results.items():
         interval = f"{row['interval'][0]:.4f} to {row['interval'][1]:.4f}"
         lines.append(
-            f"| {kind} | {row['parameters']:,} | {row['tokens']:,} | {row['rungs']} rungs, {row['share']:.1%} of its FLOPs"
-            f" | {row['predicted']:.4f} | {interval} | {row['reached']:.4f} | {row['error']:+.2%} | {row['inside']} |"
+            f"| {kind} | {row['parameters']:,} | {row['tokens']:,} | {row['rungs']} rungs,"
+            f" {row['share']:.1%} of its FLOPs | {row['predicted']:.4f} | {interval} |"
+            f" {row['reached']:.4f} | {row['error']:+.2%} | {row['inside']} |"
         )
-    lines += ["", f"Loss in nats per token of held-out text. Goal: an error of {GOAL:.0%} at most, inside the interval."]
+    lines += [
+        "",
+        (
+            f"Loss in nats per token of held-out text. Goal: an error of {GOAL:.0%} at most, inside"
+            " the interval."
+        ),
+    ]
     record = {"benchmark": "ladder", "machine": environment, "goal": GOAL, "texts": results}
     write_result("ladder", record, "\n".join(lines), options.out)
     print("\n".join(lines))

@@ -1,7 +1,9 @@
-"""What the loader costs: the time to make a global batch, and the fraction of a step that training waits for one.
+"""What the loader costs: the time to make a global batch, and the fraction of a step that training
+waits for one.
 
-A step is 100 ms of matrix products on all threads, so that the loader's thread has to share the cores as in training. The
-shards are small and in the page cache: this is the loader's arithmetic, not the disk's speed.
+A step is 100 ms of matrix products on all threads, so that the loader's thread has to share the
+cores as in training. The shards are small and in the page cache: this is the loader's arithmetic,
+not the disk's speed.
 """
 
 import sys
@@ -11,7 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from setting import benchmark_parser, machine, machine_lines, summarize, tokens_of_stdlib, write_result
+from setting import (
+    benchmark_parser,
+    machine,
+    machine_lines,
+    summarize,
+    tokens_of_stdlib,
+    write_result,
+)
 
 from lmforge.core.data.batch import Batch
 from lmforge.core.data.dataset import TokenDataset
@@ -35,7 +44,9 @@ def making_seconds(stream: TokenDataset, rows: int, batches: int) -> list[float]
 
 
 def waited(stream: TokenDataset, rows: int, steps: int) -> tuple[float, float]:
-    """(seconds that the training thread waited for data, seconds of everything) over `steps`, after a first one."""
+    """(seconds that the training thread waited for data, seconds of everything) over `steps`, after
+    a first one.
+    """
     product = torch.randn(PRODUCT_SIZE, PRODUCT_SIZE)
     with BatchLoader(stream, global_batch_size=rows, micro_batch_size=rows) as loader:
         loader.batches(0)
@@ -56,13 +67,26 @@ def measure(tokens: TokenFolder, rows: int, length: int, rounds: int, steps: int
         waiting, total = waited(stream, rows, steps)
         shares.append(waiting / total)
         milliseconds.append(1000 * waiting / steps)
-    return {"make_ms": summarize(making), "wait_ms": summarize(milliseconds), "wait_share": summarize(shares)}
+    return {
+        "make_ms": summarize(making),
+        "wait_ms": summarize(milliseconds),
+        "wait_share": summarize(shares),
+    }
 
 
 def table(record: dict[str, Any]) -> str:
     """The record, to be read by people."""
-    lines = ["# The loader beside a step of 100 ms", "", *machine_lines(record["machine"]), f"- {record['what']}", ""]
-    lines += ["| global batch | to make it | wait a step | share of the step |", "|---|---|---|---|"]
+    lines = [
+        "# The loader beside a step of 100 ms",
+        "",
+        *machine_lines(record["machine"]),
+        f"- {record['what']}",
+        "",
+    ]
+    lines += [
+        "| global batch | to make it | wait a step | share of the step |",
+        "|---|---|---|---|",
+    ]
     for name, row in record["batches"].items():
         make, wait, share = row["make_ms"], row["wait_ms"], row["wait_share"]
         lines.append(
@@ -75,9 +99,14 @@ def table(record: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = benchmark_parser(__doc__, 5, "measurements of each batch")
-    parser.add_argument("--steps", type=int, default=50, help="steps of one measurement (default: 50)")
     parser.add_argument(
-        "--threads", type=int, default=threads_per_rank(1), help="CPU threads of the step (default: the cores there are)"
+        "--steps", type=int, default=50, help="steps of one measurement (default: 50)"
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=threads_per_rank(1),
+        help="CPU threads of the step (default: the cores there are)",
     )
     chosen = parser.parse_args()
     if min(chosen.rounds, chosen.steps, chosen.threads) < 1:
@@ -86,15 +115,27 @@ def main() -> int:
     environment = machine()
     torch.set_num_threads(chosen.threads)
     what = (
-        f"{chosen.rounds} rounds of {chosen.steps} steps, {chosen.threads} threads of matrix products beside one of the loader;"
-        " median (lowest–highest)"
+        f"{chosen.rounds} rounds of {chosen.steps} steps, {chosen.threads} threads of matrix"
+        " products beside one of the loader; median (lowest–highest)"
     )
     with tempfile.TemporaryDirectory(prefix="loader-") as name:
         tokens = tokens_of_stdlib(Path(name), files=None, vocab_size=4096)
-        batches = {f"{rows} × {length}": measure(tokens, rows, length, chosen.rounds, chosen.steps) for rows, length in BATCHES}
-    record = {"benchmark": "loader", "machine": environment, "what": what, "step_seconds": STEP_SECONDS, "batches": batches}
+        batches = {
+            f"{rows} × {length}": measure(tokens, rows, length, chosen.rounds, chosen.steps)
+            for rows, length in BATCHES
+        }
+    record = {
+        "benchmark": "loader",
+        "machine": environment,
+        "what": what,
+        "step_seconds": STEP_SECONDS,
+        "batches": batches,
+    }
     readable = table(record)
-    print(f"{readable}\n\nwritten to {write_result('loader', record, readable, chosen.out)} and .json beside it")
+    print(
+        f"{readable}\n\nwritten to {write_result('loader', record, readable, chosen.out)} and .json"
+        " beside it"
+    )
     return 0
 
 

@@ -1,9 +1,10 @@
-"""A mixture of experts on a CPU: its speed beside transformers' Trainer and a dense model, and what it learns for its FLOPs.
+"""A mixture of experts on a CPU: its speed beside transformers' Trainer and a dense model, and what
+it learns for its FLOPs.
 
-Speed: lmforge's mixture of 8 experts, of which a token uses 2; the same model under Trainer, whose experts are its grouped
-products; and lmforge's dense model of as many active parameters. They take turns, as in train_cpu.py, without an auxiliary
-loss, so that all compute the same. Learning: the quickstart's recipe with the presets nano and nano-moe, as many FLOPs each,
-for some seeds.
+Speed: lmforge's mixture of 8 experts, of which a token uses 2; the same model under Trainer, whose
+experts are its grouped products; and lmforge's dense model of as many active parameters. They take
+turns, as in train_cpu.py, without an auxiliary loss, so that all compute the same. Learning: the
+quickstart's recipe with the presets nano and nano-moe, as many FLOPs each, for some seeds.
 """
 
 import argparse
@@ -16,7 +17,16 @@ from typing import Any
 import torch
 from contender_process import Contender
 from contenders import LMFORGE, LMFORGE_DENSE, TRAINER, WARM_UP_STEPS, Contest
-from setting import benchmark_parser, machine, machine_lines, run_lmforge, summarize, tokens_of_stdlib, train_run, write_result
+from setting import (
+    benchmark_parser,
+    machine,
+    machine_lines,
+    run_lmforge,
+    summarize,
+    tokens_of_stdlib,
+    train_run,
+    write_result,
+)
 
 from lmforge.core.distributed.rank_info import threads_per_rank
 from lmforge.core.model.config import ModelConfig
@@ -34,8 +44,10 @@ BITS = "val/bits_per_byte"
 
 
 def shapes(tiny: bool) -> tuple[ModelConfig, ModelConfig]:
-    """The mixture, and the dense model that multiplies a token by as many numbers. Written out, so that results stay comparable
-    when presets change."""
+    """The mixture, and the dense model that multiplies a token by as many numbers.
+
+    Written out, so that results stay comparable when presets change.
+    """
     vocabulary, width, inner, layers = (512, 32, 64, 2) if tiny else (4096, 256, 704, 6)
     dense = ModelConfig(vocabulary, width, layers, 4, inner, model_type="qwen3", qk_norm=True)
     experts: dict[str, Any] = {
@@ -54,7 +66,10 @@ def speeds_of(contest: Contest, dense: ModelConfig, rounds: int, seconds: float)
     try:
         contenders += [Contender(name, each) for name, each in contests.items()]
         for contender in contenders:
-            say(f"{contest.dtype}: {contender.name} is warm after {contender.take_turn(0.0).seconds:.0f} s")
+            say(
+                f"{contest.dtype}: {contender.name} is warm after"
+                f" {contender.take_turn(0.0).seconds:.0f} s"
+            )
         speeds: dict[str, list[float]] = {name: [] for name in contests}
         for number in range(rounds):
             shift = number % len(contenders)
@@ -70,7 +85,9 @@ def speeds_of(contest: Contest, dense: ModelConfig, rounds: int, seconds: float)
     return {
         MIXTURE if name == LMFORGE else name: {
             "tokens_per_second": summarize(of_name),
-            "mixture_is_faster_by": summarize([mine / its for mine, its in zip(speeds[LMFORGE], of_name, strict=True)]),
+            "mixture_is_faster_by": summarize(
+                [mine / its for mine, its in zip(speeds[LMFORGE], of_name, strict=True)]
+            ),
             "goal": GOALS[contest.dtype].get(name),
             "loss_of_first_steps": losses[name],
         }
@@ -103,24 +120,51 @@ def learning(folder: Path, seeds: int, chosen: argparse.Namespace) -> dict[str, 
                 "--train.threads",
                 chosen.threads,
             ]
-            bits.append(train_run(folder, name, BITS, "pretrain", RECIPE, "--data.folder", folder / "stdlib", *words, *few))
+            bits.append(
+                train_run(
+                    folder,
+                    name,
+                    BITS,
+                    "pretrain",
+                    RECIPE,
+                    "--data.folder",
+                    folder / "stdlib",
+                    *words,
+                    *few,
+                )
+            )
             say(f"{name}: {bits[-1]:.4f} bits per byte after {own_steps:,} steps")
-        results[preset] = {"steps": own_steps, "flops_per_token": of_token, "bits_per_byte": summarize(bits)}
+        results[preset] = {
+            "steps": own_steps,
+            "flops_per_token": of_token,
+            "bits_per_byte": summarize(bits),
+        }
     return results
 
 
 def table(record: dict[str, Any]) -> str:
     """The record, to be read by people."""
-    lines = ["# A mixture of experts on a CPU", "", *machine_lines(record["machine"]), f"- {record['what']}"]
+    lines = [
+        "# A mixture of experts on a CPU",
+        "",
+        *machine_lines(record["machine"]),
+        f"- {record['what']}",
+    ]
     lines += [f"- {reason}" for reason in record["left_out"]]
     for dtype, rows in record["dtypes"].items():
-        lines += ["", f"## {dtype}", "", "| | tokens/s | mixture ÷ it | goal | loss, steps 1–10 |", "|---|---|---|---|---|"]
+        lines += [
+            "",
+            f"## {dtype}",
+            "",
+            "| | tokens/s | mixture ÷ it | goal | loss, steps 1–10 |",
+            "|---|---|---|---|---|",
+        ]
         for name, row in rows.items():
             speed, ratio = row["tokens_per_second"], row["mixture_is_faster_by"]
             lines.append(
-                f"| {name} | {speed['median']:,.0f} ({speed['min']:,.0f}–{speed['max']:,.0f})"
-                f" | {ratio['median']:.2f} ({ratio['min']:.2f}–{ratio['max']:.2f}) | {row['goal'] or ''}"
-                f" | {row['loss_of_first_steps']:.3f} |"
+                f"| {name} | {speed['median']:,.0f} ({speed['min']:,.0f}–{speed['max']:,.0f}) |"
+                f" {ratio['median']:.2f} ({ratio['min']:.2f}–{ratio['max']:.2f}) |"
+                f" {row['goal'] or ''} | {row['loss_of_first_steps']:.3f} |"
             )
     if record["learning"]:
         lines += ["", "## Bits per byte of the quickstart's validation files, at equal FLOPs", ""]
@@ -138,20 +182,39 @@ def say(line: str) -> None:
 
 def main() -> int:
     parser = benchmark_parser(__doc__, 7, "turns of each")
-    parser.add_argument("--seconds", type=float, default=10.0, help="length of a turn (default: 10)")
-    parser.add_argument("--threads", type=int, default=threads_per_rank(1), help="CPU threads of each (default: all cores)")
-    parser.add_argument("--force-bf16", action="store_true", help="measure bf16 also where the CPU only emulates it")
     parser.add_argument(
-        "--seeds", type=int, default=3, help="seeds of the comparison at equal FLOPs; 0 leaves it out (default: 3)"
+        "--seconds", type=float, default=10.0, help="length of a turn (default: 10)"
     )
-    parser.add_argument("--tiny", action="store_true", help="small models, uncompiled, and few steps: to see that this works")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=threads_per_rank(1),
+        help="CPU threads of each (default: all cores)",
+    )
+    parser.add_argument(
+        "--force-bf16", action="store_true", help="measure bf16 also where the CPU only emulates it"
+    )
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=3,
+        help="seeds of the comparison at equal FLOPs; 0 leaves it out (default: 3)",
+    )
+    parser.add_argument(
+        "--tiny",
+        action="store_true",
+        help="small models, uncompiled, and few steps: to see that this works",
+    )
     chosen = parser.parse_args()
     if chosen.rounds < 0 or chosen.threads < 1 or chosen.seeds < 0:
         parser.error("--threads: at least 1; --rounds, --seeds: at least 0")
     environment, left_out, cpu = machine(), [], torch.device("cpu")
     missing = missing_for_compile(cpu)
     if not (compiled := not chosen.tiny and missing is None):
-        left_out.append("nothing is compiled: " + (f"{missing} on this machine" if missing else "--tiny leaves it out"))
+        left_out.append(
+            "nothing is compiled: "
+            + (f"{missing} on this machine" if missing else "--tiny leaves it out")
+        )
     dtypes = ["fp32", "bf16"] if chosen.force_bf16 or has_native_bf16(cpu) else ["fp32"]
     if len(dtypes) == 1:
         left_out.append("bf16 is left out: this CPU only emulates it (--force-bf16 measures it)")
@@ -159,17 +222,21 @@ def main() -> int:
     rows, length = (2, 64) if chosen.tiny else (8, 256)
     counts = [parameter_count(each) for each in (mixture, dense)]
     what = (
-        f"{counts[0].total:,} parameters, {counts[0].active_matmul:,} of them in the products of a token, beside"
-        f" {counts[1].total:,}, {counts[1].active_matmul:,}; {mixture.num_hidden_layers} layers of {mixture.hidden_size};"
-        f" {rows} × {length} tokens per step, {chosen.threads} threads; {chosen.rounds} interleaved rounds of"
-        f" {chosen.seconds:g} s after {WARM_UP_STEPS} steps of warm-up; median (low–high), ratios in a round"
+        f"{counts[0].total:,} parameters, {counts[0].active_matmul:,} of them in the products of a"
+        f" token, beside {counts[1].total:,}, {counts[1].active_matmul:,};"
+        f" {mixture.num_hidden_layers} layers of {mixture.hidden_size}; {rows} × {length} tokens"
+        f" per step, {chosen.threads} threads; {chosen.rounds} interleaved rounds of"
+        f" {chosen.seconds:g} s after {WARM_UP_STEPS} steps of warm-up; median (low–high), ratios"
+        " in a round"
     )
     for line in (*machine_lines(environment), what, *left_out):
         say(line)
     with tempfile.TemporaryDirectory(prefix="mixture-cpu-") as name:
         folder, results = Path(name), {}
         if chosen.rounds:
-            tokens_of_stdlib(folder, files=20 if chosen.tiny else None, vocab_size=mixture.vocab_size)
+            tokens_of_stdlib(
+                folder, files=20 if chosen.tiny else None, vocab_size=mixture.vocab_size
+            )
         for dtype in dtypes if chosen.rounds else ():
             contest = Contest(mixture, rows, length, chosen.threads, dtype, compiled, 0, folder)
             results[dtype] = speeds_of(contest, dense, chosen.rounds, chosen.seconds)
@@ -189,7 +256,10 @@ def main() -> int:
         "learning": learned,
     }
     readable = table(record)
-    say(f"\n{readable}\n\nwritten to {write_result('mixture_cpu', record, readable, chosen.out)} and .json beside it")
+    say(
+        f"\n{readable}\n\nwritten to {write_result('mixture_cpu', record, readable, chosen.out)}"
+        " and .json beside it"
+    )
     return 0
 
 

@@ -1,7 +1,8 @@
-"""Predictions of `lmforge plan` divided by published values: speed and memory of each row of published.json.
+"""Predictions of `lmforge plan` divided by published values: speed and memory of each row of
+published.json.
 
-No constant of the prediction was fitted to these rows. A row that does not state its length or its batch is listed and not
-scored. The result does not depend on the machine that this runs on.
+No constant of the prediction was fitted to these rows. A row that does not state its length or its
+batch is listed and not scored. The result does not depend on the machine that this runs on.
 """
 
 import argparse
@@ -29,32 +30,63 @@ def predict_row(row: dict[str, Any]) -> Prediction:
     network = data_sheets().network(row.get("network", "infiniband-ndr"))
     parallel = {"engine": "fsdp2" if gpus > 1 else "single", **row["parallel"]}
     options = validate_options(ParallelOptions, parallel)
-    model = get_preset(row["model"]) if isinstance(row["model"], str) else ModelConfig(**row["model"])
-    taken = ("sequence_length", "micro_batch_size", "master_dtype", "compiled", "float8", "logit_bytes", "reduce_dtype_bytes")
+    model = (
+        get_preset(row["model"]) if isinstance(row["model"], str) else ModelConfig(**row["model"])
+    )
+    taken = (
+        "sequence_length",
+        "micro_batch_size",
+        "master_dtype",
+        "compiled",
+        "float8",
+        "logit_bytes",
+        "reduce_dtype_bytes",
+    )
     fields = {name: row[name] for name in taken if name in row}
-    step_config = StepConfig(model, options, gpus, per_host, accumulation=row.get("accumulation", 1), **fields)
+    step_config = StepConfig(
+        model, options, gpus, per_host, accumulation=row.get("accumulation", 1), **fields
+    )
     machine = Machine(gpu, network if gpus > per_host else None, per_host)
     return predict(step_config, gpu, machine.rates(step_config.dtype))
 
 
 def describe(row: dict[str, Any]) -> str:
-    model = row["model"] if isinstance(row["model"], str) else f"width {row['model']['hidden_size']}"
+    model = (
+        row["model"] if isinstance(row["model"], str) else f"width {row['model']['hidden_size']}"
+    )
     words = [row["source"].split()[0], model, f"{row['gpus']} x {row['gpu']}"]
-    words += [f"{name.split('_')[0]} {value}" for name, value in row["parallel"].items() if "degree" in name]
-    return " ".join([*words, *(["eager"] if not row.get("compiled", True) else []), *(["float8"] if row.get("float8") else [])])
+    words += [
+        f"{name.split('_')[0]} {value}"
+        for name, value in row["parallel"].items()
+        if "degree" in name
+    ]
+    return " ".join(
+        [
+            *words,
+            *(["eager"] if not row.get("compiled", True) else []),
+            *(["float8"] if row.get("float8") else []),
+        ]
+    )
 
 
 def errors(ratios: list[float]) -> str:
     wrong = [abs(ratio - 1) for ratio in ratios]
-    return f"median error {statistics.median(wrong):.0%}, worst {max(wrong):.0%}, of {len(wrong)} rows"
+    return (
+        f"median error {statistics.median(wrong):.0%}, worst {max(wrong):.0%}, of {len(wrong)} rows"
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=Path, default=PUBLISHED, help="a file of rows in the form of published.json")
+    parser.add_argument(
+        "--rows", type=Path, default=PUBLISHED, help="a file of rows in the form of published.json"
+    )
     chosen = parser.parse_args()
     speed, memory = list[float](), list[float]()
-    print(f"{'row':62} {'tokens/s':>9} {'published':>9} {'ratio':>6} {'GiB':>7} {'publ.':>7} {'ratio':>6}")
+    print(
+        f"{'row':62} {'tokens/s':>9} {'published':>9} {'ratio':>6} {'GiB':>7} {'publ.':>7}"
+        f" {'ratio':>6}"
+    )
     for row in json.loads(chosen.rows.read_text())["rows"]:
         if not row["sequence_length"] or not row["micro_batch_size"]:
             print(f"{describe(row):62} not scored: {row['assumed']}")
@@ -62,7 +94,10 @@ def main() -> int:
         prediction = predict_row(row)
         ratio = prediction.tokens_per_second / row["tokens_per_second"]
         speed.append(ratio)
-        line = f"{describe(row):62} {prediction.tokens_per_second:9,.0f} {row['tokens_per_second']:9,.0f} {ratio:6.2f}"
+        line = (
+            f"{describe(row):62} {prediction.tokens_per_second:9,.0f}"
+            f" {row['tokens_per_second']:9,.0f} {ratio:6.2f}"
+        )
         if row.get("memory_gib"):
             is_live = row.get("memory_is") == "live"
             gib = (prediction.live_bytes if is_live else prediction.reserved_bytes) / 2**30

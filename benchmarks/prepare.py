@@ -1,10 +1,13 @@
-"""How fast text becomes tokens: lmforge's preparation compared with `tokenizers` alone, `datasets.map` and datatrove.
+"""How fast text becomes tokens: lmforge's preparation compared with `tokenizers` alone,
+`datasets.map` and datatrove.
 
-All take the same JSON lines and the same tokenizer.json. `tokenizers` encodes texts that lie in memory, in batches, with a
-thread on each core: it neither reads nor writes, so it is an upper bound for the others. lmforge reads the file, tokenizes it
-in processes, and writes shards with checksums in a keyed order. `datasets.map` reads it, tokenizes it in processes, and writes
-Arrow; datatrove, in an environment of its own, writes files of ids. Starting processes counts for all three. On a busy machine
-CPU seconds say more than seconds: all of them keep every core at work but for starting and ending.
+All take the same JSON lines and the same tokenizer.json. `tokenizers` encodes texts that lie in
+memory, in batches, with a thread on each core: it neither reads nor writes, so it is an upper bound
+for the others. lmforge reads the file, tokenizes it in processes, and writes shards with checksums
+in a keyed order. `datasets.map` reads it, tokenizes it in processes, and writes Arrow; datatrove,
+in an environment of its own, writes files of ids. Starting processes counts for all three. On a
+busy machine CPU seconds say more than seconds: all of them keep every core at work but for starting
+and ending.
 """
 
 import argparse
@@ -32,17 +35,27 @@ CONTENDERS = ("tokenizers", "lmforge", "datasets.map", "datatrove")
 def respelt(text: str, number: int) -> str:
     """A text with other words, made by permuting vowels and permuting consonants."""
     letters = []
-    for kind, by in (("aeiou", number % len("aeiou")), ("bcdfghjklmnpqrstvwxyz", number // len("aeiou"))):
+    for kind, by in (
+        ("aeiou", number % len("aeiou")),
+        ("bcdfghjklmnpqrstvwxyz", number // len("aeiou")),
+    ):
         letters.append((kind, kind[by:] + kind[:by]))
-    return text.translate({ord(old): new for kind, other in letters for old, new in zip(kind, other, strict=True)})
+    return text.translate(
+        {ord(old): new for kind, other in letters for old, new in zip(kind, other, strict=True)}
+    )
 
 
 def write_corpus(folder: Path, megabytes: int) -> int:
-    """The standard library's files as JSON lines, respelt in each repetition, to so many megabytes. Returns the bytes of text.
+    """The standard library's files as JSON lines, respelt in each repetition, to so many megabytes.
 
-    All tokenizers cache repeated words, so a corpus that is repeated unchanged would have too few different words.
+    Returns the bytes of text.
+
+    All tokenizers cache repeated words, so a corpus that is repeated unchanged would have too few
+    different words.
     """
-    texts = [text for unit in open_text_source("stdlib").units() for text in unit.read() if text.strip()]
+    texts = [
+        text for unit in open_text_source("stdlib").units() for text in unit.read() if text.strip()
+    ]
     written, sample = 0, []
     (folder / "corpus").mkdir()
     for repetition in count():
@@ -67,7 +80,9 @@ Seconds = tuple[float, float]  # wall-clock seconds and CPU seconds
 
 
 def now() -> Seconds:
-    """Wall-clock seconds, and CPU seconds of this process and of those that it started and waited for."""
+    """Wall-clock seconds, and CPU seconds of this process and of those that it started and waited
+    for.
+    """
     used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return time.perf_counter(), sum(each.ru_utime + each.ru_stime for each in used)
 
@@ -107,7 +122,11 @@ def run_lmforge(folder: Path, out: Path, workers: int) -> Seconds:
 
 def run_datasets(folder: Path, out: Path, workers: int) -> Seconds:
     """Seconds from the file to a saved dataset of ids."""
-    os.environ.update(HF_HOME=str(out / "home"), TOKENIZERS_PARALLELISM="false", HF_DATASETS_DISABLE_PROGRESS_BARS="1")
+    os.environ.update(
+        HF_HOME=str(out / "home"),
+        TOKENIZERS_PARALLELISM="false",
+        HF_DATASETS_DISABLE_PROGRESS_BARS="1",
+    )
     from datasets import load_dataset
     from tokenizers import Tokenizer
 
@@ -117,8 +136,12 @@ def run_datasets(folder: Path, out: Path, workers: int) -> Seconds:
         return {"input_ids": [each.ids for each in tokenizer.encode_batch_fast(rows["text"])]}
 
     began = now()
-    dataset = load_dataset("json", data_files=[str(path) for path in corpus_files(folder)], split="train")
-    dataset = dataset.map(encode, batched=True, batch_size=200, num_proc=workers, remove_columns=["text"])
+    dataset = load_dataset(
+        "json", data_files=[str(path) for path in corpus_files(folder)], split="train"
+    )
+    dataset = dataset.map(
+        encode, batched=True, batch_size=200, num_proc=workers, remove_columns=["text"]
+    )
     dataset.save_to_disk(str(out / "saved"), num_proc=workers)
     return since(began)
 
@@ -132,17 +155,26 @@ def run_datatrove(folder: Path, out: Path, workers: int) -> Seconds:
 
     began = now()
     write = DocumentTokenizer(
-        str(out / "tokens"), str(folder / "tokenizer" / "tokenizer.json"), eos_token=EOS_TOKEN, batch_size=200, seed=0
+        str(out / "tokens"),
+        str(folder / "tokenizer" / "tokenizer.json"),
+        eos_token=EOS_TOKEN,
+        batch_size=200,
+        seed=0,
     )
     read = JsonlReader(str(folder / "corpus"))
     tasks = len(corpus_files(folder))
-    # Spawned by this process: what a fork server starts would not be among the processes whose CPU time is counted.
+    # Spawned by this process: what a fork server starts would not be among the processes whose CPU
+    # time is counted.
     log = str(out / "log")
-    LocalPipelineExecutor([read, write], tasks=tasks, workers=workers, logging_dir=log, start_method="spawn").run()
+    LocalPipelineExecutor(
+        [read, write], tasks=tasks, workers=workers, logging_dir=log, start_method="spawn"
+    ).run()
     return since(began)
 
 
-RUNS = dict(zip(CONTENDERS, (run_tokenizers, run_lmforge, run_datasets, run_datatrove), strict=True))
+RUNS = dict(
+    zip(CONTENDERS, (run_tokenizers, run_lmforge, run_datasets, run_datatrove), strict=True)
+)
 
 
 def measure(folder: Path, names: list[str], workers: int, rounds: int) -> dict[str, list[Seconds]]:
@@ -158,7 +190,15 @@ def measure(folder: Path, names: list[str], workers: int, rounds: int) -> dict[s
     for _ in range(rounds):
         for name in names:
             with tempfile.TemporaryDirectory(dir=folder) as out:
-                command = [python[name], __file__, "--contender", name, str(folder), str(workers), f"{out}/out"]
+                command = [
+                    python[name],
+                    __file__,
+                    "--contender",
+                    name,
+                    str(folder),
+                    str(workers),
+                    f"{out}/out",
+                ]
                 ended = subprocess.run(command, capture_output=True, text=True, check=True)
             wall, cpu = map(float, ended.stdout.splitlines()[-1].split())
             seconds[name].append((wall, cpu))
@@ -169,7 +209,13 @@ def table(record: dict[str, Any]) -> str:
     """The record, to be read by people."""
     from setting import machine_lines
 
-    lines = ["# Preparation beside tokenizers alone", "", *machine_lines(record["machine"]), f"- {record['what']}", ""]
+    lines = [
+        "# Preparation beside tokenizers alone",
+        "",
+        *machine_lines(record["machine"]),
+        f"- {record['what']}",
+        "",
+    ]
     lines += [
         "| | MB of text a second | of tokenizers alone | MB a CPU second | of tokenizers alone |",
         "|---|---|---|---|---|",
@@ -203,8 +249,18 @@ def main() -> int:
         help="beside tokenizers (default: all but datatrove)",
     )
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each (default: 3)")
-    parser.add_argument("--workers", type=int, default=threads_per_rank(1), help="processes or threads (default: the cores)")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result (default: benchmarks/results)")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=threads_per_rank(1),
+        help="processes or threads (default: the cores)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=RESULTS,
+        help="folder of the result (default: benchmarks/results)",
+    )
     chosen = parser.parse_args()
     if min(chosen.megabytes, chosen.rounds, chosen.workers) < 1:
         parser.error("--megabytes, --rounds, --workers: at least 1")
@@ -213,18 +269,29 @@ def main() -> int:
         written = write_corpus(Path(name), chosen.megabytes)
         seconds = measure(Path(name), ["tokenizers", *chosen.beside], chosen.workers, chosen.rounds)
     what = (
-        f"{written / 1e6:,.0f} MB of Python code as JSON lines, a vocabulary of 8,192, {chosen.workers} processes or threads,"
-        f" {chosen.rounds} rounds; median (lowest–highest)"
+        f"{written / 1e6:,.0f} MB of Python code as JSON lines, a vocabulary of 8,192,"
+        f" {chosen.workers} processes or threads, {chosen.rounds} rounds; median (lowest–highest)"
     )
     contenders: dict[str, Any] = {name: {} for name in seconds}
     for place, of in enumerate(("second", "cpu_second")):
         for name, rounds in seconds.items():
-            ratios = [alone[place] / each[place] for alone, each in zip(seconds["tokenizers"], rounds, strict=True)]
+            ratios = [
+                alone[place] / each[place]
+                for alone, each in zip(seconds["tokenizers"], rounds, strict=True)
+            ]
             speeds = [written / 1e6 / each[place] for each in rounds]
             contenders[name][of] = {"megabytes": summarize(speeds), "ratio": summarize(ratios)}
-    record = {"benchmark": "prepare", "machine": environment, "what": what, "contenders": contenders}
+    record = {
+        "benchmark": "prepare",
+        "machine": environment,
+        "what": what,
+        "contenders": contenders,
+    }
     readable = table(record)
-    print(f"{readable}\n\nwritten to {write_result('prepare', record, readable, chosen.out)} and .json beside it")
+    print(
+        f"{readable}\n\nwritten to {write_result('prepare', record, readable, chosen.out)} and"
+        " .json beside it"
+    )
     return 0
 
 

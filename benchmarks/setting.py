@@ -1,4 +1,6 @@
-"""Code that the benchmarks share: a small real corpus, a description of the machine, and writing of results."""
+"""Code that the benchmarks share: a small real corpus, a description of the machine, and writing of
+results.
+"""
 
 import argparse
 import contextlib
@@ -29,15 +31,25 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def benchmark_parser(docstring: str, rounds: int, what: str) -> argparse.ArgumentParser:
-    """A parser with the shared options: --rounds, which `what` explains, and --out. `docstring` is its module's."""
+    """A parser with the shared options: --rounds, which `what` explains, and --out.
+
+    `docstring` is its module's.
+    """
     parser = argparse.ArgumentParser(description=docstring.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=rounds, help=f"{what} (default: {rounds})")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result (default: benchmarks/results)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=RESULTS,
+        help="folder of the result (default: benchmarks/results)",
+    )
     return parser
 
 
 def tokens_of_stdlib(folder: Path, *, files: int | None, vocab_size: int) -> TokenFolder:
-    """Prepare the standard library's top-level modules (the first `files` of them, or all) into token shards in `folder`."""
+    """Prepare the standard library's top-level modules (the first `files` of them, or all) into
+    token shards in `folder`.
+    """
     text = folder / "text"
     text.mkdir()
     for module in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:files]:
@@ -47,45 +59,72 @@ def tokens_of_stdlib(folder: Path, *, files: int | None, vocab_size: int) -> Tok
 
 
 def run_lmforge(*words: object) -> None:
-    """Run lmforge with these words in a process of its own. Where it fails, this ends with what it said."""
-    ended = subprocess.run([sys.executable, "-m", "lmforge", *map(str, words)], capture_output=True, text=True, check=False)
+    """Run lmforge with these words in a process of its own.
+
+    Where it fails, this ends with what it said.
+    """
+    ended = subprocess.run(
+        [sys.executable, "-m", "lmforge", *map(str, words)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if ended.returncode:
         raise SystemExit(f"lmforge {words[0]}: {ended.stdout[-2000:]}{ended.stderr[-2000:]}")
 
 
 def train_run(folder: Path, name: str, metric: str, *words: object) -> float:
-    """Train a run of this name in `folder`, or go on with it where it stands; the last value of a metric."""
+    """Train a run of this name in `folder`, or go on with it where it stands; the last value of a
+    metric.
+    """
     run_lmforge(*words, "--run.folder", folder, "--run.name", name)
     return float(Run(folder / name).read_last_metrics()[metric])
 
 
 def summarize(values: list[float]) -> dict[str, Any]:
     """Median, lowest, highest, and the values themselves."""
-    return {"median": statistics.median(values), "min": min(values), "max": max(values), "rounds": values}
+    return {
+        "median": statistics.median(values),
+        "min": min(values),
+        "max": max(values),
+        "rounds": values,
+    }
 
 
 def machine() -> dict[str, Any]:
     """Hardware, versions, date, commit and command; nothing that names this host or its folders."""
     facts = describe_environment()
-    environment = {name: facts[name] for name in ("time", "platform", "processor", "cores", "python", "packages", "git_commit")}
+    environment = {
+        name: facts[name]
+        for name in ("time", "platform", "processor", "cores", "python", "packages", "git_commit")
+    }
     for name in ("accelerate", "torchao", "peft", "bitsandbytes"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             environment["packages"][name] = importlib.metadata.version(name)
     environment["instructions"] = torch.backends.cpu.get_cpu_capability()
-    environment["memory_gib"] = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    environment["memory_gib"] = round(
+        os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1
+    )
     environment["load_before"] = round(os.getloadavg()[0], 2)
-    environment["command"] = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    environment["command"] = shlex.join(
+        ["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]
+    )
     return environment
 
 
 def machine_lines(environment: dict[str, Any]) -> list[str]:
-    """The same, to be read by people; with a warning where other work can have disturbed the figures."""
+    """The same, to be read by people; with a warning where other work can have disturbed the
+    figures.
+    """
     versions = ", ".join(f"{name} {version}" for name, version in environment["packages"].items())
     instructions = environment["instructions"]
     gpu = [f"- {environment['gpu']}"] if "gpu" in environment else []
     lines = [
         *gpu,
-        f"- {environment['processor']}, {environment['cores']} cores, {instructions}, {environment['memory_gib']} GiB",
+        (
+            f"- {environment['processor']}, {environment['cores']} cores, {instructions},"
+            f" {environment['memory_gib']} GiB"
+        ),
         f"- {environment['platform']}",
         f"- Python {environment['python']}, {versions}; commit {environment['git_commit']}",
         f"- {environment['time']}, load before: {environment['load_before']}",
@@ -96,22 +135,42 @@ def machine_lines(environment: dict[str, Any]) -> list[str]:
     return lines
 
 
-def make_environment(folder: Path, packages: Sequence[str], files: Mapping[str, str] = MappingProxyType({})) -> tuple[str, str]:
-    """(a Python of its own with these packages over those of this environment, why it cannot be had).
+def make_environment(
+    folder: Path, packages: Sequence[str], files: Mapping[str, str] = MappingProxyType({})
+) -> tuple[str, str]:
+    """(a Python of its own with these packages over those of this environment, why it cannot be
+    had).
 
     `files` are written beside the packages: by path, their text.
     """
     venv.create(folder, with_pip=True)
     python = str(folder / "bin" / "python")
     beside = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
-    (beside / "zz-below.pth").write_text(sysconfig.get_path("purelib") + "\n")  # packages installed there have precedence
+    # Packages installed there have precedence.
+    (beside / "zz-below.pth").write_text(sysconfig.get_path("purelib") + "\n")
     for path, text in files.items():
         (beside / path).parent.mkdir(parents=True, exist_ok=True)
         (beside / path).write_text(text)
-    command = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--ignore-installed", *packages]
+    command = [
+        python,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--ignore-installed",
+        *packages,
+    ]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     errors = [line for line in ended.stderr.splitlines() if line.startswith("ERROR")]
-    return python, "" if not ended.returncode else f"cannot be installed: {errors[-1] if errors else 'see pip'}"
+    return (
+        python,
+        (
+            ""
+            if not ended.returncode
+            else f"cannot be installed: {errors[-1] if errors else 'see pip'}"
+        ),
+    )
 
 
 def word(hardware: str) -> str:
@@ -120,7 +179,10 @@ def word(hardware: str) -> str:
 
 
 def write_result(benchmark: str, record: dict[str, Any], table: str, folder: Path) -> Path:
-    """Write `record` as JSON and `table` as Markdown, named by benchmark, processor and minute. Returns the latter's path."""
+    """Write `record` as JSON and `table` as Markdown, named by benchmark, processor and minute.
+
+    Returns the latter's path.
+    """
     machine = record["machine"]
     hardware = machine.get("gpu") or f"{machine['processor'] or 'cpu'} {machine['cores']} cores"
     name = f"{benchmark}-{word(hardware)}-{time.strftime('%Y-%m-%d-%H%M')}"

@@ -1,8 +1,10 @@
-"""Steps per hour of GRPO that samples while it trains, beside GRPO that waits; stages are simulated by sleeping.
+"""Steps per hour of GRPO that samples while it trains, beside GRPO that waits; stages are simulated
+by sleeping.
 
-The durations are those that verl published for a large model (generation 178 s, log-probabilities 54 s, update 114 s), a
-thousand times shorter. A server decodes as many completions at a time as a step has; the slowest takes 4 times as long as the
-median. What is measured is lmforge's own scheduling.
+The durations are those that verl published for a large model (generation 178 s, log-probabilities
+54 s, update 114 s), a thousand times shorter. A server decodes as many completions at a time as a
+step has; the slowest takes 4 times as long as the median. What is measured is lmforge's own
+scheduling.
 """
 
 import math
@@ -26,11 +28,15 @@ GOAL_RATIO, GOAL_STEP = 1.7, 1.1
 
 
 def durations(steps: int, seed: int) -> list[list[float]]:
-    """Seconds of each completion of each step: log-normal up to TAIL medians, so that a step alone takes GENERATION at the
-    median."""
+    """Seconds of each completion of each step: log-normal up to TAIL medians, so that a step alone
+    takes GENERATION at the median.
+    """
     chance = random.Random(seed)
     sigma = math.log(TAIL) / statistics.NormalDist().inv_cdf(1 - 1 / COMPLETIONS)
-    drawn = [[min(TAIL, chance.lognormvariate(0, sigma)) for _ in range(COMPLETIONS)] for _ in range(steps)]
+    drawn = [
+        [min(TAIL, chance.lognormvariate(0, sigma)) for _ in range(COMPLETIONS)]
+        for _ in range(steps)
+    ]
     scale = GENERATION / statistics.median(map(max, drawn))
     return [[scale * each for each in step] for step in drawn]
 
@@ -69,11 +75,20 @@ def main() -> int:
             seconds = train(each, samples)
             per_hour[each].append(3600 * len(seconds) / sum(seconds))
             median_step[each].append(1000 * statistics.median(seconds))
-    ratios = {each: [a / b for a, b in zip(per_hour[each], per_hour[0], strict=True)] for each in STALENESS}
+    ratios = {
+        each: [a / b for a, b in zip(per_hour[each], per_hour[0], strict=True)]
+        for each in STALENESS
+    }
     result: dict[str, Any] = {
         "benchmark": "staleness",
         "machine": environment,
-        "setting": {"generation_ms": 178, "logprobs_ms": 54, "update_ms": 114, "completions": COMPLETIONS, "tail": TAIL},
+        "setting": {
+            "generation_ms": 178,
+            "logprobs_ms": 54,
+            "update_ms": 114,
+            "completions": COMPLETIONS,
+            "tail": TAIL,
+        },
         "steps": options.steps,
         "steps_per_hour": {each: summarize(values) for each, values in per_hour.items()},
         "median_step_ms": {each: summarize(values) for each, values in median_step.items()},
@@ -84,8 +99,14 @@ def main() -> int:
         "# Sampling while training",
         "",
         *machine_lines(environment),
-        f"- stages sleep: generation alone {1000 * GENERATION:g} ms at the median, with {COMPLETIONS} completions at a time,",
-        f"  the slowest {TAIL:g} medians; log-probabilities {1000 * LOGPROBS:g} ms, update {1000 * UPDATE:g} ms",
+        (
+            f"- stages sleep: generation alone {1000 * GENERATION:g} ms at the median, with"
+            f" {COMPLETIONS} completions at a time,"
+        ),
+        (
+            f"  the slowest {TAIL:g} medians; log-probabilities {1000 * LOGPROBS:g} ms, update"
+            f" {1000 * UPDATE:g} ms"
+        ),
         f"- {options.steps} steps, {options.rounds} interleaved rounds; median (low–high)",
         "",
         "| max_staleness | steps per hour | ÷ staleness 0 | goal | median step, ms | goal |",
@@ -95,7 +116,8 @@ def main() -> int:
         goals = (f"≥ {GOAL_RATIO}", f"≤ {limit:.0f}") if each == STALENESS[-1] else ("", "")
         cells = [per_hour[each], ratios[each], median_step[each]]
         speed, ratio, step = (
-            f"{statistics.median(values):,.{digits}f} ({min(values):,.{digits}f}–{max(values):,.{digits}f})"
+            f"{statistics.median(values):,.{digits}f}"
+            f" ({min(values):,.{digits}f}–{max(values):,.{digits}f})"
             for values, digits in zip(cells, (0, 2, 0), strict=True)
         )
         lines.append(f"| {each} | {speed} | {ratio} | {goals[0]} | {step} | {goals[1]} |")

@@ -1,5 +1,6 @@
-"""Train with a custom objective: next-token prediction without a reward for very confident predictions. All strategies, resume
-and checkpoints work with it. `python examples/custom_objective.py PREPARED_FOLDER`
+"""Train with a custom objective: next-token prediction without a reward for very confident
+predictions. All strategies, resume and checkpoints work with it. `python
+examples/custom_objective.py PREPARED_FOLDER`
 """
 
 import os
@@ -20,7 +21,8 @@ class CappedConfidence:
         return (batch.labels != lmforge.IGNORE_INDEX).sum().float()
 
     def loss(self, model, batch):
-        logprobs = lmforge.label_logprobs(model, batch)  # [sequences, length], 0 where nothing is scored
+        # [sequences, length], 0 where nothing is scored.
+        logprobs = lmforge.label_logprobs(model, batch)
         is_sure = logprobs.detach().exp() > self.cap
         total = -(logprobs * ~is_sure).sum()  # a sum: lmforge divides it once, over all ranks
         count = self.num_items(batch)

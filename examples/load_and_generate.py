@@ -14,6 +14,8 @@ print(f"{model.path}: {model.config.num_hidden_layers} layers, {model.tokenizer.
 # The same seed gives the same text; temperature 0 takes the likeliest token.
 for temperature in (0.0, 0.8):
     for prompt, text in zip(
-        prompts, lmforge.generate_text(model, prompts, max_tokens=24, temperature=temperature, seed=1), strict=True
+        prompts,
+        lmforge.generate_text(model, prompts, max_tokens=24, temperature=temperature, seed=1),
+        strict=True,
     ):
         print(f"--- temperature {temperature} ---\n{prompt}{text}")

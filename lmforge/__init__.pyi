@@ -1,4 +1,6 @@
-"""The types of the names of `import lmforge`, for type checkers and editors; the names themselves are in __init__.py."""
+"""The types of the names of `import lmforge`, for type checkers and editors; the names themselves
+are in __init__.py.
+"""
 
 from lmforge.core.data.batch import Batch
 from lmforge.core.data.labels import IGNORE_INDEX

@@ -1,6 +1,8 @@
-"""The `lmforge` command: parses a command line, carries out its verb (see `core/options/verbs.py`), and ends with a status.
+"""The `lmforge` command: parses a command line, carries out its verb (see `core/options/verbs.py`),
+and ends with a status.
 
-The module of a verb is imported when it is called, so that `--help` answers before torch could be imported.
+The module of a verb is imported when it is called, so that `--help` answers before torch could be
+imported.
 """
 
 import atexit
@@ -25,12 +27,23 @@ from typing import Any, NoReturn
 from lmforge import __version__
 from lmforge.core.distributed.environment import ENVIRONMENT_VARIABLE, LAUNCHER_PID_VARIABLE
 from lmforge.core.distributed.launch import launch_local, launch_plainly
-from lmforge.core.distributed.node_group import NodeGroup, agree_on_address, launch_on_node, read_node_group
+from lmforge.core.distributed.node_group import (
+    NodeGroup,
+    agree_on_address,
+    launch_on_node,
+    read_node_group,
+)
 from lmforge.core.distributed.rank_info import count_restarts, read_rank_info
 from lmforge.core.errors import DISK_FULL_ERRNOS, RunFailed, UserError, did_you_mean
 from lmforge.core.files.untrusted import check_text, cut, describe_os_error
 from lmforge.core.options.help_text import format_help
-from lmforge.core.options.load import RESUME_ARGUMENTS, STAGES, load_extended, parse_config, parse_verb
+from lmforge.core.options.load import (
+    RESUME_ARGUMENTS,
+    STAGES,
+    load_extended,
+    parse_config,
+    parse_verb,
+)
 from lmforge.core.options.options import MAX_NAME_WIDTH, Options, iter_options, read_recipe
 from lmforge.core.options.stage import StageConfig
 from lmforge.core.options.verbs import VERBS
@@ -47,9 +60,18 @@ DEBUG_VARIABLE = "LMFORGE_DEBUG"
 # Characters of an error line: a path may be longer than other values.
 MAX_LINE, MAX_WORD = 2000, 300
 LONG_WORD = re.compile(rf"\S{{{MAX_WORD + 1},}}")
-# Errors of the files that a user names, not of the program: circular links, a folder in the place of a file or the other way
-# round, a name that is too long, a file that may not or cannot be read.
-FILE_ERRNOS = {errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO}
+# Errors of the files that a user names, not of the program: circular links, a folder in the place
+# of a file or the other way round, a name that is too long, a file that may not or cannot be read.
+FILE_ERRNOS = {
+    errno.ELOOP,
+    errno.EISDIR,
+    errno.ENOTDIR,
+    errno.ENAMETOOLONG,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.EIO,
+}
 FILE_ERRNOS |= {errno.ENODEV, errno.ENXIO}  # a device or a socket
 # What libraries have to do at exit may take this long, such as a tracker's that waits for a server.
 EXIT_SECONDS = 10.0
@@ -68,29 +90,35 @@ def main() -> None:
         os.set_inheritable(number, True)
     os.close(number)
     limit_spinning()
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # a profiler's own output would mix with that of a run
+    # A profiler's own output would mix with that of a run.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     exit_process(run(sys.argv[1:]))
 
 
 def limit_spinning() -> None:
-    """Bound how long threads spin that wait for each other, unless the user has said how they wait. torch's OpenMP, libgomp,
-    reads it when torch is imported.
+    """Bound how long threads spin that wait for each other, unless the user has said how they wait.
+    torch's OpenMP, libgomp, reads it when torch is imported.
 
-    By default they spin for milliseconds. As soon as another program computes too, they take the cores from the thread that
-    they wait for, and a step takes four times as long and more. Not to spin at all costs a lone run a sixth (docs/log.md).
+    By default they spin for milliseconds. As soon as another program computes too, they take the
+    cores from the thread that they wait for, and a step takes four times as long and more. Not to
+    spin at all costs a lone run a sixth (docs/log.md).
     """
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ):
         os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
 
 
 def exit_process(status: int) -> NoReturn:
-    """End the process. With torch loaded, the interpreter is not finalized, which takes up to a second. After ranks have
-    communicated, finalization could also crash: threads of torch that free a tensor then take a lock that no longer exists, and
-    sometimes a rank died of it (SIGABRT) after everything was saved. A rank does not wait for threads; another process waits
-    EXIT_SECONDS for them and for what is registered at exit, since a client of a tracker may hang in either.
+    """End the process.
+
+    With torch loaded, the interpreter is not finalized, which takes up to a second. After ranks
+    have communicated, finalization could also crash: threads of torch that free a tensor then take
+    a lock that no longer exists, and sometimes a rank died of it (SIGABRT) after everything was
+    saved. A rank does not wait for threads; another process waits EXIT_SECONDS for them and for
+    what is registered at exit, since a client of a tracker may hang in either.
     """
     if "torch" in sys.modules:
-        # The second timer is for a flush that hangs: a thread that is stuck in a write holds the stream.
+        # The second timer is for a flush that hangs: a thread that is stuck in a write holds the
+        # stream.
         for seconds, end in ((EXIT_SECONDS, _end), (EXIT_SECONDS + 1.0, os._exit)):
             timer = threading.Timer(seconds, end, (status,))
             timer.daemon = True
@@ -115,8 +143,11 @@ def _end(status: int) -> NoReturn:
 
 
 def run(arguments: list[str]) -> int:
-    """Carry out a command line. Returns its exit status: 0; 1 for a failed run, or an unexpected exception; 2 for bad input; 75
-    for a lost rank; 128 + signal."""
+    """Carry out a command line.
+
+    Returns its exit status: 0; 1 for a failed run, or an unexpected exception; 2 for bad input; 75
+    for a lost rank; 128 + signal.
+    """
     if "--debug" in arguments:
         os.environ[DEBUG_VARIABLE] = "1"
     debug = bool(os.environ.get(DEBUG_VARIABLE))
@@ -126,9 +157,15 @@ def run(arguments: list[str]) -> int:
         status, answer = 0, _answer(name, rest)
         works = answer is None and (VERBS[name].writes or VERBS[name].distributed)
         if sys.stdout is None and not works:
-            raise UserError("standard output is closed; redirect it, to /dev/null where nobody reads it")
+            raise UserError(
+                "standard output is closed; redirect it, to /dev/null where nobody reads it"
+            )
         if answer is not None:
-            print(wrap_help(answer, shutil.get_terminal_size().columns) if sys.stdout.isatty() else answer)
+            print(
+                wrap_help(answer, shutil.get_terminal_size().columns)
+                if sys.stdout.isatty()
+                else answer
+            )
         else:
             chosen = parse_command(name, rest)
             with losing_output(keeps_stdout=not VERBS[name].writes) if works else nullcontext():
@@ -161,38 +198,56 @@ def run(arguments: list[str]) -> int:
 
 
 def _answer(name: str, arguments: list[str]) -> str | None:
-    """What is printed where no verb is to be carried out: help, or the version. Raises UserError for an unknown verb."""
+    """What is printed where no verb is to be carried out: help, or the version.
+
+    Raises UserError for an unknown verb.
+    """
     if name in HELP_WORDS:
         words = list(dropwhile(HELP_WORDS.__contains__, arguments))
         return _answer(words[0], ["--help", *words[1:]]) if words else _overview()
     if name in ("-V", "--version"):
         return f"lmforge {__version__}"
     if name not in VERBS:
-        raise UserError(f"{cut(name)}: no such verb{did_you_mean(name, VERBS) or ';'} lmforge --help lists them")
+        raise UserError(
+            f"{cut(name)}: no such verb{did_you_mean(name, VERBS) or ';'} lmforge --help lists them"
+        )
     at = next((at for at, word in enumerate(arguments) if word in ("-h", "--help")), None)
     if at is None:
         return None
     everything = arguments[at + 1 : at + 2] == ["all"]
     verb, before = VERBS[name], arguments[:at]
-    recipe = Path(before[0]) if issubclass(verb.options, StageConfig) and before and not before[0].startswith("-") else None
-    options_class = load_extended(verb.options, read_recipe(recipe) if recipe else {}, recipe, before)
+    recipe = (
+        Path(before[0])
+        if issubclass(verb.options, StageConfig) and before and not before[0].startswith("-")
+        else None
+    )
+    options_class = load_extended(
+        verb.options, read_recipe(recipe) if recipe else {}, recipe, before
+    )
     option = "--section.option" if issubclass(verb.options, StageConfig) else "--option"
     listed = format_help(options_class, everything).lstrip("\n")
     text = f"{verb.summary}\n\nusage: {verb.usage} [{option} value]\n\n{listed}"
     text += f"\n\n{TRAINING_NOTES}" if name in STAGES else ""
     if verb.options.ESSENTIAL and not everything:
-        text += f"\n\nlmforge {name} --help all lists all {len(list(iter_options(options_class)))} options"
+        text += (
+            f"\n\nlmforge {name} --help all lists all {len(list(iter_options(options_class)))}"
+            " options"
+        )
     return text
 
 
 def wrap_help(text: str, columns: int) -> str:
-    """Help for a terminal of this many columns: long lines are wrapped below the meaning of their option."""
+    """Help for a terminal of this many columns: long lines are wrapped below the meaning of their
+    option.
+    """
     lines = []
     for line in text.splitlines():
         option_end = re.match(r"(  \S.*?  +)?", line)
         assert option_end is not None
         indent = " " * min(option_end.end(), MAX_NAME_WIDTH + 4, columns * 2 // 3)
-        lines += textwrap.wrap(line, columns, subsequent_indent=indent, break_on_hyphens=False) or [line]
+        lines += textwrap.wrap(line, columns, subsequent_indent=indent, break_on_hyphens=False) or [
+            line
+        ]
     return "\n".join(lines)
 
 
@@ -200,10 +255,10 @@ def _overview() -> str:
     width = max(map(len, VERBS))
     verbs = "\n".join(f"  {name:<{width}}  {verb.summary}" for name, verb in VERBS.items())
     return (
-        "lmforge: language-model training end to end in plain PyTorch\n\n"
-        f"usage: lmforge VERB [ARGUMENTS] [--option value]\n\n{verbs}\n\n"
-        "lmforge VERB --help lists the options of a verb with their defaults (--help all: every one of a verb that has many)."
-        " --debug prints the traceback of an error."
+        "lmforge: language-model training end to end in plain PyTorch\n\nusage: lmforge VERB"
+        f" [ARGUMENTS] [--option value]\n\n{verbs}\n\nlmforge VERB --help lists the options of a"
+        " verb with their defaults (--help all: every one of a verb that has many). --debug prints"
+        " the traceback of an error."
     )
 
 
@@ -215,14 +270,18 @@ def parse_command(name: str, arguments: list[str]) -> Any:
         return parse_launch(arguments)
     if not issubclass(options_class, StageConfig):
         return parse_verb(options_class, arguments)
-    config = parse_config(options_class, _split_dry_run(arguments)[0] if name in STAGES else arguments)
+    config = parse_config(
+        options_class, _split_dry_run(arguments)[0] if name in STAGES else arguments
+    )
     if name in STAGES and count_restarts() > 0:
         return config.again()
     return config
 
 
 def _split_dry_run(arguments: list[str]) -> tuple[list[str], str | None]:
-    """The arguments without --dry-run and its value, and the options to print: "changed", "all", or None without --dry-run."""
+    """The arguments without --dry-run and its value, and the options to print: "changed", "all", or
+    None without --dry-run.
+    """
     if "--dry-run" not in arguments:
         return arguments, None
     at = arguments.index("--dry-run")
@@ -232,7 +291,10 @@ def _split_dry_run(arguments: list[str]) -> tuple[list[str], str | None]:
 
 
 def _carry_out(name: str, arguments: list[str], chosen: Any) -> int:
-    """Call the function of a verb in this process, or on ranks that are started for it. Returns the exit status."""
+    """Call the function of a verb in this process, or on ranks that are started for it.
+
+    Returns the exit status.
+    """
     verb = VERBS[name]
     if name in STAGES and (scope := _split_dry_run(arguments)[1]):
         from lmforge.ops.verbs.show.describe import dry_run
@@ -243,9 +305,16 @@ def _carry_out(name: str, arguments: list[str], chosen: Any) -> int:
         return _launch([name, *arguments], chosen, chosen.launch.processes, group)
     if name == "doctor" and (group := read_node_group()):
         where = agree_on_address(group, chosen.timeout_seconds)
-        return launch_plainly(chosen.processes, [name, *arguments], group.rank, len(group.names), *where)
-    # Ranks that lmforge started have the same command line; their environment variables tell their rank.
-    environment = chosen.launch.environment if isinstance(chosen, StageConfig) else getattr(chosen, "environment", "auto")
+        return launch_plainly(
+            chosen.processes, [name, *arguments], group.rank, len(group.names), *where
+        )
+    # Ranks that lmforge started have the same command line; their environment variables tell their
+    # rank.
+    environment = (
+        chosen.launch.environment
+        if isinstance(chosen, StageConfig)
+        else getattr(chosen, "environment", "auto")
+    )
     if environment != "auto" and LAUNCHER_PID_VARIABLE not in os.environ:
         os.environ[ENVIRONMENT_VARIABLE] = environment
     elsewhere = isinstance(chosen, DoctorOptions) and chosen.is_elsewhere
@@ -257,7 +326,9 @@ def _carry_out(name: str, arguments: list[str], chosen: Any) -> int:
 
 
 def _launch(command: list[str], chosen: Any, processes: int, group: NodeGroup | None = None) -> int:
-    """Start the ranks of this machine: all of them, or those of a node of the `group` that `lmforge launch` has started."""
+    """Start the ranks of this machine: all of them, or those of a node of the `group` that `lmforge
+    launch` has started.
+    """
     if isinstance(chosen, StageConfig):  # refused here, before ranks are started
         nodes = len(group.names) if group else 1
         plan_batches(chosen, processes * nodes)
@@ -276,8 +347,14 @@ def _launch(command: list[str], chosen: Any, processes: int, group: NodeGroup | 
 
 
 def _output_problem(problem: Exception) -> UserError | None:
-    """The message for standard output that takes nothing, such as a file on a full disk; None for another exception."""
-    if not isinstance(problem, OSError) or problem.filename or problem.errno not in DISK_FULL_ERRNOS:
+    """The message for standard output that takes nothing, such as a file on a full disk; None for
+    another exception.
+    """
+    if (
+        not isinstance(problem, OSError)
+        or problem.filename
+        or problem.errno not in DISK_FULL_ERRNOS
+    ):
         return None
     try:
         print(flush=True)  # only another attempt shows whether it was standard output
@@ -289,7 +366,9 @@ def _output_problem(problem: Exception) -> UserError | None:
 
 
 def _discard_output() -> None:
-    """Make standard output lead nowhere, since nothing can be printed any more, not even at exit."""
+    """Make standard output lead nowhere, since nothing can be printed any more, not even at
+    exit.
+    """
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -302,7 +381,8 @@ def _foreseen(problem: Exception) -> UserError | RunFailed | None:
 
         if is_out_of_memory(problem):
             return RunFailed(
-                f"out of memory: {describe_request(problem)}; use smaller batches, shorter sequences or a smaller model"
+                f"out of memory: {describe_request(problem)}; use smaller batches, shorter"
+                " sequences or a smaller model"
             )
     return None
 
@@ -322,7 +402,8 @@ def _reports_errors() -> bool:
 def _print_error(line: str) -> None:
     """One line on standard error, from one rank only."""
     if _reports_errors():
-        # User values are truncated where messages name them. Here the full line is limited, and control characters are removed.
+        # User values are truncated where messages name them. Here the full line is limited, and
+        # control characters are removed.
         printable = "".join(each if each.isprintable() else " " for each in line)
         printable = LONG_WORD.sub(lambda word: cut(word[0], MAX_WORD), printable)
         if len(printable) > MAX_LINE:
@@ -330,25 +411,31 @@ def _print_error(line: str) -> None:
         with suppress(OSError):  # nothing reads it any more
             print(f"lmforge: {printable}", file=sys.__stderr__, flush=True)
     else:
-        # A launcher ends all ranks as soon as one ends, possibly before the reporting rank has reported. So ranks that fail
-        # before they have joined wait here.
+        # A launcher ends all ranks as soon as one ends, possibly before the reporting rank has
+        # reported. So ranks that fail before they have joined wait here.
         time.sleep(2)
 
 
 def _save_traceback(problem: Exception, chosen: Options | None) -> Path | str:
-    """The file with the traceback: the rank's log where its attempt had begun; else it is written to the logs of the run, where
-    there is one, or to a new temporary file."""
+    """The file with the traceback: the rank's log where its attempt had begun; else it is written
+    to the logs of the run, where there is one, or to a new temporary file.
+    """
     if log_path := getattr(problem, "log_path", None):  # the rank has written it to its log
         return log_path
     text = "".join(traceback.format_exception(problem))
     with suppress(Exception):
-        if isinstance(chosen, StageConfig) and (logs := Run.from_config(chosen).logs_folder).is_dir():
+        if (
+            isinstance(chosen, StageConfig)
+            and (logs := Run.from_config(chosen).logs_folder).is_dir()
+        ):
             path = logs / f"error-rank-{read_rank_info().rank}.txt"
             with path.open("a", encoding="utf-8") as file:
                 file.write(text)
             return path
     try:
-        with tempfile.NamedTemporaryFile("w", prefix="lmforge-", suffix=".txt", delete=False, encoding="utf-8") as file:
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="lmforge-", suffix=".txt", delete=False, encoding="utf-8"
+        ) as file:
             file.write(text)
             return file.name
     except OSError:  # such as a full disk

@@ -8,7 +8,8 @@ import pytest
 from tests.tools import chromium, need
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page  # imported where it is used: a GPU's environment may lack it
+    # Imported where it is used: a GPU's environment may lack it.
+    from playwright.sync_api import Browser, Page
 
 SECONDS = 60_000  # a busy machine answers late; nothing here waits longer than it has to
 
@@ -33,13 +34,26 @@ def open_page(
     within: str = "",
     **looks: object,
 ) -> "Iterator[Page]":
-    """A page; whatever the browser complains of fails the test. So does what it loads from elsewhere than `within`."""
+    """A page; whatever the browser complains of fails the test.
+
+    So does what it loads from elsewhere than `within`.
+    """
     page = browser.new_context(**looks).new_page()  # type: ignore[arg-type]
     page.set_default_timeout(SECONDS)
     complaints: list[str] = []
     page.on("pageerror", lambda problem: complaints.append(str(problem)))
-    page.on("console", lambda message: complaints.append(message.text) if message.type in ("error", "warning") else None)
-    page.on("request", lambda request: None if request.url.startswith((within, "data:")) else complaints.append(request.url))
+    page.on(
+        "console",
+        lambda message: (
+            complaints.append(message.text) if message.type in ("error", "warning") else None
+        ),
+    )
+    page.on(
+        "request",
+        lambda request: (
+            None if request.url.startswith((within, "data:")) else complaints.append(request.url)
+        ),
+    )
     page.goto(url)
     yield page
     page.context.close()

@@ -1,4 +1,6 @@
-"""How large the package is, in tokens of Python's own tokenizer without comments and docstrings, and what an import brings."""
+"""How large the package is, in tokens of Python's own tokenizer without comments and docstrings,
+and what an import brings.
+"""
 
 import ast
 import io
@@ -9,14 +11,24 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lmforge"
-NOT_COUNTED = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+NOT_COUNTED = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
 
 
 @cache
 def modules() -> dict[str, Path]:
     """The files of the package by the names of their modules."""
     paths = [path for path in PACKAGE.rglob("*.py") if "recipes" not in path.parts]
-    return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
+    return {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in paths
+    }
 
 
 @cache
@@ -27,7 +39,9 @@ def _tree(path: Path) -> ast.Module:
 def _docstring_lines(tree: ast.Module) -> set[int]:
     found: set[int] = set()
     for node in ast.walk(tree):
-        has_docstring = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        has_docstring = isinstance(
+            node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        )
         if has_docstring and ast.get_docstring(node) is not None:
             found.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
     return found
@@ -47,7 +61,9 @@ def tokens_in(names: Iterable[str]) -> int:
 
 
 def _imports(name: str) -> set[str]:
-    """The modules of the package that a module imports when it is imported: not within functions, nor for type checkers."""
+    """The modules of the package that a module imports when it is imported: not within functions,
+    nor for type checkers.
+    """
     found: set[str] = set()
     pending: list[ast.AST] = [*_tree(modules()[name]).body]
     while pending:

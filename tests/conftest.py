@@ -1,4 +1,5 @@
-"""Shared fixtures: a small corpus, prepared once, a small run trained on it, and the command itself.
+"""Shared fixtures: a small corpus, prepared once, a small run trained on it, and the command
+itself.
 
 And pytest hooks: seeds of random numbers, tools that a test needs, and repetitions.
 """
@@ -30,33 +31,39 @@ from tests.preloaded import TIMEOUT_SECONDS, preloaded
 from tests.text import write_documents
 
 ROOT = Path(__file__).parents[1]
-# A process that a test starts imports this checkout, and the modules of its tests, from whichever folder it is in.
+# A process that a test starts imports this checkout, and the modules of its tests, from whichever
+# folder it is in.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-# A shell that starts the tests in the background has SIGINT ignored in them, and so in every process that they start. A test
-# that interrupts one would wait for its time-out.
+# A shell that starts the tests in the background has SIGINT ignored in them, and so in every
+# process that they start. A test that interrupts one would wait for its time-out.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # It ignores SIGQUIT too, and nohup SIGHUP.
 for number in (signal.SIGQUIT, signal.SIGHUP):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.SIG_DFL)
-# The models here are so small that a second thread takes more time than it saves, and most while it waits. Read when torch is
-# imported, by the processes that this one starts.
+# The models here are so small that a second thread takes more time than it saves, and most while it
+# waits. Read when torch is imported, by the processes that this one starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 limit_spinning()
-# A folder that is not there may be the name of a model: only tests with a hub of their own look for it.
+# A folder that is not there may be the name of a model: only tests with a hub of their own look for
+# it.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 Refusal = Callable[..., str]
 
 
-# --- pytest hooks -----------------------------------------------------------------------------------------------------
+# --- pytest hooks ---------------------------------------------------------------------------------
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--repeat", type=int, default=1, metavar="N", help="carry out all chosen tests N times, each with another seed"
+        "--repeat",
+        type=int,
+        default=1,
+        metavar="N",
+        help="carry out all chosen tests N times, each with another seed",
     )
 
 
@@ -69,7 +76,10 @@ def pytest_configure(config: pytest.Config) -> None:
         origin = seeds.settle()
     except ValueError as error:
         raise pytest.UsageError(str(error)) from None
-    config.stash[_SEED] = f"seed {seeds.run_seed()}, {origin} (to repeat what is drawn: {seeds.VARIABLE}={seeds.run_seed()})"
+    config.stash[_SEED] = (
+        f"seed {seeds.run_seed()}, {origin} (to repeat what is drawn:"
+        f" {seeds.VARIABLE}={seeds.run_seed()})"
+    )
 
 
 _SEED = pytest.StashKey[str]()
@@ -83,7 +93,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    """Run all tests `--repeat` times. Between two repetitions all fixtures are torn down, those of the session too."""
+    """Run all tests `--repeat` times.
+
+    Between two repetitions all fixtures are torn down, those of the session too.
+    """
     times = session.config.getoption("repeat")
     if times == 1 or session.testsfailed or session.config.option.collectonly:
         return None
@@ -112,7 +125,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     test = getattr(item, "obj", None)
     if hypothesis is not None and hypothesis.is_hypothesis_test(test):
         hypothesis.seed(seeds.of_test(item.nodeid))(test)
-    if item.get_closest_marker("gpu") and not (tools.rehearses_gpu() and "gpu_device" in item.fixturenames):
+    if item.get_closest_marker("gpu") and not (
+        tools.rehearses_gpu() and "gpu_device" in item.fixturenames
+    ):
         tools.need("a GPU")
     for mark in item.iter_markers("needs"):
         for name in mark.args:
@@ -124,7 +139,9 @@ def pytest_fixture_setup(fixturedef: Any, request: pytest.FixtureRequest) -> Ite
     """A shared fixture draws the same random numbers whichever test uses it first."""
     if fixturedef.scope == "function":
         return (yield)
-    with seeds.drawing(f"{fixturedef.baseid}:{fixturedef.argname}[{getattr(request, 'param_index', 0)}]"):
+    with seeds.drawing(
+        f"{fixturedef.baseid}:{fixturedef.argname}[{getattr(request, 'param_index', 0)}]"
+    ):
         return (yield)
 
 
@@ -132,28 +149,35 @@ def pytest_fixture_setup(fixturedef: Any, request: pytest.FixtureRequest) -> Ite
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[pytest.TestReport]:
     report: pytest.TestReport = yield
     if report.failed:
-        report.sections.append(("to repeat", f"{seeds.VARIABLE}={seeds.run_seed()} python -m pytest '{item.nodeid}'"))
+        report.sections.append(
+            ("to repeat", f"{seeds.VARIABLE}={seeds.run_seed()} python -m pytest '{item.nodeid}'")
+        )
     return report
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """For each missing tool: how many tests were not run, and how to install it."""
     skipped = (report.longrepr for report in terminalreporter.stats.get("skipped", ()))
-    reasons = [reason[2].removeprefix("Skipped: ") for reason in skipped if isinstance(reason, tuple)]
-    for reason, count in sorted(Counter(reason for reason in reasons if reason.startswith(tools.REASON)).items()):
+    reasons = [
+        reason[2].removeprefix("Skipped: ") for reason in skipped if isinstance(reason, tuple)
+    ]
+    for reason, count in sorted(
+        Counter(reason for reason in reasons if reason.startswith(tools.REASON)).items()
+    ):
         terminalreporter.write_line(f"{count} test{'s' * (count != 1)} not run: {reason}")
     if terminalreporter.stats.get("failed") or terminalreporter.stats.get("error"):
         terminalreporter.write_line(terminalreporter.config.stash[_SEED])
 
 
-# --- shared fixtures --------------------------------------------------------------------------------------------------
+# --- shared fixtures ------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session", autouse=True)
 def working_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Iterator[Path]]:
     """New working folders, one a test. Shared fixtures work in an empty one.
 
-    So nothing depends on what a user's checkout holds: `data/`, `runs/` and recipes, which are defaults of options.
+    So nothing depends on what a user's checkout holds: `data/`, `runs/` and recipes, which are
+    defaults of options.
     """
     folder = tmp_path_factory.mktemp("work")
     (folder / "shared").mkdir()
@@ -175,16 +199,20 @@ def tiny_tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A token folder: some 200 short documents, vocabulary 512."""
     folder = tmp_path_factory.mktemp("tiny")
     write_documents(folder / "text")
-    prepare(str(folder / "text"), folder / "tokens", vocab_size=512, validation_ratio=0.1, workers=1)
+    prepare(
+        str(folder / "text"), folder / "tokens", vocab_size=512, validation_ratio=0.1, workers=1
+    )
     return folder / "tokens"
 
 
 @pytest.fixture(scope="session")
 def lmforge(tmp_path_factory: pytest.TempPathFactory) -> Command:
-    """`lmforge(*args, stdin="", cwd=None, ranks=1, **variables)`: runs the command in a process of its own and waits for it.
+    """`lmforge(*args, stdin="", cwd=None, ranks=1, **variables)`: runs the command in a process of
+    its own and waits for it.
 
-    `ranks` are started as torchrun would, which takes seconds less than `--launch.processes`. With variables that are not of
-    the tests, or of Hugging Face's hub, whose library is imported late, a new interpreter is started: imports read some.
+    `ranks` are started as torchrun would, which takes seconds less than `--launch.processes`. With
+    variables that are not of the tests, or of Hugging Face's hub, whose library is imported late, a
+    new interpreter is started: imports read some.
     """
 
     def command(
@@ -193,7 +221,9 @@ def lmforge(tmp_path_factory: pytest.TempPathFactory) -> Command:
         line = [str(arg) for arg in args]
         if all(name.startswith(("HF_", "LMFORGE_TEST_")) for name in variables):
             out = tmp_path_factory.mktemp("output")
-            return preloaded().run(line, out, ranks=ranks, stdin=stdin, cwd=cwd, variables=variables)
+            return preloaded().run(
+                line, out, ranks=ranks, stdin=stdin, cwd=cwd, variables=variables
+            )
         return subprocess.run(
             [sys.executable, "-m", "lmforge", *line],
             input=stdin,
@@ -209,7 +239,9 @@ def lmforge(tmp_path_factory: pytest.TempPathFactory) -> Command:
 
 @pytest.fixture(scope="session")
 def gpu_device() -> torch.device:
-    """The GPU; in a rehearsal (`python tests/gpu.py --device cpu`) the CPU. A test that takes it can run on either."""
+    """The GPU; in a rehearsal (`python tests/gpu.py --device cpu`) the CPU. A test that takes it
+    can run on either.
+    """
     return torch.device("cpu") if tools.rehearses_gpu() else torch.device("cuda", 0)
 
 
@@ -224,12 +256,16 @@ def laboratory() -> Iterator[Laboratory]:
 
 @pytest.fixture(scope="session")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Command:
-    """`program(text, *args, ranks=1)`: runs a Python program in processes of its own that have imported lmforge already."""
+    """`program(text, *args, ranks=1)`: runs a Python program in processes of its own that have
+    imported lmforge already.
+    """
 
     def command(text: str, *args: object, ranks: int = 1) -> subprocess.CompletedProcess[str]:
         folder = tmp_path_factory.mktemp("program")
         (folder / "script.py").write_text(text)
-        return preloaded().run([str(arg) for arg in args], folder, script=folder / "script.py", ranks=ranks)
+        return preloaded().run(
+            [str(arg) for arg in args], folder, script=folder / "script.py", ranks=ranks
+        )
 
     return command
 
@@ -244,7 +280,9 @@ def only_line(errors: str) -> str:
 
 @pytest.fixture
 def refused(capfd: pytest.CaptureFixture[str]) -> Refusal:
-    """`refused(*args, status=2)`: runs a command line in this process and returns its one line of error."""
+    """`refused(*args, status=2)`: runs a command line in this process and returns its one line of
+    error.
+    """
 
     def error_of(*args: object, status: int = 2) -> str:
         capfd.readouterr()
@@ -257,12 +295,16 @@ def refused(capfd: pytest.CaptureFixture[str]) -> Refusal:
 def without_shape(options: list[str]) -> list[str]:
     """The options without those of the model config."""
     pairs = zip(options[::2], options[1::2], strict=True)
-    return [word for name, value in pairs if not name.startswith("--model.") for word in (name, value)]
+    return [
+        word for name, value in pairs if not name.startswith("--model.") for word in (name, value)
+    ]
 
 
 @pytest.fixture(scope="session")
 def tiny_options(tiny_tokens: Path) -> list[str]:
-    """Options of a run of 6 steps of 4 sequences of 48 tokens: 2 layers of width 32, grouped heads, fp32, one line per step."""
+    """Options of a run of 6 steps of 4 sequences of 48 tokens: 2 layers of width 32, grouped heads,
+    fp32, one line per step.
+    """
     chosen = {
         "data.folder": tiny_tokens,
         "data.sequence_length": 48,
@@ -288,7 +330,9 @@ def tiny_options(tiny_tokens: Path) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def tiny_run(tiny_options: list[str], lmforge: Command, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_run(
+    tiny_options: list[str], lmforge: Command, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """The directory of a finished run of `tiny_options`; for reading only, copy it to train on."""
     folder = tmp_path_factory.mktemp("runs")
     done = lmforge("pretrain", *tiny_options, "--run.folder", folder, "--run.name", "tiny")

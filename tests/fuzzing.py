@@ -1,4 +1,6 @@
-"""Generators of hostile input for tests/test_fuzz.py, and the contract that a command keeps for any input."""
+"""Generators of hostile input for tests/test_fuzz.py, and the contract that a command keeps for any
+input.
+"""
 
 import copy
 import faulthandler
@@ -36,11 +38,23 @@ def pieces(text: str) -> list[str]:
 
 
 NUMBERS = pieces(
-    "0 ;; -1 ;; 1 ;; 2 ;; 7 ;; 0.5 ;; 1e308 ;; 1e999 ;; -0.0 ;; nan ;; inf ;; 2.5e-320 ;; 1_000 ;; 0x10 ;; ٣ ;; +5"
+    "0 ;; -1 ;; 1 ;; 2 ;; 7 ;; 0.5 ;; 1e308 ;; 1e999 ;; -0.0 ;; nan ;; inf ;; 2.5e-320 ;; 1_000 ;;"
+    " 0x10 ;; ٣ ;; +5"
 )
-NUMBERS += [str(2**31), str(2**53 + 1), str(2**63), str(2**64), str(-(2**63) - 1), str(10**30), "9" * 5000, "1e" + "9" * 400]
-TEXTS = pieces(r"""none ;; true ;; False ;; auto ;; [] ;; {} ;; {a = 1} ;; {"a": 1} ;; a,b ;; -- ;; - ;; = ;; a=b=c
-%s%n%d ;; {0}{name} ;; $HOME ;; `id` ;; * ? [ ;; \ ;; " ;; ' ;; ключ""")
+NUMBERS += [
+    str(2**31),
+    str(2**53 + 1),
+    str(2**63),
+    str(2**64),
+    str(-(2**63) - 1),
+    str(10**30),
+    "9" * 5000,
+    "1e" + "9" * 400,
+]
+TEXTS = pieces(
+    r"""none ;; true ;; False ;; auto ;; [] ;; {} ;; {a = 1} ;; {"a": 1} ;; a,b ;; -- ;; - ;; = ;; a=b=c
+%s%n%d ;; {0}{name} ;; $HOME ;; `id` ;; * ? [ ;; \ ;; " ;; ' ;; ключ"""
+)
 TEXTS += [
     "",
     " ",
@@ -56,9 +70,28 @@ TEXTS += [
     "👍" * 200,
 ]
 TEXTS += ["x" * 5000, "ä" * 130, "[" * 3000, "{" * 3000, "a/" * 2000]
-PATHS = pieces(""". ;; .. ;; ~ ;; ../neighbour ;; ../neighbour/notes.txt ;; nothing/here ;; a/b/c/d ;; /dev/null
-/dev/full ;; /dev/zero ;; /proc/self/mem ;; /proc/self/environ ;; s3://nowhere/x ;; file:///etc/passwd ;; http://localhost:1/x""")
-JSON_VALUES: list[Any] = [None, True, -1, 0, 1.5, 2**63, 10**30, 1e308, "", "x" * 5000, "\x00", "../..", [], {}, [[]], {"": 0}]
+PATHS = pieces(
+    """. ;; .. ;; ~ ;; ../neighbour ;; ../neighbour/notes.txt ;; nothing/here ;; a/b/c/d ;; /dev/null
+/dev/full ;; /dev/zero ;; /proc/self/mem ;; /proc/self/environ ;; s3://nowhere/x ;; file:///etc/passwd ;; http://localhost:1/x"""
+)
+JSON_VALUES: list[Any] = [
+    None,
+    True,
+    -1,
+    0,
+    1.5,
+    2**63,
+    10**30,
+    1e308,
+    "",
+    "x" * 5000,
+    "\x00",
+    "../..",
+    [],
+    {},
+    [[]],
+    {"": 0},
+]
 JSON_VALUES += [-0.0, [None] * 3, {"a": {"b": []}}, "none", "9" * 400, [0, -1], [2**62, 2**62]]
 # Written as they are: json.dumps has no words for them.
 RAW_JSON = [
@@ -73,7 +106,8 @@ RAW_JSON = [
 ]
 
 
-# What is no metadata of a checkpoint: a value that it does not hold, another thing, half of one, nothing.
+# What is no metadata of a checkpoint: a value that it does not hold, another thing, half of one,
+# nothing.
 DAMAGED_PICKLES = [
     b"\x80\x04h\x05.",
     pickle.dumps({}),
@@ -87,7 +121,10 @@ def a_word(rng: random.Random) -> str:
     drawn = rng.choice([*[NUMBERS] * 4, *[TEXTS] * 4, *[PATHS] * 2, None])
     if drawn is not None:
         return rng.choice(drawn)
-    return "".join(chr(rng.choice([rng.randrange(1, 128), rng.randrange(128, 0xD800)])) for _ in range(rng.randrange(1, 40)))
+    return "".join(
+        chr(rng.choice([rng.randrange(1, 128), rng.randrange(128, 0xD800)]))
+        for _ in range(rng.randrange(1, 40))
+    )
 
 
 def a_misspelling(rng: random.Random, word: str) -> str:
@@ -119,7 +156,9 @@ def mutated_bytes(rng: random.Random, content: bytes) -> bytes:
                 content[:at] + noise + content[at:],
                 content[:at] + noise + content[at + len(noise) :],
                 content[:at]
-                + rng.choice([b"\x00", b"\xff\xfe", b"\xef\xbb\xbf", b"\n", b'"', b"\\", b"[" * 3000])
+                + rng.choice(
+                    [b"\x00", b"\xff\xfe", b"\xef\xbb\xbf", b"\n", b'"', b"\\", b"[" * 3000]
+                )
                 + content[at:],
                 b"\xef\xbb\xbf" * rng.choice([1, 2]) + content,
                 content * 2,
@@ -131,7 +170,9 @@ def mutated_bytes(rng: random.Random, content: bytes) -> bytes:
 
 
 def mutated_json(rng: random.Random, value: Any) -> bytes:
-    """JSON of `value` with a few fields mutated: at each level one is chosen, so that long lists get no more than others."""
+    """JSON of `value` with a few fields mutated: at each level one is chosen, so that long lists
+    get no more than others.
+    """
     value = copy.deepcopy(value)
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
         _mutate_a_field(rng, value)
@@ -162,7 +203,9 @@ def _mutate_a_field(rng: random.Random, value: Any) -> None:
     elif isinstance(old, int | float):
         value[key] = rng.choice([-old, old + 1, old * 2, old + 0.5, str(old), old * 10**12])
     elif isinstance(old, str):
-        value[key] = rng.choice([old[:-1], old + "x", old * 2, old.upper(), "../" + old, "/" + old, a_word(rng)])
+        value[key] = rng.choice(
+            [old[:-1], old + "x", old * 2, old.upper(), "../" + old, "/" + old, a_word(rng)]
+        )
     elif isinstance(old, list):
         value[key] = old * 2 if rng.random() < 0.5 else old[:-1]
     else:
@@ -175,7 +218,10 @@ def put_sealed(file: Path, content: bytes) -> None:
     file.write_bytes(content)
     manifest = read_manifest(file.parent)
     blocks = [content[at : at + BLOCK_BYTES] for at in range(0, len(content), BLOCK_BYTES)]
-    manifest.files[file.name] = {"bytes": len(content), "xxh3": [xxhash.xxh3_64_hexdigest(block) for block in blocks]}
+    manifest.files[file.name] = {
+        "bytes": len(content),
+        "xxh3": [xxhash.xxh3_64_hexdigest(block) for block in blocks],
+    }
     (file.parent / MANIFEST).write_text(manifest.json_text)
 
 
@@ -187,7 +233,11 @@ def contents(folder: Path) -> dict[str, str]:
             if path.is_symlink():
                 results[str(path)] = f"link to {path.readlink()}"
             elif path.is_file() and os.access(path, os.R_OK) and path.name != ".lock":
-                results[str(path)] = xxhash.xxh3_64_hexdigest(path.read_bytes()) if path.stat().st_size < 2**30 else "huge"
+                results[str(path)] = (
+                    xxhash.xxh3_64_hexdigest(path.read_bytes())
+                    if path.stat().st_size < 2**30
+                    else "huge"
+                )
             elif path.name != ".lock":
                 results[str(path)] = "folder" if path.is_dir() else "other"
     return results
@@ -199,7 +249,10 @@ class _TookTooLong(BaseException):
 
 @contextmanager
 def _deadline() -> Iterator[None]:
-    """Ends what takes too long. One call of C that does so ends the whole process, with its stack."""
+    """Ends what takes too long.
+
+    One call of C that does so ends the whole process, with its stack.
+    """
 
     def stop(*_: object) -> None:
         raise _TookTooLong
@@ -216,13 +269,17 @@ def _deadline() -> Iterator[None]:
 
 
 class Contract:
-    """Carries out drawn command lines in this process, and collects in what they break the contract.
+    """Carries out drawn command lines in this process, and collects in what they break the
+    contract.
 
-    A command ends in time; with status 0, or with 1 or 2 and one short line on standard error that was meant for the user.
-    What was there before is as it was: a command may make new files where it succeeds, and only in the folder of its case.
+    A command ends in time; with status 0, or with 1 or 2 and one short line on standard error that
+    was meant for the user. What was there before is as it was: a command may make new files where
+    it succeeds, and only in the folder of its case.
     """
 
-    def __init__(self, folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self, folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         self.folder, self._capfd, self._monkeypatch = folder, capfd, monkeypatch
         self.broken: list[str] = []
         self.statuses: list[int] = []
@@ -236,8 +293,13 @@ class Contract:
         self._monkeypatch.chdir(case)
         return case
 
-    def check(self, case: Path, words: list[str], note: str, stdin: bytes = b"Hi\n", trains: bool = False) -> None:
-        """`note` says what was done to the input. What `trains` may write into the run that is in its folder."""
+    def check(
+        self, case: Path, words: list[str], note: str, stdin: bytes = b"Hi\n", trains: bool = False
+    ) -> None:
+        """`note` says what was done to the input.
+
+        What `trains` may write into the run that is in its folder.
+        """
         before = contents(self.folder)
         self._monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
         self._capfd.readouterr()
@@ -252,27 +314,44 @@ class Contract:
         out, err = self._capfd.readouterr()
         self.statuses.append(status)
         stage_error = _stage_error(err) if words[0] == "run" else None
-        # A pipeline whose stage was refused has begun: its state and the folder of the stage's run are there.
+        # A pipeline whose stage was refused has begun: its state and the folder of the stage's run
+        # are there.
         trains = trains or stage_error is not None
         problem = problem or _wrong_ending(status, out, stage_error or err)
         # Of a folder itself, what is in it may grow: that is seen by the files.
         after = contents(self.folder)
         may_write = [f"{case}/"] if trains or status == 0 else []
-        lost = [path for path, what in before.items() if after.get(path) != what and not (trains and f"{case}/" in path)]
-        made = [path for path in after.keys() - before.keys() if not any(path.startswith(folder) for folder in may_write)]
+        lost = [
+            path
+            for path, what in before.items()
+            if after.get(path) != what and not (trains and f"{case}/" in path)
+        ]
+        made = [
+            path
+            for path in after.keys() - before.keys()
+            if not any(path.startswith(folder) for folder in may_write)
+        ]
         if not problem and lost:
             problem = f"status {status}, and changed {lost[:3]}"
         if not problem and made:
             problem = f"status {status}, and left {sorted(made)[:3]}"
         if problem:
-            kept = [path.read_text("utf-8")[-700:] for path in Path(tempfile.gettempdir()).glob("lmforge-*.txt")]
+            kept = [
+                path.read_text("utf-8")[-700:]
+                for path in Path(tempfile.gettempdir()).glob("lmforge-*.txt")
+            ]
             problem = "\n".join([problem, *kept])
-            self.broken.append(f"{note}\n    lmforge {shlex.join(words)[:1500]!r}\n    {problem}\n    stderr: {err[-1500:]!r}")
+            self.broken.append(
+                f"{note}\n    lmforge {shlex.join(words)[:1500]!r}\n    {problem}\n    stderr:"
+                f" {err[-1500:]!r}"
+            )
         shutil.rmtree(case, ignore_errors=True)
 
 
 def _stage_error(err: str) -> str | None:
-    """What a stage of a pipeline said itself, before the line of `lmforge run` that names the stage; None without that."""
+    """What a stage of a pipeline said itself, before the line of `lmforge run` that names the
+    stage; None without that.
+    """
     lines = err.splitlines(keepends=True)
     named = len(lines) > 1 and re.search(r": stage \S+ ended with status \d+; ", lines[-1])
     return "".join(lines[:-1]) if named else None
@@ -284,7 +363,8 @@ def _wrong_ending(status: int, out: str, err: str) -> str:
         return f"status {status}"
     if "Traceback" in err or "panicked" in err or "Traceback (most" in out:
         return "a traceback"
-    if status == 0 or (status == 1 and not err and " differs from " in out):  # the verdict of lmforge compare
+    # The verdict of lmforge compare.
+    if status == 0 or (status == 1 and not err and " differs from " in out):
         return ""
     if err.count("\n") != 1 or not err.startswith("lmforge: "):
         return f"status {status} without its one line"

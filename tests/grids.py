@@ -7,8 +7,11 @@ import pytest
 
 
 def grid(rows: Sequence[Any], columns: Sequence[Any]) -> list[Any]:
-    """Each pair of a row and a column, for `pytest.mark.parametrize`. Fast are so many that every row and every column is
-    there, each row with the next column; the others are slow."""
+    """Each pair of a row and a column, for `pytest.mark.parametrize`.
+
+    Fast are so many that every row and every column is there, each row with the next column; the
+    others are slow.
+    """
     longer = max(len(rows), len(columns))
     fast = {(number % len(rows), number % len(columns)) for number in range(longer)}
     return [

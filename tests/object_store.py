@@ -13,13 +13,19 @@ import s3fs
 
 @contextmanager
 def object_store(folder: Path) -> Iterator[None]:
-    """Start an empty server, and set this process's environment to reach it; `folder` keeps what it prints."""
+    """Start an empty server, and set this process's environment to reach it; `folder` keeps what it
+    prints.
+    """
     before = dict(os.environ)
     printed = folder / "printed.txt"
     with open(printed, "w") as out:
         # Port 0: the system chooses one that is free, and the server says which.
         server = subprocess.Popen(
-            [sys.executable, "-c", "from moto.server import main; main(['-H', '127.0.0.1', '-p', '0'])"],
+            [
+                sys.executable,
+                "-c",
+                "from moto.server import main; main(['-H', '127.0.0.1', '-p', '0'])",
+            ],
             stdout=out,
             stderr=subprocess.STDOUT,
         )

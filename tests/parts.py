@@ -1,9 +1,10 @@
 """All tests in parts, for `make test-all`: `python -m tests.parts [--jobs N] [PART …]`.
 
-Every test file is in exactly one part. Four parts are not files: `chaos` and `chaos-of-rollouts` inject random faults into
-runs, `repetitions` repeats fast tests that use random numbers, each time with another seed, and `processors` repeats the tests
-that compare numbers, slow ones too, as other processors compute. That takes hours, so it runs only where it is named. The seed
-is new and printed.
+Every test file is in exactly one part. Four parts are not files: `chaos` and `chaos-of-rollouts`
+inject random faults into runs, `repetitions` repeats fast tests that use random numbers, each time
+with another seed, and `processors` repeats the tests that compare numbers, slow ones too, as other
+processors compute. That takes hours, so it runs only where it is named. The seed is new and
+printed.
 """
 
 import argparse
@@ -25,7 +26,8 @@ CHAOS_MINUTES = 10
 class Part:
     """Test files by patterns below tests/, or a command of its own (arguments of `python`).
 
-    `shared` are further arguments of the command, dealt out to as many processes as may run at once.
+    `shared` are further arguments of the command, dealt out to as many processes as may run at
+    once.
     """
 
     patterns: tuple[str, ...] = ()
@@ -33,12 +35,21 @@ class Part:
     shared: tuple[str, ...] = ()
 
     def files(self) -> list[str]:
-        return sorted(str(path.relative_to(ROOT)) for pattern in self.patterns for path in (ROOT / "tests").glob(pattern))
+        return sorted(
+            str(path.relative_to(ROOT))
+            for pattern in self.patterns
+            for path in (ROOT / "tests").glob(pattern)
+        )
 
 
 # Fast tests that use random numbers.
 REPEATED = (
-    *("data/test_examples.py", "data/test_order.py", "generate/test_sampling.py", "objectives/test_cross_entropy.py"),
+    *(
+        "data/test_examples.py",
+        "data/test_order.py",
+        "generate/test_sampling.py",
+        "objectives/test_cross_entropy.py",
+    ),
     *("checkpoint/test_blocks.py", "train/test_bad_steps.py", "train/test_rollouts.py"),
     *("monitor/test_stragglers.py", "monitor/test_step_time_drift.py"),
 )
@@ -69,7 +80,18 @@ DISTRIBUTED = (
     "two_runs",
     "watch",
 )
-TRAIN = ("train", "trackers", "objectives", "rewards", "environments", "plan", "monitor", "checkpoint", "cluster", "ladder")
+TRAIN = (
+    "train",
+    "trackers",
+    "objectives",
+    "rewards",
+    "environments",
+    "plan",
+    "monitor",
+    "checkpoint",
+    "cluster",
+    "ladder",
+)
 GENERATE = ("generate", "evaluate", "serve", "report", "verbs", "interop")
 STRATEGIES = ("strategies", "same_result", "dropout", "lora", "optimizers", "objectives", "foreign")
 
@@ -82,10 +104,17 @@ PARTS = {
     "model": Part(("model/test_*.py", "parallel/test_*.py")),
     "train": Part(tuple(f"{name}/test_*.py" for name in TRAIN)),
     "generate": Part(tuple(f"{name}/test_*.py" for name in GENERATE)),
-    "chaos": Part(command=("-m", "tests.chaos", "--faults", "200", "--minutes", str(CHAOS_MINUTES))),
-    "chaos-of-rollouts": Part(command=("-m", "tests.chaos.rollouts", "--faults", "200", "--minutes", str(CHAOS_MINUTES))),
+    "chaos": Part(
+        command=("-m", "tests.chaos", "--faults", "200", "--minutes", str(CHAOS_MINUTES))
+    ),
+    "chaos-of-rollouts": Part(
+        command=("-m", "tests.chaos.rollouts", "--faults", "200", "--minutes", str(CHAOS_MINUTES))
+    ),
     "processors": Part(command=("-m", "tests.processors")),
-    "repetitions": Part(command=("-m", "pytest", "--repeat", "20"), shared=tuple(f"tests/{name}" for name in REPEATED)),
+    "repetitions": Part(
+        command=("-m", "pytest", "--repeat", "20"),
+        shared=tuple(f"tests/{name}" for name in REPEATED),
+    ),
 }
 NAMED_ONLY = ("processors",)
 
@@ -93,21 +122,37 @@ NAMED_ONLY = ("processors",)
 def carry_out(name: str, jobs: int) -> int:
     """Run a part and return its exit status."""
     part = PARTS[name]
-    args = list(part.command) or ["-m", "pytest", "--numprocesses", str(jobs), "--dist", "loadfile", *part.files()]
+    args = list(part.command) or [
+        "-m",
+        "pytest",
+        "--numprocesses",
+        str(jobs),
+        "--dist",
+        "loadfile",
+        *part.files(),
+    ]
     if name == "processors":
         args += ["--jobs", str(jobs)]
     if name.startswith("chaos"):
         args += ["--seed", str(seeds.run_seed())]
     shares = [part.shared[number::jobs] for number in range(jobs)]
-    commands = [[sys.executable, *args, *share] for share in shares if share] or [[sys.executable, *args]]
+    commands = [[sys.executable, *args, *share] for share in shares if share] or [
+        [sys.executable, *args]
+    ]
     processes = [subprocess.Popen(command, cwd=ROOT) for command in commands]
     return max(abs(process.wait()) for process in processes)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.parts", description="All tests, in parts.")
-    parser.add_argument("--jobs", type=int, default=2, help="processes that share the tests of a part")
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (default: all)")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.parts", description="All tests, in parts."
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=2, help="processes that share the tests of a part"
+    )
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)} (default: all)"
+    )
     chosen = parser.parse_args(arguments)
     unknown = [name for name in chosen.parts if name not in PARTS]
     if unknown:
@@ -121,8 +166,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         began = time.monotonic()
         status = carry_out(name, chosen.jobs)
         outcome = "passed" if status == 0 else f"FAILED (status {status})"
-        results.append((status, f"{name:<12} {outcome}, {(time.monotonic() - began) / 60:.1f} minutes"))
-    print(f"\nseed {seeds.run_seed()} (to repeat: {seeds.VARIABLE}={seeds.run_seed()} make test-all)")
+        results.append(
+            (status, f"{name:<12} {outcome}, {(time.monotonic() - began) / 60:.1f} minutes")
+        )
+    print(
+        f"\nseed {seeds.run_seed()} (to repeat: {seeds.VARIABLE}={seeds.run_seed()} make test-all)"
+    )
     print("\n".join(line for _, line in results))
     return 1 if any(status for status, _ in results) else 0
 

@@ -1,9 +1,10 @@
 """A fork server: starts one or more ranks without importing torch again.
 
-Most of the time of a small run is spent on imports. `Preloaded` runs this file as a server process, once for all tests, and
-sends it requests as lines of JSON. The server forks a process for each rank, with its own output, environment, folder and
-exit status; it continues where `python -m lmforge` is after its imports. Where such a process starts `python -m lmforge`
-itself, as a launcher starts ranks, that is forked too (`ForkingPopen`). Other tests cover real starts.
+Most of the time of a small run is spent on imports. `Preloaded` runs this file as a server process,
+once for all tests, and sends it requests as lines of JSON. The server forks a process for each
+rank, with its own output, environment, folder and exit status; it continues where `python -m
+lmforge` is after its imports. Where such a process starts `python -m lmforge` itself, as a launcher
+starts ranks, that is forked too (`ForkingPopen`). Other tests cover real starts.
 """
 
 import atexit
@@ -30,7 +31,10 @@ TIMEOUT_SECONDS = float(os.environ.get("LMFORGE_TEST_SECONDS", "300"))
 
 
 class Forked:
-    """A process of the fork server that runs beside the tests, with the methods of a Popen. `out` and `errors` are files."""
+    """A process of the fork server that runs beside the tests, with the methods of a Popen.
+
+    `out` and `errors` are files.
+    """
 
     def __init__(self, pid: int, out: Path, errors: Path, status: Path) -> None:
         self.pid, self.out, self.errors, self._status = pid, out, errors, status
@@ -59,7 +63,9 @@ class Preloaded:
     """The fork server. It ends when its standard input is closed."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def run(
         self,
@@ -73,20 +79,31 @@ class Preloaded:
         variables: Mapping[str, str] | None = None,
         timeout: float = TIMEOUT_SECONDS,
     ) -> subprocess.CompletedProcess[str]:
-        """Run `lmforge ARGS`, or a script with these arguments, on `ranks` ranks and wait; its output goes to `folder`.
+        """Run `lmforge ARGS`, or a script with these arguments, on `ranks` ranks and wait; its
+        output goes to `folder`.
 
-        The status is the first that is not 0. When one of several ranks fails, the others are killed after ten seconds.
+        The status is the first that is not 0. When one of several ranks fails, the others are
+        killed after ten seconds.
         """
         number = len(list(folder.glob("out-*")))
         requests = [
-            _request(args, folder, number + at, {**(variables or {}), **of_rank}, script=script, stdin=stdin, cwd=cwd)
+            _request(
+                args,
+                folder,
+                number + at,
+                {**(variables or {}), **of_rank},
+                script=script,
+                stdin=stdin,
+                cwd=cwd,
+            )
             for at, of_rank in enumerate(rank_variables(ranks) if ranks > 1 else [{}])
         ]
         response = self._ask({"processes": requests, "timeout": timeout})
         if response["timed_out"]:
             raise subprocess.TimeoutExpired(list(args), timeout)
         stdout, stderr = (
-            "".join(Path(request[kind]).read_text(errors="replace") for request in requests) for kind in ("out", "errors")
+            "".join(Path(request[kind]).read_text(errors="replace") for request in requests)
+            for kind in ("out", "errors")
         )
         status = next((status for status in response["statuses"] if status), 0)
         return subprocess.CompletedProcess(list(args), status, stdout, stderr)
@@ -99,13 +116,20 @@ class Preloaded:
         script: Path | None = None,
         variables: Mapping[str, str] | None = None,
     ) -> Forked:
-        """Start `lmforge ARGS`, or a script with these arguments, and do not wait for it; its output goes to `folder`."""
+        """Start `lmforge ARGS`, or a script with these arguments, and do not wait for it; its
+        output goes to `folder`.
+        """
         number = len(list(folder.glob("out-*")))
-        request, status = _request(args, folder, number, variables, script=script), folder / f"status-{number}"
+        request, status = (
+            _request(args, folder, number, variables, script=script),
+            folder / f"status-{number}",
+        )
         out, errors = Path(request["out"]), Path(request["errors"])
         out.touch()
         errors.touch()
-        return Forked(self._ask({"beside": request, "status": str(status)})["pid"], out, errors, status)
+        return Forked(
+            self._ask({"beside": request, "status": str(status)})["pid"], out, errors, status
+        )
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin
@@ -114,7 +138,9 @@ class Preloaded:
         self._process.stdin.flush()
         try:
             return dict(json.loads(self._process.stdout.readline()))
-        except BaseException:  # the time of the test was over: the response would be taken for that of the next request
+        except BaseException:
+            # The time of the test was over: the response would be taken for that of the next
+            # request.
             self._process.kill()
             preloaded.cache_clear()
             raise
@@ -122,8 +148,16 @@ class Preloaded:
 
 def rank_variables(ranks: int) -> list[dict[str, str]]:
     """The environment variables of each of so many ranks on this machine, as torchrun sets them."""
-    common = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
-    return [{name: str(value) for name, value in {**common, "RANK": rank, "LOCAL_RANK": rank}.items()} for rank in range(ranks)]
+    common = {
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": free_port(),
+    }
+    return [
+        {name: str(value) for name, value in {**common, "RANK": rank, "LOCAL_RANK": rank}.items()}
+        for rank in range(ranks)
+    ]
 
 
 def _request(
@@ -155,19 +189,32 @@ def preloaded() -> Preloaded:
 
 
 def on_ranks(
-    ranks: int, script: Path, folder: Path, *args: object, timeout: float = 500, variables: Mapping[str, str] | None = None
+    ranks: int,
+    script: Path,
+    folder: Path,
+    *args: object,
+    timeout: float = 500,
+    variables: Mapping[str, str] | None = None,
 ) -> str:
-    """Run a script on `ranks` ranks, which must succeed. Returns their output, which is also in a new folder in `folder`."""
+    """Run a script on `ranks` ranks, which must succeed.
+
+    Returns their output, which is also in a new folder in `folder`.
+    """
     output = folder / f"output-{len(list(folder.glob('output-*')))}"
     output.mkdir()
     words = [str(arg) for arg in args]
-    done = preloaded().run(words, output, script=script, ranks=ranks, timeout=timeout, variables=variables)
+    done = preloaded().run(
+        words, output, script=script, ranks=ranks, timeout=timeout, variables=variables
+    )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return done.stdout
 
 
 def _serve() -> dict[str, Any] | None:
-    """Fork the processes of each request until the input ends. Returns its request in a child, None in the parent."""
+    """Fork the processes of each request until the input ends.
+
+    Returns its request in a child, None in the parent.
+    """
     for line in sys.stdin:
         message = json.loads(line)
         if "beside" in message:
@@ -188,10 +235,15 @@ def _serve() -> dict[str, Any] | None:
 
 
 def _keep(request: dict[str, Any], status_file: Path) -> dict[str, Any]:
-    """Fork a process, answer with its process id, and write down how it ends. Returns its request in the process itself."""
+    """Fork a process, answer with its process id, and write down how it ends.
+
+    Returns its request in the process itself.
+    """
     child = os.fork()
     if child == 0:
-        os.setpgid(0, 0)  # the kernel halts no process of a group that has no parent in its session, such as setsid makes
+        # The kernel halts no process of a group that has no parent in its session, such as setsid
+        # makes.
+        os.setpgid(0, 0)
         return request
     print(json.dumps({"pid": child}), flush=True)
     _, status = os.waitpid(child, 0)
@@ -227,15 +279,20 @@ def _run_request(request: dict[str, Any]) -> None:
     os.write(writing, request["stdin"].encode()[:60_000])
     os.close(writing)
     append = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-    for number, file in enumerate((reading, os.open(request["out"], append), os.open(request["errors"], append))):
+    for number, file in enumerate(
+        (reading, os.open(request["out"], append), os.open(request["errors"], append))
+    ):
         os.dup2(file, number)
         os.close(file)
-    sys.stdin, sys.stdout, sys.stderr = (open(number, mode) for number, mode in ((0, "r"), (1, "w"), (2, "w")))  # noqa: SIM115
+    sys.stdin = open(0)  # noqa: SIM115
+    sys.stdout = open(1, "w")  # noqa: SIM115
+    sys.stderr = open(2, "w")  # noqa: SIM115
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["cwd"])
-    if request["args"][:1] != ["quickstart"]:  # it trains before it starts ranks, and OpenMP's threads do not survive a fork
+    # It trains before it starts ranks, and OpenMP's threads do not survive a fork.
+    if request["args"][:1] != ["quickstart"]:
         subprocess.Popen = subprocess_handler.Popen = ForkingPopen  # type: ignore[misc]
     rounding.obey_environment()
     if request["script"]:
@@ -249,24 +306,34 @@ def _run_request(request: dict[str, Any]) -> None:
 
 
 class ForkingPopen(subprocess.Popen[Any]):
-    """A Popen that forks this process where `python -m lmforge` would be started: ranks, stages of a pipeline, trials."""
+    """A Popen that forks this process where `python -m lmforge` would be started: ranks, stages of
+    a pipeline, trials.
+    """
 
-    def __init__(self, args: Sequence[Any], env: Mapping[str, str] | None = None, **named: Any) -> None:
+    def __init__(
+        self, args: Sequence[Any], env: Mapping[str, str] | None = None, **named: Any
+    ) -> None:
         if list(args[:3]) == [sys.executable, "-m", "lmforge"]:
             sys.stdout.flush()
             sys.stderr.flush()
-            # Called in the child, when it has its files, folder and session, in the place of the program.
+            # Called in the child, when it has its files, folder and session, in the place of the
+            # program.
             named["preexec_fn"] = partial(
-                _become_command, [str(arg) for arg in args[3:]], dict(os.environ if env is None else env)
+                _become_command,
+                [str(arg) for arg in args[3:]],
+                dict(os.environ if env is None else env),
             )
         super().__init__(args, env=env, **named)
 
 
 def _become_command(arguments: list[str], environment: Mapping[str, str]) -> NoReturn:
-    """Be `lmforge ARGUMENTS` in a child that was forked within a call of its parent, with nothing of what the parent set."""
+    """Be `lmforge ARGUMENTS` in a child that was forked within a call of its parent, with nothing
+    of what the parent set.
+    """
     gc.freeze()  # what the parent holds is not closed here
     gc.enable()
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # as when a program is executed; the parent's Popen waits for it
+    # As when a program is executed; the parent's Popen waits for it.
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)

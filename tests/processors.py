@@ -1,10 +1,12 @@
 """Tests that compare numbers, under settings with which this processor computes as others do.
 
     python -m tests.processors [SETTING …]     the tests below, under these settings (default: all)
-    python -m tests.processors --judged both   only those whose bounds are measured by rounding (tests/rounding.py)
+    python -m tests.processors --judged both   only those whose bounds are measured by rounding
+                                               (tests/rounding.py)
 
-Each setting first prints how many bits of a fixed product, a softmax and an exponential it changes here. One that changes none
-does not count. The settings reach every process that a test starts, since it inherits the environment.
+Each setting first prints how many bits of a fixed product, a softmax and an exponential it changes
+here. One that changes none does not count. The settings reach every process that a test starts,
+since it inherits the environment.
 """
 
 import argparse
@@ -26,13 +28,33 @@ SETTINGS = {
 # Fewer would say little about other processors.
 LEAST_SETTINGS = 3
 # Where tests compare numbers, and the files there that compare none.
-FOLDERS = ("model", "objectives", "parallel", "train", "generate", "evaluate", "interop", "distributed")
+FOLDERS = (
+    "model",
+    "objectives",
+    "parallel",
+    "train",
+    "generate",
+    "evaluate",
+    "interop",
+    "distributed",
+)
 WITHOUT_NUMBERS = (
-    *("distributed/test_chaos.py", "distributed/test_hub.py", "distributed/test_logs.py", "distributed/test_signals.py"),
-    *("distributed/test_top.py", "distributed/test_watch.py", "interop/test_kinds.py", "model/test_shapes.py"),
+    *(
+        "distributed/test_chaos.py",
+        "distributed/test_hub.py",
+        "distributed/test_logs.py",
+        "distributed/test_signals.py",
+    ),
+    *(
+        "distributed/test_top.py",
+        "distributed/test_watch.py",
+        "interop/test_kinds.py",
+        "model/test_shapes.py",
+    ),
     *("train/test_profiling.py", "train/test_progress_panel.py", "train/test_tuning_input.py"),
 )
-# Tests whose bound is a multiple of how far one process is from itself, and what of each is judged so.
+# Tests whose bound is a multiple of how far one process is from itself, and what of each is judged
+# so.
 NORM = ("gradient_norm",)
 WEIGHTS = ("weights",)
 JUDGED = {
@@ -53,7 +75,11 @@ JUDGED = {
             "test_a_policy_that_ranks_split_learns_from_servers_what_one_process_does[grpo-tensor]",
             NORM,
         ),
-        ("train/test_rollout_engines.py", "test_adapters_are_merged_into_the_weights_that_servers_get", NORM),
+        (
+            "train/test_rollout_engines.py",
+            "test_adapters_are_merged_into_the_weights_that_servers_get",
+            NORM,
+        ),
         (
             "train/test_routed_experts.py",
             "test_runs_replay_the_experts_of_the_trainer_itself_and_of_a_server_and_resume_amid_a_set",
@@ -64,8 +90,16 @@ JUDGED = {
             "test_scores_while_training_are_those_of_the_checkpoints_and_the_best_can_be_kept",
             ("val/chosen/bits_per_byte",),
         ),
-        ("distributed/test_foreign.py", "test_losses_and_weights_are_those_of_one_process[mixtral fsdp2]", NORM + WEIGHTS),
-        ("distributed/test_same_result.py", "test_nor_do_those_of_other_models[gpt2 ddp-gpt2 single]", NORM + WEIGHTS),
+        (
+            "distributed/test_foreign.py",
+            "test_losses_and_weights_are_those_of_one_process[mixtral fsdp2]",
+            NORM + WEIGHTS,
+        ),
+        (
+            "distributed/test_same_result.py",
+            "test_nor_do_those_of_other_models[gpt2 ddp-gpt2 single]",
+            NORM + WEIGHTS,
+        ),
         (
             "distributed/test_balance.py",
             "test_a_run_that_is_cut_and_continued_on_other_ranks_is_the_uncut_one[fsdp2]",
@@ -73,7 +107,9 @@ JUDGED = {
         ),
         (
             "distributed/test_elastic.py",
-            "test_three_ranks_share_a_batch_of_eight_sequences_as_one_rank_reads_it[--train.micro_batch_size 2]",
+            (
+                "test_three_ranks_share_a_batch_of_eight_sequences_as_one_rank_reads_it[--train.micro_batch_size 2]"
+            ),
             NORM + WEIGHTS,
         ),
         (
@@ -91,7 +127,11 @@ JUDGED = {
             "test_losses_gradient_norms_and_weights_are_those_of_one_process[3-llama ddp]",
             NORM + WEIGHTS,
         ),
-        ("distributed/test_dropout.py", "test_masks_do_not_depend_on_the_strategy[2-llama tensor 2]", NORM + WEIGHTS),
+        (
+            "distributed/test_dropout.py",
+            "test_masks_do_not_depend_on_the_strategy[2-llama tensor 2]",
+            NORM + WEIGHTS,
+        ),
         (
             "distributed/test_lora.py",
             "test_losses_gradient_norms_and_adapters_are_those_of_one_process[2-llama ddp]",
@@ -116,46 +156,74 @@ def changed_bits(setting: str) -> dict[str, int]:
     plain = {name: word for name, word in os.environ.items() if name not in SETTINGS["both"]}
     ours, theirs = (
         subprocess.run(
-            [sys.executable, "-c", PROGRAM], env=variables, capture_output=True, text=True, check=True
+            [sys.executable, "-c", PROGRAM],
+            env=variables,
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout.split()
         for variables in ({**plain, **SETTINGS[setting]}, plain)
     )
-    bits = ((int(one, 16) ^ int(other, 16)).bit_count() for one, other in zip(ours, theirs, strict=True))
+    bits = (
+        (int(one, 16) ^ int(other, 16)).bit_count() for one, other in zip(ours, theirs, strict=True)
+    )
     return dict(zip(COMPUTED, bits, strict=True))
 
 
 def files() -> list[str]:
     """The test files that compare numbers."""
-    chosen = (path for folder in FOLDERS for path in sorted((ROOT / "tests" / folder).glob("test_*.py")))
-    return [str(path.relative_to(ROOT)) for path in chosen if str(path.relative_to(ROOT / "tests")) not in WITHOUT_NUMBERS]
+    chosen = (
+        path for folder in FOLDERS for path in sorted((ROOT / "tests" / folder).glob("test_*.py"))
+    )
+    return [
+        str(path.relative_to(ROOT))
+        for path in chosen
+        if str(path.relative_to(ROOT / "tests")) not in WITHOUT_NUMBERS
+    ]
 
 
 def carry_out(setting: str, tests: Sequence[str], jobs: int) -> int:
     """Run tests under a setting and return the exit status of pytest."""
     words = ["-m", "not gpu", "--numprocesses", str(jobs), "--dist", "loadfile", *tests]
-    # torch's cache of compiled code does not know the setting: without it, code for narrower vectors writes beyond its arrays.
+    # torch's cache of compiled code does not know the setting: without it, code for narrower
+    # vectors writes beyond its arrays.
     with tempfile.TemporaryDirectory() as compiled:
         variables = {**os.environ, **SETTINGS[setting], "TORCHINDUCTOR_CACHE_DIR": compiled}
-        return subprocess.run([sys.executable, "-m", "pytest", *words], cwd=ROOT, env=variables).returncode
+        return subprocess.run(
+            [sys.executable, "-m", "pytest", *words], cwd=ROOT, env=variables
+        ).returncode
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.processors", description="Tests under settings of processors.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.processors", description="Tests under settings of processors."
+    )
     parser.add_argument("--jobs", type=int, default=2, help="processes that share the tests")
-    parser.add_argument("--judged", action="store_true", help="only tests whose bounds are measured by rounding")
-    parser.add_argument("settings", nargs="*", metavar="SETTING", help=f"of {', '.join(SETTINGS)} (default: all)")
+    parser.add_argument(
+        "--judged", action="store_true", help="only tests whose bounds are measured by rounding"
+    )
+    parser.add_argument(
+        "settings", nargs="*", metavar="SETTING", help=f"of {', '.join(SETTINGS)} (default: all)"
+    )
     chosen = parser.parse_args(arguments)
     settings = chosen.settings or [*SETTINGS]
     results = {}
     for setting in settings:
         bits = changed_bits(setting)
         words = " ".join(f"{name}={word}" for name, word in SETTINGS[setting].items())
-        print(f"{words}: {', '.join(f'{count} bits of the {name}' for name, count in bits.items())} differ", flush=True)
+        print(
+            f"{words}: {', '.join(f'{count} bits of the {name}' for name, count in bits.items())}"
+            " differ",
+            flush=True,
+        )
         if any(bits.values()):
-            results[setting] = carry_out(setting, [*JUDGED] if chosen.judged else files(), chosen.jobs)
+            results[setting] = carry_out(
+                setting, [*JUDGED] if chosen.judged else files(), chosen.jobs
+            )
         else:
             print("it changes nothing here, and does not count")
-    # A setting that was asked for by name may change nothing on this processor, and then has nothing to show.
+    # A setting that was asked for by name may change nothing on this processor, and then has
+    # nothing to show.
     few = not chosen.settings and len(results) < LEAST_SETTINGS
     if few:
         print(f"{len(results)} settings count, and {LEAST_SETTINGS} should", file=sys.stderr)

@@ -1,6 +1,8 @@
-"""How many steps a regular expression takes on a text, counted on the parsed expression as Python's engine backtracks.
+"""How many steps a regular expression takes on a text, counted on the parsed expression as Python's
+engine backtracks.
 
-A step is an attempt to match one part of the expression at one place. Time depends on the machine; this does not.
+A step is an attempt to match one part of the expression at one place. Time depends on the machine;
+this does not.
 """
 
 import re
@@ -28,7 +30,9 @@ class StepCounter:
         self.text, self.steps, self.groups, at = text, 0, {}, 0
         whole = method == "fullmatch"
         if method in ("match", "fullmatch"):
-            self._first(self.tree, 0, (lambda end: end == len(text)) if whole else (lambda end: True))
+            self._first(
+                self.tree, 0, (lambda end: end == len(text)) if whole else (lambda end: True)
+            )
             return self.steps
         while at <= len(text):
             end = self._first(self.tree, at, lambda end: True)
@@ -41,7 +45,9 @@ class StepCounter:
         return next((end for end in self._ends(list(tree), at) if accepts(end)), None)
 
     def _ends(self, items: list[Any], at: int) -> Iterator[int]:
-        """Where a sequence of parts may end that begins at `at`, in the order in which the engine tries."""
+        """Where a sequence of parts may end that begins at `at`, in the order in which the engine
+        tries.
+        """
         if not items:
             yield at
             return
@@ -80,7 +86,12 @@ class StepCounter:
             if self.text.startswith(self.text[start:end], at):
                 yield at + end - start
         elif op is ops.AT:
-            anchor = {"AT_BEGINNING": "^", "AT_END": "$", "AT_BEGINNING_STRING": r"\A", "AT_END_STRING": r"\Z"}
+            anchor = {
+                "AT_BEGINNING": "^",
+                "AT_END": "$",
+                "AT_BEGINNING_STRING": r"\A",
+                "AT_END_STRING": r"\Z",
+            }
             spelled = anchor.get(str(value), r"\b" if "NON" not in str(value) else r"\B")
             if re.compile(spelled, self.flags & re.M).match(self.text, at):
                 yield at
@@ -95,7 +106,11 @@ class StepCounter:
         if op is not ops.POSSESSIVE_REPEAT and not _is_single(items):
             yield from self._greedily(items, least, most, at)
             return
-        while len(ends) <= most and (end := next(self._ends(items, ends[-1]), None)) is not None and end > ends[-1]:
+        while (
+            len(ends) <= most
+            and (end := next(self._ends(items, ends[-1]), None)) is not None
+            and end > ends[-1]
+        ):
             ends.append(end)
         kept = ends[least:]
         for end in reversed(kept[-1:] if op is ops.POSSESSIVE_REPEAT else kept):

@@ -1,4 +1,7 @@
-"""A real terminal for tests: tmux, with a server of the test's own. Import the fixture `terminal`."""
+"""A real terminal for tests: tmux, with a server of the test's own.
+
+Import the fixture `terminal`.
+"""
 
 import re
 import subprocess
@@ -18,7 +21,10 @@ def terminal(tmp_path: Path) -> Iterator[Terminal]:
 
     def tmux(*words: object) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            ["tmux", "-S", socket, "-f", "/dev/null", *map(str, words)], capture_output=True, text=True, timeout=30
+            ["tmux", "-S", socket, "-f", "/dev/null", *map(str, words)],
+            capture_output=True,
+            text=True,
+            timeout=30,
         )
 
     yield tmux

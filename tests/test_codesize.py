@@ -9,16 +9,22 @@ import pytest
 
 from tests.codesize import PACKAGE, brought_by, modules, tokens_in
 
-MAX_TOKENS = 474_000
-MAX_CORE_TOKENS = 164_000
+MAX_TOKENS = 477_500
+MAX_CORE_TOKENS = 165_500
 MAX_ROOMS = 14
 # What an import brings, in tokens.
-MAX_BROUGHT = {"lmforge.core.run": 151_000, "lmforge.core.loop": 110_000}
-MAX_LOADED_TOKENS = 187_500
+MAX_BROUGHT = {"lmforge.core.run": 152_500, "lmforge.core.loop": 111_000}
+MAX_LOADED_TOKENS = 189_000
 # What a run attaches by default: log, watchdog and console, the report, and who else trains here.
 ATTACHED = ("lmforge.ops.monitor", "lmforge.ops.report", "lmforge.ops.terminal")
 # Options, which `lmforge --help` reads.
-READ = ("lmforge.text.options", "lmforge.serve.options", "lmforge.post.options", "lmforge.ops.options", "lmforge.lab.options")
+READ = (
+    "lmforge.text.options",
+    "lmforge.serve.options",
+    "lmforge.post.options",
+    "lmforge.ops.options",
+    "lmforge.lab.options",
+)
 SCRIPT = """
 import json, sys
 from lmforge import cli
@@ -29,7 +35,9 @@ print(json.dumps([status, [name for name in sys.modules if name.startswith("lmfo
 
 def test_the_package_and_its_core_are_not_larger_than_they_were() -> None:
     assert tokens_in(modules()) <= MAX_TOKENS
-    assert tokens_in(name for name in modules() if name.startswith("lmforge.core")) <= MAX_CORE_TOKENS
+    assert (
+        tokens_in(name for name in modules() if name.startswith("lmforge.core")) <= MAX_CORE_TOKENS
+    )
 
 
 def test_the_top_of_the_package_is_read_at_a_glance() -> None:
@@ -45,13 +53,32 @@ def test_an_import_of_the_core_brings_nothing_of_a_wing(name: str) -> None:
     assert tokens_in(brought) <= MAX_BROUGHT[name]
 
 
-def test_two_steps_of_pretraining_load_only_what_they_use(tiny_options: list[str], tmp_path: Path) -> None:
-    words = ["pretrain", *tiny_options, "--run.folder", str(tmp_path), "--run.name", "a", "--train.steps", "2"]
+def test_two_steps_of_pretraining_load_only_what_they_use(
+    tiny_options: list[str], tmp_path: Path
+) -> None:
+    words = [
+        "pretrain",
+        *tiny_options,
+        "--run.folder",
+        str(tmp_path),
+        "--run.name",
+        "a",
+        "--train.steps",
+        "2",
+    ]
     done = subprocess.run([sys.executable, "-c", SCRIPT, *words], capture_output=True, text=True)
     status, loaded = json.loads(done.stderr.splitlines()[-1])
     assert status == 0, done.stderr
     known = [name for name in loaded if name in modules()]
     packages = {name.rpartition(".")[0] for name in (*ATTACHED, *READ)}
-    of_wings = [name for name in known if not name.startswith(("lmforge.core", "lmforge.cli")) and name != "lmforge"]
-    assert [name for name in of_wings if not name.startswith((*ATTACHED, *READ)) and name not in packages] == []
+    of_wings = [
+        name
+        for name in known
+        if not name.startswith(("lmforge.core", "lmforge.cli")) and name != "lmforge"
+    ]
+    assert [
+        name
+        for name in of_wings
+        if not name.startswith((*ATTACHED, *READ)) and name not in packages
+    ] == []
     assert tokens_in(known) <= MAX_LOADED_TOKENS

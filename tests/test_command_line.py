@@ -1,4 +1,6 @@
-"""The command line is frozen: what may be typed is what `command_line.txt` lists, with a reason for each option added since."""
+"""The command line is frozen: what may be typed is what `command_line.txt` lists, with a reason for
+each option added since.
+"""
 
 from pathlib import Path
 
@@ -14,8 +16,12 @@ ADDED = "# --- added since ---"
 
 
 def what_may_be_typed() -> set[str]:
-    """`VERB --option`, `VERB option` for one that is given by position, of all verbs; tables in lists have `[]`."""
-    lines = {f"lmforge --{name}" for name in ("help", "version", "debug")} | {f"{stage} --dry-run" for stage in STAGES}
+    """`VERB --option`, `VERB option` for one that is given by position, of all verbs; tables in
+    lists have `[]`.
+    """
+    lines = {f"lmforge --{name}" for name in ("help", "version", "debug")} | {
+        f"{stage} --dry-run" for stage in STAGES
+    }
     for verb, about in VERBS.items():
         tables = ""
         for path, field in iter_options(about.options, in_tables=True):
@@ -29,7 +35,11 @@ def what_may_be_typed() -> set[str]:
             lines.add(f"{verb} {name}" if by_position else f"{verb} --{name}")
         known = {".".join(path) for path, _ in iter_options(about.options)}
         shorts = getattr(about.options, "SHORT", {})
-        lines |= {f"{verb} --{short}" for short, full in shorts.items() if full in known and not full.startswith("plan.")}
+        lines |= {
+            f"{verb} --{short}"
+            for short, full in shorts.items()
+            if full in known and not full.startswith("plan.")
+        }
     return lines
 
 
@@ -41,7 +51,9 @@ def listed() -> list[str]:
 def test_what_may_be_typed_is_what_the_list_says() -> None:
     names, typed = listed(), what_may_be_typed()
     assert sorted(set(names)) == sorted(names), "twice in the list"
-    assert sorted(typed - set(names)) == [], f"new: add a line and its reason at the end of {FILE.name}, or leave it out"
+    assert sorted(typed - set(names)) == [], (
+        f"new: add a line and its reason at the end of {FILE.name}, or leave it out"
+    )
     assert sorted(set(names) - typed) == [], f"gone: remove its line from {FILE.name}"
 
 

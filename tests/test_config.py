@@ -16,7 +16,15 @@ from pydantic.fields import FieldInfo
 from lmforge.core.errors import UserError
 from lmforge.core.options.batch_plan import batch_plan, divisors
 from lmforge.core.options.load import STAGES, config_class, parse_config
-from lmforge.core.options.options import Options, _is_list, _value_types, iter_options, read_recipe, to_toml, validate_options
+from lmforge.core.options.options import (
+    Options,
+    _is_list,
+    _value_types,
+    iter_options,
+    read_recipe,
+    to_toml,
+    validate_options,
+)
 from lmforge.core.options.ranges import MODEL_RANGES, ROPE_SCALING_RANGES, Range
 from lmforge.core.options.sections import COMFORTABLE_MICRO_BATCH_TOKENS, TrainOptions
 from lmforge.core.options.stage import PretrainConfig
@@ -25,7 +33,10 @@ from lmforge.post.options.align import AlignConfig
 from lmforge.post.options.tuning import TunedConfig, TunedTrainOptions
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.toml"))
-PACKAGES = [import_module(f"lmforge.{wing}.options") for wing in ("core", "text", "serve", "post", "ops", "lab")]
+PACKAGES = [
+    import_module(f"lmforge.{wing}.options")
+    for wing in ("core", "text", "serve", "post", "ops", "lab")
+]
 MODULES = [
     import_module(found.name)
     for package in PACKAGES
@@ -35,7 +46,10 @@ OPTION_CLASSES = [
     value
     for module in MODULES
     for value in vars(module).values()
-    if isinstance(value, type) and issubclass(value, Options) and value.__module__ == module.__name__ and value is not Options
+    if isinstance(value, type)
+    and issubclass(value, Options)
+    and value.__module__ == module.__name__
+    and value is not Options
 ]
 
 counts = st.integers(1, 400)
@@ -45,7 +59,12 @@ def config(**sections: dict[str, Any]) -> PretrainConfig:
     return validate_options(PretrainConfig, sections, "a.toml")
 
 
-@given(rows=counts, length=st.sampled_from([16, 100, 1024, 8192, 40_000]), ranks=st.integers(1, 16), data=st.data())
+@given(
+    rows=counts,
+    length=st.sampled_from([16, 100, 1024, 8192, 40_000]),
+    ranks=st.integers(1, 16),
+    data=st.data(),
+)
 def test_a_batch_plan_cuts_a_batch_that_ranks_divide_without_remainder(
     rows: int, length: int, ranks: int, data: st.DataObject
 ) -> None:
@@ -53,7 +72,11 @@ def test_a_batch_plan_cuts_a_batch_that_ranks_divide_without_remainder(
     divisors = [size for size in range(1, rows // ranks + 1) if rows // ranks % size == 0]
     micro = data.draw(st.none() | st.sampled_from(divisors))
     plan = batch_plan(TrainOptions(global_batch_size=rows, micro_batch_size=micro), length, ranks)
-    assert plan.global_batch_size == rows == plan.data_parallel_size * plan.accumulation * plan.micro_batch_size
+    assert (
+        plan.global_batch_size
+        == rows
+        == plan.data_parallel_size * plan.accumulation * plan.micro_batch_size
+    )
     assert plan.data_parallel_size == ranks
     assert plan.tokens == rows * length
     if micro is not None:
@@ -86,29 +109,49 @@ def test_micro_batches_that_do_not_divide_the_batch_are_refused_with_the_nearest
     with pytest.raises(UserError, match=f"does not divide by micro-batches of {micro};") as caught:
         batch_plan(train, 64, ranks)
     named = [int(word) for word in str(caught.value).rpartition(": ")[2].split(" or ")]
-    assert named == [size for size in (rows // micro * micro, rows // micro * micro + micro) if size]
+    assert named == [
+        size for size in (rows // micro * micro, rows // micro * micro + micro) if size
+    ]
     for size in named:
-        assert batch_plan(train.model_copy(update={"global_batch_size": size}), 64, 1).global_batch_size == size
+        assert (
+            batch_plan(
+                train.model_copy(update={"global_batch_size": size}), 64, 1
+            ).global_batch_size
+            == size
+        )
 
 
 @given(rows=st.integers(1, 15), more=st.integers(1, 15))
 def test_more_ranks_than_sequences_are_refused(rows: int, more: int) -> None:
     with pytest.raises(
-        UserError, match=rf"^{rows + more} ranks for a global batch of {rows} sequences: .*use at most {rows} ranks$"
+        UserError,
+        match=(
+            rf"^{rows + more} ranks for a global batch of {rows} sequences: .*use at most {rows}"
+            r" ranks$"
+        ),
     ):
         batch_plan(TrainOptions(global_batch_size=rows), 64, rows + more)
 
 
 @given(rows=counts, length=st.integers(1, 5000))
 def test_a_batch_size_in_tokens_is_the_same_as_in_sequences(rows: int, length: int) -> None:
-    in_tokens = config(train={"global_batch_tokens": rows * length}, data={"sequence_length": length})
-    assert batch_plan(in_tokens.train, length, 1) == batch_plan(TrainOptions(global_batch_size=rows), length, 1)
+    in_tokens = config(
+        train={"global_batch_tokens": rows * length}, data={"sequence_length": length}
+    )
+    assert batch_plan(in_tokens.train, length, 1) == batch_plan(
+        TrainOptions(global_batch_size=rows), length, 1
+    )
 
 
-@pytest.mark.parametrize(("tokens", "nearest"), [(1000, "768 or 1024"), (100, "256"), (257, "256 or 512")])
-def test_a_batch_size_in_tokens_that_cuts_a_sequence_is_refused_with_the_nearest_that_do_not(tokens: int, nearest: str) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "nearest"), [(1000, "768 or 1024"), (100, "256"), (257, "256 or 512")]
+)
+def test_a_batch_size_in_tokens_that_cuts_a_sequence_is_refused_with_the_nearest_that_do_not(
+    tokens: int, nearest: str
+) -> None:
     message = (
-        f"a.toml: train.global_batch_tokens = {tokens} is not a multiple of data.sequence_length = 256; nearest: {nearest}"
+        f"a.toml: train.global_batch_tokens = {tokens} is not a multiple of data.sequence_length ="
+        f" 256; nearest: {nearest}"
     )
     with pytest.raises(UserError, match=f"^{message}$"):
         config(train={"global_batch_tokens": tokens}, data={"sequence_length": 256})
@@ -117,19 +160,33 @@ def test_a_batch_size_in_tokens_that_cuts_a_sequence_is_refused_with_the_nearest
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"model": {"preset": "nano", "source": "x"}}, "model.preset and model.source: give one of them, not both"),
+        (
+            {"model": {"preset": "nano", "source": "x"}},
+            "model.preset and model.source: give one of them, not both",
+        ),
         (
             {"train": {"global_batch_size": 8, "global_batch_tokens": 8192}},
             "train.global_batch_size and train.global_batch_tokens: give one of them, not both",
         ),
-        ({"train": {"steps": 99}}, "schedule.warmup_steps = 100: more than train.steps = 99; lower them or train longer"),
         (
-            {"train": {"steps": 99}, "schedule": {"name": "warmup-stable-decay", "warmup_steps": 50, "decay_steps": 50}},
-            "schedule.warmup_steps = 50 and schedule.decay_steps = 50: more than train.steps = 99; lower them or train longer",
+            {"train": {"steps": 99}},
+            "schedule.warmup_steps = 100: more than train.steps = 99; lower them or train longer",
+        ),
+        (
+            {
+                "train": {"steps": 99},
+                "schedule": {"name": "warmup-stable-decay", "warmup_steps": 50, "decay_steps": 50},
+            },
+            (
+                "schedule.warmup_steps = 50 and schedule.decay_steps = 50: more than train.steps ="
+                " 99; lower them or train longer"
+            ),
         ),
     ],
 )
-def test_options_that_exclude_each_other_are_refused_with_the_way_out(sections: dict[str, Any], message: str) -> None:
+def test_options_that_exclude_each_other_are_refused_with_the_way_out(
+    sections: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UserError) as caught:
         config(**sections)
     assert str(caught.value) == f"a.toml: {message}"
@@ -137,17 +194,31 @@ def test_options_that_exclude_each_other_are_refused_with_the_way_out(sections: 
 
 def test_a_schedule_may_fill_the_whole_run() -> None:
     config(train={"steps": 100})
-    config(train={"steps": 99}, schedule={"name": "warmup-stable-decay", "warmup_steps": 49, "decay_steps": 50})
-    config(train={"steps": 99}, schedule={"warmup_steps": 99, "decay_steps": 50})  # a cosine has no decay of its own
+    config(
+        train={"steps": 99},
+        schedule={"name": "warmup-stable-decay", "warmup_steps": 49, "decay_steps": 50},
+    )
+    # A cosine has no decay of its own.
+    config(train={"steps": 99}, schedule={"warmup_steps": 99, "decay_steps": 50})
 
 
-@pytest.mark.parametrize("options_class", OPTION_CLASSES, ids=lambda options_class: options_class.__name__)
-def test_every_option_has_a_meaning_in_one_line_and_a_default_that_its_own_rules_accept(options_class: type[Options]) -> None:
+@pytest.mark.parametrize(
+    "options_class", OPTION_CLASSES, ids=lambda options_class: options_class.__name__
+)
+def test_every_option_has_a_meaning_in_one_line_and_a_default_that_its_own_rules_accept(
+    options_class: type[Options],
+) -> None:
     for path, field in iter_options(options_class):
         assert field.description, path
         assert "\n" not in field.description, path
-    required = [(path[0], field.annotation) for path, field in iter_options(options_class) if field.is_required()]
-    given: dict[str, Any] = {name: ["x", "y"] if get_origin(kind) is tuple else "x" for name, kind in required}
+    required = [
+        (path[0], field.annotation)
+        for path, field in iter_options(options_class)
+        if field.is_required()
+    ]
+    given: dict[str, Any] = {
+        name: ["x", "y"] if get_origin(kind) is tuple else "x" for name, kind in required
+    }
     if options_class is PipelineOptions:
         given["stages"] = [{"verb": "x"}]
     # Epochs, by default, become steps before a recipe is recorded.
@@ -164,7 +235,9 @@ def is_numeric(field: FieldInfo) -> bool:
     return bool({int, float} & set(_value_types(field)))
 
 
-@pytest.mark.parametrize("options_class", OPTION_CLASSES, ids=lambda options_class: options_class.__name__)
+@pytest.mark.parametrize(
+    "options_class", OPTION_CLASSES, ids=lambda options_class: options_class.__name__
+)
 def test_every_number_has_an_upper_and_a_lower_bound(options_class: type[Options]) -> None:
     for path, field in iter_options(options_class):
         for extreme, words in ((10**40, "of at most|below"), (-(10**40), "of at least|above")):
@@ -226,14 +299,21 @@ def test_every_recipe_of_the_repository_is_valid_and_reads_back_equal(recipe: Pa
             ["--train.global_batch_tokens", "2048"],
             {"train.global_batch_size": None},
         ),
-        ("pretrain", {"model": {"preset": "nano"}}, ["--model.source", "x"], {"model.preset": None, "model.source": Path("x")}),
+        (
+            "pretrain",
+            {"model": {"preset": "nano"}},
+            ["--model.source", "x"],
+            {"model.preset": None, "model.source": Path("x")},
+        ),
     ],
 )
 def test_a_typed_option_replaces_its_alternative_in_the_recipe(
     verb: str, recorded: dict[str, Any], typed: list[str], expected: dict[str, Any], tmp_path: Path
 ) -> None:
     recipe = tmp_path / "recipe.toml"
-    recipe.write_text(to_toml(validate_options(config_class({"run": {"stage": verb}}, ""), recorded)))
+    recipe.write_text(
+        to_toml(validate_options(config_class({"run": {"stage": verb}}, ""), recorded))
+    )
     found = parse_config(STAGES[verb], [str(recipe), *typed])
     for name, value in expected.items():
         section, option = name.split(".")
@@ -246,7 +326,10 @@ def test_an_option_set_to_none_reads_back_as_none_where_its_default_is_a_value()
     assert validate_options(PretrainConfig, tomllib.loads(to_toml(read))) == read
 
 
-@pytest.mark.parametrize(("theirs", "ours"), [("SHARD_GRAD_OP", "grad-shard"), ("_HYBRID_SHARD_ZERO2", "hybrid-grad-shard")])
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [("SHARD_GRAD_OP", "grad-shard"), ("_HYBRID_SHARD_ZERO2", "hybrid-grad-shard")],
+)
 def test_sharding_takes_torchs_names(theirs: str, ours: str) -> None:
     assert config(parallel={"sharding": theirs}) == config(parallel={"sharding": ours})
     assert config(parallel={"sharding": theirs}).parallel.sharding == ours
@@ -255,23 +338,39 @@ def test_sharding_takes_torchs_names(theirs: str, ours: str) -> None:
 @pytest.mark.parametrize(
     ("align", "message"),
     [
-        ({"loss_type": "exo"}, "align.loss_type = exo: needs align.label_smoothing above 0, such as 0.1"),
+        (
+            {"loss_type": "exo"},
+            "align.loss_type = exo: needs align.label_smoothing above 0, such as 0.1",
+        ),
         (
             {"loss_type": "ipo", "label_smoothing": 0.1},
-            "align.label_smoothing: not with align.loss_type = ipo; it is for sigmoid, robust and exo",
+            (
+                "align.label_smoothing: not with align.loss_type = ipo; it is for sigmoid, robust"
+                " and exo"
+            ),
         ),
-        ({"loss_type": "robust", "label_smoothing": 0.5}, "align.label_smoothing: expected a number below 0.5, got 0.5"),
-        ({"method": "kto", "loss_type": "hinge"}, "align.loss_type: kto does not read it; it is for dpo: leave it out"),
+        (
+            {"loss_type": "robust", "label_smoothing": 0.5},
+            "align.label_smoothing: expected a number below 0.5, got 0.5",
+        ),
+        (
+            {"method": "kto", "loss_type": "hinge"},
+            "align.loss_type: kto does not read it; it is for dpo: leave it out",
+        ),
     ],
 )
-def test_a_preference_loss_is_refused_options_that_it_cannot_use(align: dict[str, Any], message: str) -> None:
+def test_a_preference_loss_is_refused_options_that_it_cannot_use(
+    align: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UserError) as caught:
         validate_options(AlignConfig, {"align": align}, "a.toml")
     assert str(caught.value) == f"a.toml: {message}"
 
 
 def test_the_z_loss_is_refused_where_nothing_reads_it() -> None:
-    with pytest.raises(UserError, match=r"train\.z_loss: alignment does not read it; it is for pretrain and sft"):
+    with pytest.raises(
+        UserError, match=r"train\.z_loss: alignment does not read it; it is for pretrain and sft"
+    ):
         validate_options(AlignConfig, {"train": {"z_loss": 1e-4}}, "a.toml")
 
 
@@ -281,25 +380,42 @@ def test_a_run_takes_its_name_from_its_options_else_from_its_recipe() -> None:
     assert PretrainConfig().with_name("recipe").train == PretrainConfig().train
 
 
-@pytest.mark.parametrize(("steps", "asked", "every"), [(1000, None, 100), (5, None, 1), (1000, 7, 7)])
-def test_a_checkpoint_is_saved_every_tenth_of_a_run_unless_asked_otherwise(steps: int, asked: int | None, every: int) -> None:
-    chosen = config(train={"steps": steps}, schedule={"warmup_steps": 0}, checkpoint={"every_steps": asked})
+@pytest.mark.parametrize(
+    ("steps", "asked", "every"), [(1000, None, 100), (5, None, 1), (1000, 7, 7)]
+)
+def test_a_checkpoint_is_saved_every_tenth_of_a_run_unless_asked_otherwise(
+    steps: int, asked: int | None, every: int
+) -> None:
+    chosen = config(
+        train={"steps": steps}, schedule={"warmup_steps": 0}, checkpoint={"every_steps": asked}
+    )
     assert chosen.checkpoint_every_steps == every
 
 
 @pytest.mark.parametrize("stage", ["pretraining", 5, "x" * 5000])
 def test_a_stage_that_there_is_not_is_refused_in_a_short_line(stage: object) -> None:
-    with pytest.raises(UserError, match=r"^r\.toml: run\.stage: expected one of pretrain, sft, distill, align, got .{1,120}$"):
+    with pytest.raises(
+        UserError,
+        match=r"^r\.toml: run\.stage: expected one of pretrain, sft, distill, align, got .{1,120}$",
+    ):
         config_class({"run": {"stage": stage}}, "r.toml")
 
 
 def test_only_given_model_options_override_the_model_config() -> None:
     assert PretrainConfig().model.overrides() == {}
-    chosen = config(model={"preset": "nano", "load_weights": False, "hidden_size": 64, "attention_bias": False})
+    chosen = config(
+        model={"preset": "nano", "load_weights": False, "hidden_size": 64, "attention_bias": False}
+    )
     assert chosen.model.overrides() == {"hidden_size": 64, "attention_bias": False}
 
 
-@pytest.mark.parametrize(("where", "way"), [({"engine": "fsdp1"}, "fsdp2"), ({"tensor_parallel_degree": 2}, "bf16")])
-def test_states_in_8_bits_where_rows_are_cut_are_refused_with_what_works_there(where: dict[str, Any], way: str) -> None:
-    with pytest.raises(UserError, match=rf"state_dtype = 8bit: not with parallel\..* cuts rows; use {way}$"):
+@pytest.mark.parametrize(
+    ("where", "way"), [({"engine": "fsdp1"}, "fsdp2"), ({"tensor_parallel_degree": 2}, "bf16")]
+)
+def test_states_in_8_bits_where_rows_are_cut_are_refused_with_what_works_there(
+    where: dict[str, Any], way: str
+) -> None:
+    with pytest.raises(
+        UserError, match=rf"state_dtype = 8bit: not with parallel\..* cuts rows; use {way}$"
+    ):
         config(parallel=where, optimizer={"state_dtype": "8bit"})

@@ -1,9 +1,10 @@
 """The documentation is correct: its commands work, and the names in it exist.
 
-The commands of README.md, of the first page of docs/, the tutorials and the other pages are carried out in this order, in one
-new folder that holds the recipes and such material as a reader would bring. A pretraining is cut down to a few steps of a tiny
-model and an evaluation to a few sequences (website/cut_down.py, which lets the site show how), a `make` line is looked up in
-the Makefile, and every other command runs as it stands.
+The commands of README.md, of the first page of docs/, the tutorials and the other pages are carried
+out in this order, in one new folder that holds the recipes and such material as a reader would
+bring. A pretraining is cut down to a few steps of a tiny model and an evaluation to a few sequences
+(website/cut_down.py, which lets the site show how), a `make` line is looked up in the Makefile, and
+every other command runs as it stands.
 """
 
 import json
@@ -47,7 +48,12 @@ PACKAGE = ROOT / "lmforge"
 README = ROOT / "README.md"
 START = ROOT / "docs" / "getting-started.md"
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
-EXECUTED = [README, START, *TUTORIALS, *sorted(set((ROOT / "docs").rglob("*.md")) - {START, *TUTORIALS})]
+EXECUTED = [
+    README,
+    START,
+    *TUTORIALS,
+    *sorted(set((ROOT / "docs").rglob("*.md")) - {START, *TUTORIALS}),
+]
 PAGES = [*EXECUTED, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 BIN = Path(sys.executable).parent
 
@@ -84,7 +90,9 @@ FLAGS |= set(PlanConfig.SHORT)
 
 @dataclass(frozen=True)
 class Piece:
-    """Something to carry out: a line of shell, a Python program, or a file to write, and where it is told."""
+    """Something to carry out: a line of shell, a Python program, or a file to write, and where it
+    is told.
+    """
 
     page: Path
     line: int
@@ -126,8 +134,8 @@ def shortened_pipeline(path: Path) -> None:
 class Reader:
     """Follows the documents from top to bottom, each piece once, whichever test asks first.
 
-    The first command of each page and those that start ranks are started as a reader starts them; `lmforge` after that, under
-    `torchrun` too, is spared its imports.
+    The first command of each page and those that start ranks are started as a reader starts them;
+    `lmforge` after that, under `torchrun` too, is spared its imports.
     """
 
     folder: Path
@@ -136,14 +144,18 @@ class Reader:
     started: set[Path] = field(default_factory=set)
 
     def outcome(self, number: int) -> str | None:
-        """What went wrong with a piece, after all before it were carried out; None where nothing did."""
+        """What went wrong with a piece, after all before it were carried out; None where nothing
+        did.
+        """
         for piece in PIECES[len(self.outcomes) : number + 1]:
             self.outcomes.append(self._carry_out(piece))
         return self.outcomes[number]
 
     def _carry_out(self, piece: Piece) -> str | None:
         if piece.kind == "toml":
-            (self.folder / piece.text.splitlines()[0].removeprefix("# ")).write_text(piece.text, encoding="utf-8")
+            (self.folder / piece.text.splitlines()[0].removeprefix("# ")).write_text(
+                piece.text, encoding="utf-8"
+            )
             return None
         if piece.kind == "python" and (named := re.match(r"# (\w+\.py)\n", piece.text)):
             (self.folder / named[1]).write_text(piece.text, encoding="utf-8")
@@ -155,20 +167,41 @@ class Reader:
         line = shortened(piece.text) if piece.kind == "sh" else ""
         command = ["sh", "-c", line] if line else [sys.executable, "-c", piece.text]
         variables = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
-        if piece.page in self.started and "--launch.processes 2" not in line and (command_of := of_lmforge(line)):
+        if (
+            piece.page in self.started
+            and "--launch.processes 2" not in line
+            and (command_of := of_lmforge(line))
+        ):
             words, ranks = command_of
-            done = preloaded().run(words, self.said, ranks=ranks, cwd=self.folder, variables=variables, timeout=500)
+            done = preloaded().run(
+                words, self.said, ranks=ranks, cwd=self.folder, variables=variables, timeout=500
+            )
         else:
             self.started.add(piece.page)
             done = subprocess.run(
-                command, cwd=self.folder, env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=500
+                command,
+                cwd=self.folder,
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=500,
             )
-        return None if done.returncode == 0 else f"{command} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return (
+            None
+            if done.returncode == 0
+            else f"{command} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
+        )
 
 
 def of_lmforge(line: str) -> tuple[list[str], int] | None:
-    """The words of a line that is one call of `lmforge`, and on how many ranks; None of a line with more for a shell to do."""
-    words, torchrun = shlex.split(line, comments=True), ["torchrun", "--standalone", "--nproc-per-node", "2", "-m", "lmforge"]
+    """The words of a line that is one call of `lmforge`, and on how many ranks; None of a line with
+    more for a shell to do.
+    """
+    words, torchrun = (
+        shlex.split(line, comments=True),
+        ["torchrun", "--standalone", "--nproc-per-node", "2", "-m", "lmforge"],
+    )
     if re.search(r"[|&;<>$*?`~{}()]", line):
         return None
     if words[:6] == torchrun:
@@ -177,7 +210,9 @@ def of_lmforge(line: str) -> tuple[list[str], int] | None:
 
 
 def make_line(line: str) -> str | None:
-    """What is wrong with `make TARGET`: the Makefile should have it, and quickstart should call the verb of that name."""
+    """What is wrong with `make TARGET`: the Makefile should have it, and quickstart should call the
+    verb of that name.
+    """
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     [_, target] = line.split()
     rule = re.search(rf"^{re.escape(target)}:.*\n((?:\t.*\n?)*)", makefile, re.M)
@@ -194,11 +229,15 @@ LAST_OF_README = max(number for number, piece in enumerate(PIECES) if piece.page
 
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
-    """A folder with the recipes and what a reader brings: books, articles, corpora, a tokenizer, a model folder."""
+    """A folder with the recipes and what a reader brings: books, articles, corpora, a tokenizer, a
+    model folder.
+    """
     folder = tmp_path_factory.mktemp("reader")
     shutil.copytree(ROOT / "recipes", folder / "recipes")
     shutil.copytree(ROOT / "examples", folder / "examples")
-    mail = "".join(f"From x\nSubject: {number}\n\nMessage {number} says something.\n\n" for number in range(20))
+    mail = "".join(
+        f"From x\nSubject: {number}\n\nMessage {number} says something.\n\n" for number in range(20)
+    )
     (folder / "mail.mbox").write_text(mail, encoding="utf-8")
     chapters = [corpus()[at : at + 10_000] for at in range(0, 200_000, 10_000)]
     (folder / "books").mkdir()
@@ -208,7 +247,9 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
     for number in range(5):
         article = corpus()[200_000 + 10_000 * number : 210_000 + 10_000 * number]
         (folder / "articles" / f"{number}.txt").write_text(article, encoding="utf-8")
-    (folder / "crawl.jsonl").write_text(json.dumps({"text": chapters[0]}) + '\n{"title": "without a text"}\n', encoding="utf-8")
+    (folder / "crawl.jsonl").write_text(
+        json.dumps({"text": chapters[0]}) + '\n{"title": "without a text"}\n', encoding="utf-8"
+    )
     lines = "".join(json.dumps({"content": chapter}) + "\n" for chapter in chapters)
     (folder / "corpus.jsonl.zst").write_bytes(zstandard.compress(lines.encode()))
     pyarrow.parquet.write_table(pyarrow.table({"text": chapters}), folder / "corpus.parquet")
@@ -217,30 +258,50 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
     shutil.copy(folder / "made" / "tokenizer.json", folder)
     sizes = {name.removeprefix("model."): value for name, value in TINY_MODEL.items()}
     shape = resolve_model_config("smollm-135m", sizes, tokenizer.vocab_size)
-    export_folder(init_weights(build_model(shape), 0), shape, folder / "models" / "smollm", tokenizer_folder=folder / "made")
+    export_folder(
+        init_weights(build_model(shape), 0),
+        shape,
+        folder / "models" / "smollm",
+        tokenizer_folder=folder / "made",
+    )
     shutil.copytree(folder / "models" / "smollm", folder / "models" / "CodeLlama-7b-hf")
-    theirs_of("gpt_neox", vocab_size=tokenizer.vocab_size).save_pretrained(folder / "models" / "pythia")
+    theirs_of("gpt_neox", vocab_size=tokenizer.vocab_size).save_pretrained(
+        folder / "models" / "pythia"
+    )
     shutil.copy(folder / "tokenizer.json", folder / "models" / "pythia")
     shutil.rmtree(folder / "made")
     for name, records in conversations().items():
-        (folder / name).write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+        (folder / name).write_text(
+            "".join(json.dumps(record) + "\n" for record in records), encoding="utf-8"
+        )
     return Reader(folder, tmp_path_factory.mktemp("said"))
 
 
 def conversations() -> dict[str, list[dict[str, Any]]]:
     """Files of conversations, of pairs and of prompts, by name."""
     questions = [
-        (f"What is {one} and {other}?", f"{one + other}", f"{one * other + 100}") for one in range(6) for other in range(6)
+        (f"What is {one} and {other}?", f"{one + other}", f"{one * other + 100}")
+        for one in range(6)
+        for other in range(6)
     ]
 
     def turn(role: str, content: str) -> list[dict[str, str]]:
         return [{"role": role, "content": content}]
 
     return {
-        "chats.jsonl": [{"messages": turn("user", q) + turn("assistant", good)} for q, good, _ in questions],
-        "more-chats.jsonl": [{"messages": turn("user", f"{q} Now!") + turn("assistant", good)} for q, good, _ in questions],
+        "chats.jsonl": [
+            {"messages": turn("user", q) + turn("assistant", good)} for q, good, _ in questions
+        ],
+        "more-chats.jsonl": [
+            {"messages": turn("user", f"{q} Now!") + turn("assistant", good)}
+            for q, good, _ in questions
+        ],
         "pairs.jsonl": [
-            {"prompt": turn("user", q), "chosen": turn("assistant", good), "rejected": turn("assistant", bad)}
+            {
+                "prompt": turn("user", q),
+                "chosen": turn("assistant", good),
+                "rejected": turn("assistant", bad),
+            }
             for q, good, bad in questions
         ],
         "prompts.jsonl": [{"prompt": turn("user", q), "answer": good} for q, good, _ in questions],
@@ -248,13 +309,24 @@ def conversations() -> dict[str, list[dict[str, Any]]]:
 
 
 def marks(piece: Piece) -> list[pytest.MarkDecorator]:
-    """The README is carried out in every run of the tests, the other pages after it in `make test-all`."""
-    needed = [pytest.mark.needs("a C++ compiler")] if re.search(r"train\.compile[ =]on", piece.text) else []
+    """The README is carried out in every run of the tests, the other pages after it in `make
+    test-all`.
+    """
+    needed = (
+        [pytest.mark.needs("a C++ compiler")]
+        if re.search(r"train\.compile[ =]on", piece.text)
+        else []
+    )
     return needed + ([] if piece.page == README else [pytest.mark.slow])
 
 
-NUMBERS = [pytest.param(number, id=str(piece), marks=marks(piece)) for number, piece in enumerate(PIECES)]
-PAGE_PARAMETERS = [pytest.param(page, id=page.name, marks=[] if page == README else [pytest.mark.slow]) for page in PAGES]
+NUMBERS = [
+    pytest.param(number, id=str(piece), marks=marks(piece)) for number, piece in enumerate(PIECES)
+]
+PAGE_PARAMETERS = [
+    pytest.param(page, id=page.name, marks=[] if page == README else [pytest.mark.slow])
+    for page in PAGES
+]
 
 
 @pytest.mark.parametrize("number", NUMBERS)
@@ -264,7 +336,9 @@ def test_every_command_of_the_documents_works(reader: Reader, number: int) -> No
 
 
 COMMANDS = [
-    pytest.param(command[0], id=str(piece)) for piece in PIECES if piece.kind == "sh" and (command := of_lmforge(piece.text))
+    pytest.param(command[0], id=str(piece))
+    for piece in PIECES
+    if piece.kind == "sh" and (command := of_lmforge(piece.text))
 ]
 
 
@@ -289,13 +363,19 @@ def test_every_option_that_a_page_names_exists(page: Path) -> None:
     # The options of launchers and of programs are tried out with the line that has them.
     lines = page.read_text(encoding="utf-8").splitlines()
     text = "\n".join(
-        line for line in lines if not line.startswith(("#SBATCH ", "torchrun ", "srun ", "mpiexec ", "python ", "VLLM_"))
+        line
+        for line in lines
+        if not line.startswith(("#SBATCH ", "torchrun ", "srun ", "mpiexec ", "python ", "VLLM_"))
     )
     named = set(re.findall(r"(?<![\w-])--([A-Za-z][\w.-]*\w)", text))
     assert {name for name in named if "." in name} <= OF_A_RUN
     assert {name for name in named if "." not in name} <= OF_VERBS | FLAGS
     sections = {name.partition(".")[0] for name in OF_A_RUN}
-    written = {name for name in re.findall(r"`([a-z]+\.[a-z_]+)`", text) if name.partition(".")[0] in sections}
+    written = {
+        name
+        for name in re.findall(r"`([a-z]+\.[a-z_]+)`", text)
+        if name.partition(".")[0] in sections
+    }
     assert {name for name in written if not name.endswith((".py", ".toml"))} <= OF_A_RUN
 
 
@@ -309,18 +389,26 @@ def anchors(page: Path) -> set[str]:
     """The anchors of the headings of a page, as GitHub and the site make them."""
     text = re.sub(r"\]\([^)]*\)", "", FENCED.sub("", page.read_text(encoding="utf-8")))
     headings = re.findall(r"^#+ (.*)$", text, re.M)
-    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+    return {
+        re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings
+    }
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_heading_that_a_link_leads_to_exists(page: Path) -> None:
     links = re.findall(r"\]\(([^)#:\s]*)#([^)\s]+)\)", page.read_text(encoding="utf-8"))
     targets = [((page.parent / file).resolve() if file else page, anchor) for file, anchor in links]
-    assert [(target, name) for target, name in targets if target.suffix == ".md" and name not in anchors(target)] == []
+    assert [
+        (target, name)
+        for target, name in targets
+        if target.suffix == ".md" and name not in anchors(target)
+    ] == []
 
 
 @pytest.mark.parametrize("page", PAGE_PARAMETERS)
-def test_every_file_that_a_page_names_is_in_the_repository_or_made_by_its_commands(reader: Reader, page: Path) -> None:
+def test_every_file_that_a_page_names_is_in_the_repository_or_made_by_its_commands(
+    reader: Reader, page: Path
+) -> None:
     text = page.read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (page.parent / target).exists(), f"link to {target}"
@@ -337,24 +425,41 @@ def test_every_file_that_a_page_names_is_in_the_repository_or_made_by_its_comman
         assert in_package or (ROOT / pattern).exists() or any(reader.folder.rglob(pattern)), name
 
 
-def test_the_first_page_lists_all_that_is_in_a_run_directory_and_nothing_else(reader: Reader) -> None:
+def test_the_first_page_lists_all_that_is_in_a_run_directory_and_nothing_else(
+    reader: Reader,
+) -> None:
     reader.outcome(LAST_OF_README)
-    [listing] = re.findall(r"^runs/quickstart/\n(.*?)^```$", START.read_text(encoding="utf-8"), re.M | re.S)
+    [listing] = re.findall(
+        r"^runs/quickstart/\n(.*?)^```$", START.read_text(encoding="utf-8"), re.M | re.S
+    )
     listed = {line.split()[0].rstrip("/") for line in listing.splitlines()}
-    there = {entry.name for entry in (reader.folder / "runs" / "quickstart").iterdir() if not entry.name.startswith(".")}
+    there = {
+        entry.name
+        for entry in (reader.folder / "runs" / "quickstart").iterdir()
+        if not entry.name.startswith(".")
+    }
     assert listed == there
 
 
 def test_extras_are_installed_by_one_command_which_stands_on_the_first_page_alone() -> None:
     page = START.read_text(encoding="utf-8")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert set(re.findall(r"^\| `(\w+)` \|", page.partition("\n## Extras\n")[2].partition("\n## ")[0], re.M)) == (
-        project["optional-dependencies"].keys() - {"dev"}
-    )
+    assert set(
+        re.findall(
+            r"^\| `(\w+)` \|", page.partition("\n## Extras\n")[2].partition("\n## ")[0], re.M
+        )
+    ) == (project["optional-dependencies"].keys() - {"dev"})
     pages = [path for path in [*PAGES, *ROOT.glob("recipes/**/*.md")] if path.name != "log.md"]
-    commands = {page: re.findall(r"^.*pip install.*$", page.read_text(encoding="utf-8"), re.M) for page in pages}
-    assert {page: lines for page, lines in commands.items() if lines} == {START: [how_to_install("serve")]}
-    named = [path for path in PACKAGE.rglob("*.py") if "pip install" in path.read_text(encoding="utf-8")]
+    commands = {
+        page: re.findall(r"^.*pip install.*$", page.read_text(encoding="utf-8"), re.M)
+        for page in pages
+    }
+    assert {page: lines for page, lines in commands.items() if lines} == {
+        START: [how_to_install("serve")]
+    }
+    named = [
+        path for path in PACKAGE.rglob("*.py") if "pip install" in path.read_text(encoding="utf-8")
+    ]
     assert named == [PACKAGE / "core" / "errors.py"]
 
 
@@ -363,6 +468,10 @@ def test_every_row_of_a_table_stands_below_its_head(page: Path) -> None:
     """Rows after a blank line have no head of their own, and are shown as raw pipes."""
     lines = FENCED.sub("", page.read_text(encoding="utf-8")).splitlines()
     first = [
-        number for number in range(1, len(lines)) if lines[number].startswith("|") and not lines[number - 1].startswith("|")
+        number
+        for number in range(1, len(lines))
+        if lines[number].startswith("|") and not lines[number - 1].startswith("|")
     ]
-    assert [lines[number] for number in first if not re.match(r"\|[\s:|-]+\|$", lines[number + 1])] == []
+    assert [
+        lines[number] for number in first if not re.match(r"\|[\s:|-]+\|$", lines[number + 1])
+    ] == []

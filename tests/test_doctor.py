@@ -1,5 +1,7 @@
-"""`lmforge doctor`: a line for each check of the machine; with `--parity` a table of every strategy compared with one process.
-Its status says whether the machine is usable, and whether the strategies agree."""
+"""`lmforge doctor`: a line for each check of the machine; with `--parity` a table of every strategy
+compared with one process. Its status says whether the machine is usable, and whether the strategies
+agree.
+"""
 
 import importlib.metadata
 import json
@@ -57,7 +59,9 @@ exit_process(run(["doctor", "--parity", "--steps", "2", "--device", "cpu", "--ti
 
 @pytest.mark.slow
 def test_two_ranks_agree_with_one_process_under_every_strategy(lmforge: Command) -> None:
-    done = lmforge("doctor", "--parity", "--processes", 2, "--steps", 2, "--output", "json", "--device", "cpu")
+    done = lmforge(
+        "doctor", "--parity", "--processes", 2, "--steps", 2, "--output", "json", "--device", "cpu"
+    )
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)
     engines = {row["options"]["engine"] for row in rows}
@@ -77,7 +81,10 @@ def test_a_strategy_with_other_results_is_reported_and_sets_the_status(
     monkeypatch.setattr(FSDP2Model, "gradient_divide_factor", 1.001)
     assert run(["doctor", "--parity", "--steps", "2", "--device", "cpu"]) == 1
     printed = capsys.readouterr().out
-    assert "WRONG, further than 1e-06 from one process, or in another dtype: fsdp2 full-shard, " in printed
+    assert (
+        "WRONG, further than 1e-06 from one process, or in another dtype: fsdp2 full-shard, "
+        in printed
+    )
     assert "one process, 2 micro-batches," not in printed.partition("WRONG")[2]
 
 
@@ -104,20 +111,30 @@ def test_a_strategy_that_becomes_nan_after_equal_values_is_wrong(
     assert "Infinity" not in printed
 
 
-def test_a_strategy_that_does_not_end_is_named_with_its_rank_and_stacks_while_it_waits(program: Command) -> None:
+def test_a_strategy_that_does_not_end_is_named_with_its_rank_and_stacks_while_it_waits(
+    program: Command,
+) -> None:
     done = program(LATE_STRATEGY, ranks=2)
     assert done.returncode == 0, done.stderr
     for rank in (0, 1):
-        assert f"lmforge: rank {rank}: ddp has not ended after 1s; the stacks of the rank:\n" in done.stderr
+        assert (
+            f"lmforge: rank {rank}: ddp has not ended after 1s; the stacks of the rank:\n"
+            in done.stderr
+        )
     assert " in wait_for_nothing\n" in done.stderr
     assert done.stderr.count(" in _run_cases\n") >= 2, "the stack of each rank"
 
 
 @pytest.mark.slow
-def test_the_stacks_of_a_rank_that_waits_with_the_lock_of_python_are_printed(program: Command) -> None:
-    holding = LATE_STRATEGY.replace("threading.Event().wait(3)", "ctypes.PyDLL(None).sleep(3)").replace(
+def test_the_stacks_of_a_rank_that_waits_with_the_lock_of_python_are_printed(
+    program: Command,
+) -> None:
+    holding = LATE_STRATEGY.replace(
+        "threading.Event().wait(3)", "ctypes.PyDLL(None).sleep(3)"
+    ).replace(
         "import os, threading\n",
-        "import ctypes, os\nfrom lmforge.lab.bench import parity_table\nparity_table.GRACE_SECONDS = 0.5\n",
+        "import ctypes, os\nfrom lmforge.lab.bench import parity_table\nparity_table.GRACE_SECONDS"
+        " = 0.5\n",
     )
     done = program(holding, ranks=2)
     assert done.returncode == 0, done.stderr
@@ -129,7 +146,10 @@ def test_in_bf16_the_strategies_agree_and_a_residual_stream_in_fp32_is_reported(
 ) -> None:
     words = ["doctor", "--parity", "--dtype", "bf16", "--steps", "2", "--device", "cpu"]
     assert run(words) == 0
-    assert "within 0.0002, 0.0039, 0.016 (loss, gradient, weights), with a residual stream in bf16" in capsys.readouterr().out
+    assert (
+        "within 0.0002, 0.0039, 0.016 (loss, gradient, weights), with a residual stream in bf16"
+        in capsys.readouterr().out
+    )
     few = strategy_cases(1, False, torch.bfloat16)[:2]
     monkeypatch.setattr("lmforge.lab.bench.parity.strategy_cases", lambda *args: few)
     monkeypatch.setattr("lmforge.core.model.layers.to_autocast_dtype", lambda hidden: hidden)
@@ -141,10 +161,24 @@ def test_in_bf16_the_strategies_agree_and_a_residual_stream_in_fp32_is_reported(
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_on_several_ranks_the_strategies_agree_in_bf16(lmforge: Command, ranks: int) -> None:
-    words = ["--parity", "--dtype", "bf16", "--processes", ranks, "--output", "json", "--device", "cpu"]
+    words = [
+        "--parity",
+        "--dtype",
+        "bf16",
+        "--processes",
+        ranks,
+        "--output",
+        "json",
+        "--device",
+        "cpu",
+    ]
     done = lmforge("doctor", *words)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert {row["options"]["engine"] for row in json.loads(done.stdout)} == {"ddp", "fsdp1", "fsdp2"}
+    assert {row["options"]["engine"] for row in json.loads(done.stdout)} == {
+        "ddp",
+        "fsdp1",
+        "fsdp2",
+    }
 
 
 Findings = dict[str, dict[str, Any]]
@@ -158,7 +192,15 @@ def examined(capfd: pytest.CaptureFixture[str], *words: str, status: int = 0) ->
 
 def test_this_machine_is_examined(capfd: pytest.CaptureFixture[str]) -> None:
     findings = examined(capfd, "--device", "cpu")
-    assert set(findings) >= {"python", "packages", "torch", "cpu", "compiler", "memory", "checkpoints"}
+    assert set(findings) >= {
+        "python",
+        "packages",
+        "torch",
+        "cpu",
+        "compiler",
+        "memory",
+        "checkpoints",
+    }
     assert not [finding for finding in findings.values() if finding["status"] == "fail"]
     assert run(["doctor", "--device", "cpu"]) == 0
     lines = capfd.readouterr().out.splitlines()
@@ -183,14 +225,21 @@ def test_cached_files_of_a_container_count_as_free_memory(
     used: str,
     cached: str,
 ) -> None:
-    values = {limit: f"{100 * 2**20}", used: f"{95 * 2**20}", "memory.stat": f"anon {5 * 2**20}\n{cached} {90 * 2**20}"}
+    values = {
+        limit: f"{100 * 2**20}",
+        used: f"{95 * 2**20}",
+        "memory.stat": f"anon {5 * 2**20}\n{cached} {90 * 2**20}",
+    }
     (tmp_path / folder).mkdir(exist_ok=True)
     for name, text in values.items():
         (tmp_path / folder / name).write_text(f"{text}\n")
     monkeypatch.setattr(host_memory, "CGROUP_FOLDER", tmp_path)
     monkeypatch.setattr(machine_checks, "LOW_MEMORY_BYTES", 50 * 2**20)
     finding = examined(capfd)["memory"]
-    assert (finding["status"], finding["description"]) == ("pass", "95 MiB free of 100 MiB of this container")
+    assert (finding["status"], finding["description"]) == (
+        "pass",
+        "95 MiB free of 100 MiB of this container",
+    )
 
 
 @pytest.mark.needs("a C++ compiler")
@@ -216,10 +265,15 @@ def test_a_package_that_is_missing_or_too_old_is_broken(
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: needs)
     finding = examined(capfd, status=1)["packages"]
     version = importlib.metadata.version("torch").partition("+")[0]
-    assert (finding["status"], finding["description"]) == ("fail", f"torch {version} is not >=99, no-such-package is missing")
+    assert (finding["status"], finding["description"]) == (
+        "fail",
+        f"torch {version} is not >=99, no-such-package is missing",
+    )
 
 
-def test_a_torch_that_cannot_be_imported_is_broken(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_that_cannot_be_imported_is_broken(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     finding = examined(capfd, status=1)["torch"]
     assert finding["status"] == "fail"
@@ -244,8 +298,13 @@ def test_a_folder_that_cannot_be_written_is_reported(
     assert "cannot be written" in finding["description"]
 
 
-def test_options_of_the_comparison_are_refused_without_it_and_others_with_it(refused: Refusal) -> None:
-    assert refused("doctor", "--steps", 2) == "--steps: applies to --parity only; add --parity, or leave it out"
+def test_options_of_the_comparison_are_refused_without_it_and_others_with_it(
+    refused: Refusal,
+) -> None:
+    assert (
+        refused("doctor", "--steps", 2)
+        == "--steps: applies to --parity only; add --parity, or leave it out"
+    )
     assert refused("doctor", "a.toml", "--parity").startswith("--recipe: not with --parity")
 
 
@@ -257,7 +316,9 @@ def recipe(tiny_options: list[str], tmp_path: Path) -> Path:
     return tmp_path / "recipe.toml"
 
 
-def test_ranks_give_one_answer_about_versions_data_disk_devices_and_network(recipe: Path, lmforge: Command) -> None:
+def test_ranks_give_one_answer_about_versions_data_disk_devices_and_network(
+    recipe: Path, lmforge: Command
+) -> None:
     done = lmforge("doctor", recipe, "--device", "cpu", "--output", "json", ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr
     findings = {finding["name"]: finding for finding in json.loads(done.stdout)}
@@ -277,14 +338,21 @@ def test_data_that_is_damaged_and_a_model_that_is_not_there_fail(
     shard = next(tokens.glob("train*.tokens"))
     shard.write_bytes(bytes(len(shard.read_bytes())))
     words = recipe.read_text().replace(f'"{tiny_tokens}"', f'"{tokens}"')
-    recipe.write_text(f'{words}\n[model]\nsource = "org/absent"\n' if "[model]" not in words else words)
+    recipe.write_text(
+        f'{words}\n[model]\nsource = "org/absent"\n' if "[model]" not in words else words
+    )
     result = examined(capfd, str(recipe), "--device", "cpu", status=1)
     assert result["data"]["status"] == "fail"
     assert "does not match its checksum" in result["data"]["description"]
 
 
 def test_a_rank_that_does_not_answer_is_named(recipe: Path, lmforge: Command) -> None:
-    variables = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+    variables = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(free_port()),
+    }
     words = ["doctor", "--device", "cpu", "--timeout_seconds", 3, "--output", "json"]
     done = preloaded_rank(words, recipe.parent, RANK="0", LOCAL_RANK="0", **variables)
     assert done.returncode == 1, done.stderr
@@ -293,22 +361,31 @@ def test_a_rank_that_does_not_answer_is_named(recipe: Path, lmforge: Command) ->
     words[words.index("--timeout_seconds") + 1] = 1
     done = preloaded_rank(words, recipe.parent, RANK="1", LOCAL_RANK="1", **variables)
     assert done.returncode == 1
-    assert done.stderr.startswith(f"lmforge: rank 1 cannot reach localhost:{variables['MASTER_PORT']} (")
+    assert done.stderr.startswith(
+        f"lmforge: rank 1 cannot reach localhost:{variables['MASTER_PORT']} ("
+    )
     assert done.stdout == ""
 
 
-def preloaded_rank(words: list[Any], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+def preloaded_rank(
+    words: list[Any], folder: Path, **variables: str
+) -> subprocess.CompletedProcess[str]:
     (output := folder / f"rank-{variables['RANK']}").mkdir()
     return preloaded().run([str(word) for word in words], output, variables=variables)
 
 
 @pytest.mark.slow
-def test_a_rank_that_stops_in_the_middle_is_named_and_the_rest_is_examined(tmp_path: Path, program: Command) -> None:
+def test_a_rank_that_stops_in_the_middle_is_named_and_the_rest_is_examined(
+    tmp_path: Path, program: Command
+) -> None:
     done = program(STOPS, ranks=2)
     findings = {finding["name"]: finding for finding in json.loads(done.stdout)}
     assert done.returncode == 1
     assert findings["ranks"]["status"] == "pass"
-    assert (findings["device"]["status"], findings["device"]["where"]) == ("fail", [f"rank 1 on {platform.node()}"])
+    assert (findings["device"]["status"], findings["device"]["where"]) == (
+        "fail",
+        [f"rank 1 on {platform.node()}"],
+    )
     assert findings["device speed"]["status"] == "pass"
     assert findings["network"]["description"] == "not measured: not all ranks answer"
 
@@ -347,20 +424,34 @@ def test_of_two_hosts_that_read_other_data_the_second_is_named() -> None:
     findings = [*compare_contents({"node1": {"data": "a"}, "node2": {"data": "b"}})]
     assert [(each.status, each.where) for each in findings] == [("fail", ("node2",))]
     assert findings[0].description == "data: not the same files as on node1"
-    contents = {f"node{number}": {"data": "b" if number == 1 else "a", "model": "c"} for number in (1, 2, 3)}
+    contents = {
+        f"node{number}": {"data": "b" if number == 1 else "a", "model": "c"} for number in (1, 2, 3)
+    }
     assert [each.where for each in compare_contents(contents)] == [("node1",)]
     contents["node1"]["data"] = "a"
-    assert [each.description for each in compare_contents(contents)] == ["the same on 3 hosts: data, model"]
+    assert [each.description for each in compare_contents(contents)] == [
+        "the same on 3 hosts: data, model"
+    ]
 
 
 def test_the_slow_link_the_slow_device_and_the_wrong_clock_are_named() -> None:
     hosts = dict(enumerate(f"node{number}" for number in range(4)))
-    links = [[a, b, 1e7 if (a, b) == (2, 1) else 1e10] for a in range(4) for b in range(4) if a != b]
-    findings = list(check_network({rank: {"links": [each for each in links if each[0] == rank]} for rank in hosts}, hosts))
-    assert [(finding.status, finding.where) for finding in findings] == [("warn", ("node2 → node1",))]
+    links = [
+        [a, b, 1e7 if (a, b) == (2, 1) else 1e10] for a in range(4) for b in range(4) if a != b
+    ]
+    findings = list(
+        check_network(
+            {rank: {"links": [each for each in links if each[0] == rank]} for rank in hosts}, hosts
+        )
+    )
+    assert [(finding.status, finding.where) for finding in findings] == [
+        ("warn", ("node2 → node1",))
+    ]
     names = {rank: f"rank {rank} on {host}" for rank, host in hosts.items()}
     speeds: Any = {rank: {"tflops": 10.0 if rank == 3 else 100.0} for rank in range(4)}
-    assert [finding.where for finding in check_devices(speeds, names, "cuda")] == [("rank 3 on node3",)]
+    assert [finding.where for finding in check_devices(speeds, names, "cuda")] == [
+        ("rank 3 on node3",)
+    ]
     assert compare_clocks({0: 100.0, 1: 100.01, 2: 97.0}, names).where == ("rank 2 on node2",)
 
 
@@ -370,4 +461,6 @@ def test_every_host_and_the_next_are_measured_once(count: int) -> None:
     ring = {frozenset((host, (host + 1) % count)) for host in range(count)}
     assert sorted(map(sorted, pairs)) == sorted(map(sorted, ring))
     first = pairs[: count // 2]
-    assert len({host for pair in first for host in pair}) == 2 * len(first), "measured at the same time"
+    assert len({host for pair in first for host in pair}) == 2 * len(first), (
+        "measured at the same time"
+    )

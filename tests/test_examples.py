@@ -1,4 +1,6 @@
-"""The examples work: those of docs/library.md run; in those of docs/barriers.md the mistake fails and the fix does not."""
+"""The examples work: those of docs/library.md run; in those of docs/barriers.md the mistake fails
+and the fix does not.
+"""
 
 import json
 import re
@@ -23,12 +25,16 @@ def carried_out(tmp_path: Path) -> Example:
     """`carried_out(example, *words)`: on two ranks, as torchrun would start them."""
 
     def run(example: str, *words: str) -> subprocess.CompletedProcess[str]:
-        return preloaded().run(words, tmp_path, script=ROOT / "examples" / example, ranks=2, timeout=120)
+        return preloaded().run(
+            words, tmp_path, script=ROOT / "examples" / example, ranks=2, timeout=120
+        )
 
     return run
 
 
-def test_ranks_that_decide_for_themselves_wait_for_each_other_in_different_places(carried_out: Example) -> None:
+def test_ranks_that_decide_for_themselves_wait_for_each_other_in_different_places(
+    carried_out: Example,
+) -> None:
     done = carried_out("barrier_ddp.py")
     assert done.returncode != 0
     assert "rank 0: step 2 done, not saved" in done.stdout
@@ -36,13 +42,17 @@ def test_ranks_that_decide_for_themselves_wait_for_each_other_in_different_place
     assert "in backward" in done.stderr or "dist.barrier()" in done.stderr
 
 
-def test_a_save_on_the_group_of_training_crosses_with_it_although_a_barrier_comes_before(carried_out: Example) -> None:
+def test_a_save_on_the_group_of_training_crosses_with_it_although_a_barrier_comes_before(
+    carried_out: Example,
+) -> None:
     done = carried_out("barrier_fsdp2.py")
     assert done.returncode != 0
     assert "step 11" not in done.stdout
 
 
-@pytest.mark.parametrize(("example", "cure"), [("barrier_ddp.py", "agree"), ("barrier_fsdp2.py", "own-group")])
+@pytest.mark.parametrize(
+    ("example", "cure"), [("barrier_ddp.py", "agree"), ("barrier_fsdp2.py", "own-group")]
+)
 def test_with_the_cure_they_run_to_the_end(carried_out: Example, example: str, cure: str) -> None:
     done = carried_out(example, cure)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -50,9 +60,18 @@ def test_with_the_cure_they_run_to_the_end(carried_out: Example, example: str, c
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("example", "cure"), [("barrier_ddp.py", "agree"), ("barrier_fsdp2.py", "own-group")])
+@pytest.mark.parametrize(
+    ("example", "cure"), [("barrier_ddp.py", "agree"), ("barrier_fsdp2.py", "own-group")]
+)
 def test_as_the_page_starts_them_they_do_the_same(example: str, cure: str) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", ROOT / "examples" / example]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        ROOT / "examples" / example,
+    ]
     for words, succeeds in (([], False), ([cure], True)):
         done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=120)
         assert (done.returncode == 0) == succeeds, done.stderr[-3000:]
@@ -60,7 +79,9 @@ def test_as_the_page_starts_them_they_do_the_same(example: str, cure: str) -> No
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder where examples are run one after another, each with what those before it wrote, and the text to begin with."""
+    """A folder where examples are run one after another, each with what those before it wrote, and
+    the text to begin with.
+    """
     folder = tmp_path_factory.mktemp("library")
     write_documents(folder / "text")
     return folder
@@ -109,11 +130,21 @@ def test_a_loop_of_ones_own_on_two_ranks_trains_as_on_one(place: Path) -> None:
     losses = []
     for ranks in (1, 2):
         printed = run_example(
-            place, "parallelize_by_hand.py", "data/by-hand", f"by-hand-{ranks}", ranks=ranks, output=f"by-hand-ranks-{ranks}"
+            place,
+            "parallelize_by_hand.py",
+            "data/by-hand",
+            f"by-hand-{ranks}",
+            ranks=ranks,
+            output=f"by-hand-ranks-{ranks}",
         )
         losses.append(re.findall(r"loss (\d+\.\d+)", printed))
         assert (place / f"by-hand-{ranks}" / "config.json").exists()
     assert losses[0] == losses[1]
-    one, two = (lmforge.load_model(place / f"by-hand-{ranks}", device="cpu", dtype="fp32") for ranks in (1, 2))
+    one, two = (
+        lmforge.load_model(place / f"by-hand-{ranks}", device="cpu", dtype="fp32")
+        for ranks in (1, 2)
+    )
     for name, tensor in one.model.named_parameters():
-        torch.testing.assert_close(tensor, dict(two.model.named_parameters())[name], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            tensor, dict(two.model.named_parameters())[name], rtol=1e-4, atol=1e-6
+        )

@@ -1,8 +1,9 @@
-"""Damaged and hostile input of nine kinds, drawn from the seed of each test run: every case ends in time, with one line, and
-without data loss.
+"""Damaged and hostile input of nine kinds, drawn from the seed of each test run: every case ends in
+time, with one line, and without data loss.
 
-A failure lists the cases that broke the contract (`Contract` in fuzzing.py) with their command lines. The same seed, which it
-prints too, draws them again. What was found so has a test by name beside others of its kind.
+A failure lists the cases that broke the contract (`Contract` in fuzzing.py) with their command
+lines. The same seed, which it prints too, draws them again. What was found so has a test by name
+beside others of its kind.
 """
 
 import base64
@@ -38,7 +39,7 @@ from tests.fuzzing import (
     mutated_json,
     pieces,
 )
-from tests.generate.conftest import byte_tokenizer, models, one_thread, scripted  # noqa: F401 - fixtures
+from tests.generate.conftest import byte_tokenizer, models, one_thread, scripted  # noqa: F401
 from tests.seeds import fresh_random
 from tests.serve.conftest import Server, serving  # noqa: F401 - its fixture
 
@@ -47,7 +48,9 @@ CarryOut = Callable[..., None]
 CommandOn = Callable[[random.Random, Path], list[str]]
 RECIPES = sorted((Path(package.__file__).parent / "recipes").glob("*.toml"))
 TEXT = "A line of text.\n" * 40
-CONVERSATION = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hey"}]}
+CONVERSATION = {
+    "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hey"}]
+}
 
 
 @pytest.fixture
@@ -59,7 +62,9 @@ def carry_out(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> CarryOut:
-    """`carry_out(draw, cases)`: draws so many cases and requires that each keeps the contract, and all what they share."""
+    """`carry_out(draw, cases)`: draws so many cases and requires that each keeps the contract, and
+    all what they share.
+    """
     for name in ("home", "cache", "temporary"):
         (tmp_path / name).mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -74,18 +79,24 @@ def carry_out(
         for _ in range(cases):
             case = contract.new_case()
             words, note = draw(rng, case)
-            contract.check(case, words, note, trains=words[0] == "pretrain" and "--dry-run" not in words, **how)
+            contract.check(
+                case, words, note, trains=words[0] == "pretrain" and "--dry-run" not in words, **how
+            )
         if contract.broken:
-            pytest.fail(f"{len(contract.broken)} of {cases} cases:\n" + "\n".join(contract.broken), pytrace=False)
+            pytest.fail(
+                f"{len(contract.broken)} of {cases} cases:\n" + "\n".join(contract.broken),
+                pytrace=False,
+            )
         assert [contents(folder) for folder in (tiny_run, tiny_tokens, models)] == shared
         assert list((tmp_path / "temporary").iterdir()) == []
 
     return carry_out
 
 
-# --- options ---------------------------------------------------------------------------------------------------------
+# --- options --------------------------------------------------------------------------------------
 
-# The beginning and the end of command lines that are carried out in a moment, or refused whatever stands between.
+# The beginning and the end of command lines that are carried out in a moment, or refused whatever
+# stands between.
 LINES: dict[str, tuple[str, str]] = {
     "quickstart": ("", "--steps 0"),
     "prepare": ("", "--source text.txt --out out --vocab_size 301 --workers 1"),
@@ -94,7 +105,10 @@ LINES: dict[str, tuple[str, str]] = {
     "distill": ("", "--dry-run"),
     "align": ("", "--dry-run"),
     "run": ("nothing.toml", ""),
-    "evaluate": ("RUN", "--sequences 2 --sequence_length 16 --batch_size 2 --processes 1 --device cpu"),
+    "evaluate": (
+        "RUN",
+        "--sequences 2 --sequence_length 16 --batch_size 2 --processes 1 --device cpu",
+    ),
     "generate": ("RUN Hi", "--max_tokens 2 --device cpu"),
     "chat": ("MODEL", "--max_tokens 2 --device cpu"),
     "serve": ("nothing", "--models nothing"),
@@ -130,10 +144,15 @@ def test_options(part: int, carry_out: CarryOut, tiny_run: Path, models: Path) -
             name = rng.choice(names)
             name = a_misspelling(rng, name) if rng.random() < 0.15 else name
             values = [a_word(rng) for _ in range(rng.choice([0, *[1] * 8, 2]))]
-            option = [f"--{name}={values[0]}"] if values and rng.random() < 0.4 else [f"--{name}", *values]
+            option = (
+                [f"--{name}={values[0]}"]
+                if values and rng.random() < 0.4
+                else [f"--{name}", *values]
+            )
             words += option * rng.choice([1] * 8 + [2, 40])
         begin, end = (
-            [{"RUN": str(tiny_run), "MODEL": str(models / "hello")}.get(w, w) for w in s.split()] for s in LINES[verb]
+            [{"RUN": str(tiny_run), "MODEL": str(models / "hello")}.get(w, w) for w in s.split()]
+            for s in LINES[verb]
         )
         name = verb if rng.random() < 0.97 else rng.choice([a_misspelling(rng, verb), a_word(rng)])
         return [name, *begin, *words, *end], "options"
@@ -141,7 +160,7 @@ def test_options(part: int, carry_out: CarryOut, tiny_run: Path, models: Path) -
     carry_out(draw, 18)
 
 
-# --- recipes ---------------------------------------------------------------------------------------------------------
+# --- recipes --------------------------------------------------------------------------------------
 
 # Its last stage is refused before the first begins.
 PIPELINE = """\
@@ -188,42 +207,103 @@ def mutated_recipe(rng: random.Random, text: str) -> bytes:
 @pytest.mark.parametrize("part", range(3))
 def test_recipes(part: int, carry_out: CarryOut) -> None:
     def draw(rng: random.Random, case: Path) -> tuple[list[str], str]:
-        file = case / rng.choice(["recipe.toml", "recipe.toml", "r\u00e9 cipe.toml", "-.toml", "x" * 120 + ".toml"])
+        file = case / rng.choice(
+            ["recipe.toml", "recipe.toml", "r\u00e9 cipe.toml", "-.toml", "x" * 120 + ".toml"]
+        )
         source = rng.choice(RECIPES)
-        verb = rng.choice([["show"], ["show"], ["pretrain"], ["sft"], ["align"], ["bench"], ["run"]])[0]
-        file.write_bytes(mutated_recipe(rng, PIPELINE if verb == "run" else source.read_text("utf-8")))
+        verb = rng.choice(
+            [["show"], ["show"], ["pretrain"], ["sft"], ["align"], ["bench"], ["run"]]
+        )[0]
+        file.write_bytes(
+            mutated_recipe(rng, PIPELINE if verb == "run" else source.read_text("utf-8"))
+        )
         end = {"show": [], "run": [], "bench": ["--bench.sweep=nothing=1"]}.get(verb, ["--dry-run"])
         return [verb, str(file), *end], f"{source.name}, mutated: {file.read_bytes()[:3000]!r}"
 
     carry_out(draw, 17)
 
 
-# --- runs, checkpoints, token folders --------------------------------------------------------------------------------
+# --- runs, checkpoints, token folders -------------------------------------------------------------
 
 
 @pytest.fixture
 def command_on(tiny_run: Path, tiny_options: list[str]) -> CommandOn:
     """A command that reads what is in the folder of a case: a run, token shards or a model."""
-    onwards = ["pretrain", *tiny_options, "--checkpoint.every_steps", "99", "--validation.every_steps", "99"]
+    onwards = [
+        "pretrain",
+        *tiny_options,
+        "--checkpoint.every_steps",
+        "99",
+        "--validation.every_steps",
+        "99",
+    ]
     short = ["--sequences", "2", "--sequence_length", "16", "--device", "cpu"]
 
     def command(rng: random.Random, thing: Path) -> list[str]:
         if thing.name == "tokens":
-            trained = [*onwards, "--train.steps", "1", "--data.folder", str(thing), "--run.folder", str(thing.parent / "runs")]
-            return rng.choice([["show", str(thing)], ["evaluate", str(tiny_run), "--data", str(thing), *short], trained])
-        generate = ["generate", str(thing), "Hi", "--max_tokens", "2", "--temperature", "0", "--device", "cpu"]
+            trained = [
+                *onwards,
+                "--train.steps",
+                "1",
+                "--data.folder",
+                str(thing),
+                "--run.folder",
+                str(thing.parent / "runs"),
+            ]
+            return rng.choice(
+                [
+                    ["show", str(thing)],
+                    ["evaluate", str(tiny_run), "--data", str(thing), *short],
+                    trained,
+                ]
+            )
+        generate = [
+            "generate",
+            str(thing),
+            "Hi",
+            "--max_tokens",
+            "2",
+            "--temperature",
+            "0",
+            "--device",
+            "cpu",
+        ]
         if thing.name == "model":
             text = thing.parent / "text.jsonl"
             text.write_text(json.dumps(CONVERSATION) + "\n")
-            chat = ["chat", str(thing), "--max_tokens", "2", "--temperature", "0", "--device", "cpu"]
+            chat = [
+                "chat",
+                str(thing),
+                "--max_tokens",
+                "2",
+                "--temperature",
+                "0",
+                "--device",
+                "cpu",
+            ]
             evaluate = ["evaluate", str(thing), "--data", str(text), *short]
-            source = ["pretrain", *without_shape(tiny_options), "--model.source", str(thing), "--dry-run"]
+            source = [
+                "pretrain",
+                *without_shape(tiny_options),
+                "--model.source",
+                str(thing),
+                "--dry-run",
+            ]
             data = ["show", "data", str(text), "--tokenizer", str(thing)]
             return rng.choice([["show", str(thing)], generate, chat, evaluate, source, data])
         newest = max(thing.glob("checkpoints/step-*"), default=thing)
         again = [*onwards, "--run.folder", str(thing.parent), "--run.name", thing.name]
-        commands = [["show", str(thing)], ["show", str(newest)], ["show", "data", str(thing)], generate, again]
-        commands += [["evaluate", str(newest), *short], ["export", str(thing), str(thing.parent / "out")]]
+        commands = [
+            ["show", str(thing)],
+            ["show", str(newest)],
+            ["show", "data", str(thing)],
+            generate,
+            again,
+        ]
+        commands += [
+            ["evaluate", str(newest), *short],
+            ["export", str(thing), str(thing.parent / "out")],
+        ]
         commands += [["compare", str(tiny_run), str(thing), "--weights"]]
         return rng.choice(commands)
 
@@ -238,11 +318,17 @@ def mutate_file(rng: random.Random, path: Path, bytewise: float) -> None:
 
 
 @pytest.mark.parametrize("part", range(3))
-def test_manifests(part: int, carry_out: CarryOut, tiny_run: Path, tiny_tokens: Path, command_on: CommandOn) -> None:
+def test_manifests(
+    part: int, carry_out: CarryOut, tiny_run: Path, tiny_tokens: Path, command_on: CommandOn
+) -> None:
     def draw(rng: random.Random, case: Path) -> tuple[list[str], str]:
         source, name = rng.choice([(tiny_run, "tiny"), (tiny_run, "tiny"), (tiny_tokens, "tokens")])
         thing = Path(shutil.copytree(source, case / name))
-        files = [path for path in sorted(thing.rglob("*")) if path.is_file() and path.suffix not in (".png", ".log", ".lock")]
+        files = [
+            path
+            for path in sorted(thing.rglob("*"))
+            if path.is_file() and path.suffix not in (".png", ".log", ".lock")
+        ]
         path = rng.choice([each for each in files if each.suffix == ".json"] * 3 + files)
         mutate_file(rng, path, 0.3)
         return command_on(rng, thing), f"{path.relative_to(case)}, mutated"
@@ -250,12 +336,16 @@ def test_manifests(part: int, carry_out: CarryOut, tiny_run: Path, tiny_tokens: 
     carry_out(draw, 15)
 
 
-# --- what a command writes -------------------------------------------------------------------------------------------
+# --- what a command writes ------------------------------------------------------------------------
 
 WRITING = {
-    "trace": "bench --model.preset nano --data.sequence_length 16 --train.global_batch_size 1 --train.compile off"
-    " --bench.steps 1 --train.device cpu --bench.trace OUT",
-    "calibration": "bench --calibrate --bench.calibrate_seconds 1 --train.device cpu --bench.out OUT",
+    "trace": (
+        "bench --model.preset nano --data.sequence_length 16 --train.global_batch_size 1"
+        " --train.compile off --bench.steps 1 --train.device cpu --bench.trace OUT"
+    ),
+    "calibration": (
+        "bench --calibrate --bench.calibrate_seconds 1 --train.device cpu --bench.out OUT"
+    ),
     "recipe": "plan --search --gpus 8 --configurations 3 --write OUT",
     "report": "report RUN --out OUT",
     "answers": "evaluate RUN --device cpu --tasks questions.jsonl --answers OUT",
@@ -272,8 +362,23 @@ def test_outputs(carry_out: CarryOut, tiny_run: Path) -> None:
         (case / "questions.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
         (case / "link.html").symlink_to(neighbour(case / "x") / "notes.txt")
         (case / "gone").symlink_to("nowhere")
-        taken = [neighbour(case / "x") / "notes.txt", neighbour(case / "x"), case, "link.html", "gone", "text.txt", "/dev/null"]
-        taken += [tiny_run, tiny_run / "recipe.toml", tiny_run / "metrics.jsonl", "text.txt/below", "/proc/nothing", "/"]
+        taken = [
+            neighbour(case / "x") / "notes.txt",
+            neighbour(case / "x"),
+            case,
+            "link.html",
+            "gone",
+            "text.txt",
+            "/dev/null",
+        ]
+        taken += [
+            tiny_run,
+            tiny_run / "recipe.toml",
+            tiny_run / "metrics.jsonl",
+            "text.txt/below",
+            "/proc/nothing",
+            "/",
+        ]
         words = rng.choice(list(WRITING.values())).replace("RUN", str(tiny_run)).split()
         out = str(rng.choice(taken))
         return [word.replace("OUT", out) for word in words], f"writes {out}"
@@ -281,21 +386,37 @@ def test_outputs(carry_out: CarryOut, tiny_run: Path) -> None:
     carry_out(draw, 8)
 
 
-# --- prompts ---------------------------------------------------------------------------------------------------------
+# --- prompts --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "text",
-    [b"To be. " * 10**6, b"<|end|>" * 10**5, b"\xff" * 99, b"", b"x" * (2**24 + 1), "漢\n".encode() * 9],
+    [
+        b"To be. " * 10**6,
+        b"<|end|>" * 10**5,
+        b"\xff" * 99,
+        b"",
+        b"x" * (2**24 + 1),
+        "漢\n".encode() * 9,
+    ],
     ids=["megabytes", "special", "binary", "empty", "endless", "short"],
 )
 @pytest.mark.parametrize("verb", ["generate", "chat"])
 def test_prompts(verb: str, text: bytes, carry_out: CarryOut, models: Path) -> None:  # noqa: F811
-    words = [verb, str(models / "hello"), "--max_tokens", "2", "--device", "cpu", "--temperature", "0"]
+    words = [
+        verb,
+        str(models / "hello"),
+        "--max_tokens",
+        "2",
+        "--device",
+        "cpu",
+        "--temperature",
+        "0",
+    ]
     carry_out(lambda rng, case: (words, f"a text of {len(text):,} bytes"), 1, stdin=text)
 
 
-# --- model folders ---------------------------------------------------------------------------------------------------
+# --- model folders --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("part", range(3))
@@ -310,9 +431,10 @@ def test_headers(part: int, carry_out: CarryOut, models: Path, command_on: Comma
     carry_out(draw, 15)
 
 
-# --- steps of a tokenizer.json ---------------------------------------------------------------------------------------
+# --- steps of a tokenizer.json --------------------------------------------------------------------
 
-# SentencePiece's precompiled_charsmap of one character: a block of the array, its root, "a" and the place of "b".
+# SentencePiece's precompiled_charsmap of one character: a block of the array, its root, "a" and the
+# place of "b".
 UNITS = [1 << 10] + [0] * 255
 UNITS[1 ^ ord("a")] = 1 << 10 | 1 << 8 | ord("a")
 UNITS[1 ^ ord("a") ^ 1] = 1 << 31
@@ -333,9 +455,22 @@ STEPS: dict[str, list[dict[str, Any]]] = {
         {"type": "CTC", "pad_token": "<pad>", "word_delimiter_token": "|", "cleanup": True},
     ],
     "normalizer": [
-        {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, {"type": "NFKD"}, {"type": "StripAccents"}]},
+        {
+            "type": "Sequence",
+            "normalizers": [
+                {"type": "Prepend", "prepend": "▁"},
+                {"type": "NFKD"},
+                {"type": "StripAccents"},
+            ],
+        },
         {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": "▁"},
-        {"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True, "strip_accents": None, "lowercase": True},
+        {
+            "type": "BertNormalizer",
+            "clean_text": True,
+            "handle_chinese_chars": True,
+            "strip_accents": None,
+            "lowercase": True,
+        },
         {"type": "Precompiled", "precompiled_charsmap": CHARSMAP},
     ],
 }
@@ -353,14 +488,16 @@ def read_all_of(tokenizer: Tokenizer) -> None:
         decoder.feed(id)
 
 
-def test_the_steps_that_are_damaged_are_read_where_they_are_whole(byte_tokenizer: Tokenizer) -> None:  # noqa: F811
+def test_the_steps_that_are_damaged_are_read_where_they_are_whole(
+    byte_tokenizer: Tokenizer,  # noqa: F811
+) -> None:
     content = json.loads(byte_tokenizer.files["tokenizer.json"])
     for name, steps in STEPS.items():
         for step in steps:
             read_all_of(Tokenizer(json.dumps({**content, name: step}), {}))
-    assert Tokenizer(json.dumps({**content, "normalizer": STEPS["normalizer"][-1]}), {}).encode("a") == byte_tokenizer.encode(
-        "b"
-    )
+    assert Tokenizer(json.dumps({**content, "normalizer": STEPS["normalizer"][-1]}), {}).encode(
+        "a"
+    ) == byte_tokenizer.encode("b")
 
 
 @pytest.mark.parametrize("draws", [60, pytest.param(2000, marks=pytest.mark.slow)])
@@ -378,7 +515,9 @@ def test_steps_of_a_tokenizer(
         if "precompiled_charsmap" in step and rng.random() < 0.7:
             damaged = bytearray(base64.b64decode(CHARSMAP))
             damaged[rng.randrange(len(damaged))] = rng.randrange(256)
-            text = json.dumps({name: {**step, "precompiled_charsmap": base64.b64encode(damaged).decode()}})
+            text = json.dumps(
+                {name: {**step, "precompiled_charsmap": base64.b64encode(damaged).decode()}}
+            )
         problem = ""
         try:
             read_all_of(Tokenizer(f"{json.dumps(content)[:-1]}, {text[1:]}", {}))
@@ -393,7 +532,7 @@ def test_steps_of_a_tokenizer(
     assert outcomes == {True, False}
 
 
-# --- folders ---------------------------------------------------------------------------------------------------------
+# --- folders --------------------------------------------------------------------------------------
 
 
 def remove(path: Path) -> None:
@@ -444,11 +583,15 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "a link to nothing": lambda path: put_a_link(path, "nothing"),
     "a link to what cannot be read": lambda path: put_a_link(path, "/proc/self/mem"),
     "a link to what does not end": lambda path: put_a_link(path, "/dev/zero"),
-    "a link to a file of the user": lambda path: put_a_link(path, str(neighbour(path) / "notes.txt")),
+    "a link to a file of the user": lambda path: put_a_link(
+        path, str(neighbour(path) / "notes.txt")
+    ),
     "a link to a folder of the user": lambda path: put_a_link(path, str(neighbour(path))),
     "a pipe": put_a_pipe,
     "under another name": lambda path: path.rename(path.with_name(path.name + " \x1b[2J")),
-    "beside one of a strange name": lambda path: path.with_name("step-99999999999999999999").mkdir(),
+    "beside one of a strange name": (
+        lambda path: path.with_name("step-99999999999999999999").mkdir()
+    ),
     "beside a file of a strange name": lambda path: path.with_name("step-00000009").write_text(""),
     "beside a name of bytes": lambda path: path.with_name("\udcff.json").write_text(""),
 }
@@ -465,7 +608,12 @@ def test_folders(
 ) -> None:
     def draw(rng: random.Random, case: Path) -> tuple[list[str], str]:
         source, name = rng.choice(
-            [(tiny_run, "tiny"), (tiny_run, "tiny"), (tiny_tokens, "tokens"), (models / "hello", "model")]
+            [
+                (tiny_run, "tiny"),
+                (tiny_run, "tiny"),
+                (tiny_tokens, "tokens"),
+                (models / "hello", "model"),
+            ]
         )
         thing = Path(shutil.copytree(source, case / name))
         path = rng.choice(sorted(thing.rglob("*")))
@@ -477,7 +625,7 @@ def test_folders(
     carry_out(draw, 15)
 
 
-# --- chat templates --------------------------------------------------------------------------------------------------
+# --- chat templates -------------------------------------------------------------------------------
 
 # None that takes all memory or years: a template runs in the process, as in transformers.
 ATOMS = pieces(r"""
@@ -503,7 +651,16 @@ STATEMENTS = pieces("""
 {{% {0} %}} ;; {{% filter upper %}}{1}{{% endfilter %}} ;; {{% call {0} %}}{1}{{% endcall %}} ;; <|end|>{1}
 {{% for m in messages %}}{1}{{% endfor %}} ;; {{% if messages[0].content == 'Hi' %}}{{{{ {0} }}}}{1}{{% endif %}}
 """)
-PIECES = ["<|assistant|>", "{{ messages[-1].content }}", "text", "", "<|end|>", "\x00\x1b", "\ud800", "\U0010fff0"]
+PIECES = [
+    "<|assistant|>",
+    "{{ messages[-1].content }}",
+    "text",
+    "",
+    "<|end|>",
+    "\x00\x1b",
+    "\ud800",
+    "\U0010fff0",
+]
 
 
 def an_expression(rng: random.Random, depth: int) -> str:
@@ -534,28 +691,59 @@ def test_templates(part: int, carry_out: CarryOut, models: Path, command_on: Com
     carry_out(draw, 15)
 
 
-# --- requests --------------------------------------------------------------------------------------------------------
+# --- requests -------------------------------------------------------------------------------------
 
 BODIES: list[dict[str, Any]] = [
     {"prompt": "a", "n": 1, "stop": ["b"], "logprobs": 1, "top_k": 3, "top_p": 0.5, "seed": 1},
-    {"prompt": ["a <|end|>", "b"], "echo": True, "logprobs": 1, "stop": "<|end|>", "min_p": 0, "top_k": -1},
+    {
+        "prompt": ["a <|end|>", "b"],
+        "echo": True,
+        "logprobs": 1,
+        "stop": "<|end|>",
+        "min_p": 0,
+        "top_k": -1,
+    },
     {"prompt": [[1, 2], [3]], "stream": True, "stream_options": {"include_usage": True}},
     {**CONVERSATION, "temperature": 0, "logprobs": True, "top_logprobs": 2},
-    {"messages": [{"role": "user", "content": "Hi"}], "max_completion_tokens": 2, "stop": "x", "stream": False},
-    {"messages": [*CONVERSATION["messages"]], "continue_final_message": True, "chat_template_kwargs": {"enable_thinking": 0}},
+    {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "max_completion_tokens": 2,
+        "stop": "x",
+        "stream": False,
+    },
+    {
+        "messages": [*CONVERSATION["messages"]],
+        "continue_final_message": True,
+        "chat_template_kwargs": {"enable_thinking": 0},
+    },
     {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}], "n": 2},
 ]
 ROUTES = ["/v1/completions", "/v1/chat/completions"]
-STRANGE_ROUTES = pieces("/ ;; /health ;; /v1/models ;; /v1/models/hello ;; /v1/models/..%2f.. ;; // ;; /%00 ;; /%ff?a=%zz")
+STRANGE_ROUTES = pieces(
+    "/ ;; /health ;; /v1/models ;; /v1/models/hello ;; /v1/models/..%2f.. ;; // ;; /%00 ;;"
+    " /%ff?a=%zz"
+)
 HEADERS = pieces("""
 Content-Type: text/plain ;; Content-Type: application/json; charset=utf-16 ;; Authorization: Bearer \xff
 Host: evil.org ;; Expect: 100-continue ;; Accept: \x80 ;; Content-Encoding: gzip ;; Range: bytes=0-1
 """)
 HEADERS += ["X: " + "x" * 5000, "Cookie: " + "a=b;" * 999]
 POST = "POST /v1/completions HTTP/1.1\r\n"
-NOT_HTTP = ["GET / HTTP/9.9\r\n\r\n", "\x00\x01\x02\r\n\r\n", "GET\r\n\r\n", "X" * 70_000 + "\r\n\r\n", f"{POST}A\r\n\r\n"]
-NOT_HTTP += [f"{POST}Content-Length: -1\r\n\r\n", f"{POST}Content-Length: 1\r\nContent-Length: 2\r\n\r\n"]
-NOT_HTTP += [f"{POST}Host: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", "GET /\xff HTTP/1.1\r\nHost: a\r\n\r\n"]
+NOT_HTTP = [
+    "GET / HTTP/9.9\r\n\r\n",
+    "\x00\x01\x02\r\n\r\n",
+    "GET\r\n\r\n",
+    "X" * 70_000 + "\r\n\r\n",
+    f"{POST}A\r\n\r\n",
+]
+NOT_HTTP += [
+    f"{POST}Content-Length: -1\r\n\r\n",
+    f"{POST}Content-Length: 1\r\nContent-Length: 2\r\n\r\n",
+]
+NOT_HTTP += [
+    f"{POST}Host: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    "GET /\xff HTTP/1.1\r\nHost: a\r\n\r\n",
+]
 
 
 def a_request(rng: random.Random) -> bytes:
@@ -563,10 +751,16 @@ def a_request(rng: random.Random) -> bytes:
         return rng.choice(NOT_HTTP).encode("latin-1")
     path = rng.choice(ROUTES if rng.random() < 0.9 else STRANGE_ROUTES)
     body = {"model": "hello", "max_tokens": 2, **rng.choice(BODIES)}
-    content = mutated_bytes(rng, json.dumps(body).encode()) if rng.random() < 0.2 else mutated_json(rng, body)
+    content = (
+        mutated_bytes(rng, json.dumps(body).encode())
+        if rng.random() < 0.2
+        else mutated_json(rng, body)
+    )
     if rng.random() < 0.2:
         fields = {**body, rng.choice([*body, "a", ""]): rng.choice([*JSON_VALUES, *TEXTS])}
-        content = json.dumps(fields).encode() if rng.random() < 0.5 else rng.choice(RAW_JSON).encode()
+        content = (
+            json.dumps(fields).encode() if rng.random() < 0.5 else rng.choice(RAW_JSON).encode()
+        )
     lines = [
         f"{rng.choice(['POST'] * 9 + ['GET', 'PUT', 'X'])} {path} HTTP/1.1",
         f"Content-Length: {len(content)}",
@@ -574,7 +768,11 @@ def a_request(rng: random.Random) -> bytes:
     ]
     headers = [rng.choice(HEADERS)] if rng.random() < 0.2 else []
     names = [header.partition(":")[0] for header in headers]
-    lines += [each for each in ("Host: localhost", "Content-Type: application/json") if each.partition(":")[0] not in names]
+    lines += [
+        each
+        for each in ("Host: localhost", "Content-Type: application/json")
+        if each.partition(":")[0] not in names
+    ]
     return "\r\n".join([*lines, *headers, "", ""]).encode("latin-1") + content
 
 
@@ -590,14 +788,18 @@ def answer_to(server: Server, request: bytes) -> tuple[int, str, bytes]:
 
 @pytest.fixture(scope="module")
 def server(serving: Callable[..., Server], models: Path) -> Iterator[Server]:  # noqa: F811
-    served = serving(models / "hello", "--max_batch_size", 4, "--max_length", 200, "--max_body_bytes", 20_000)
+    served = serving(
+        models / "hello", "--max_batch_size", 4, "--max_length", 200, "--max_body_bytes", 20_000
+    )
     yield served
     assert served.process.poll() is None
 
 
 @pytest.mark.parametrize("part", range(2))
 def test_requests(part: int, server: Server) -> None:
-    """Each is answered, with what it asked for or with an error object in JSON; and the next one is too."""
+    """Each is answered, with what it asked for or with an error object in JSON; and the next one is
+    too.
+    """
     rng = fresh_random()
     for _ in range(25):
         request = a_request(rng)
@@ -610,7 +812,9 @@ def test_requests(part: int, server: Server) -> None:
         elif kind.startswith("text/event-stream"):
             assert body.endswith(b"data: [DONE]\n\n"), described
         else:  # the page, and what is not even HTTP
-            assert status == 200 or (status == 400 and request.decode("latin-1") in NOT_HTTP), described
+            assert status == 200 or (status == 400 and request.decode("latin-1") in NOT_HTTP), (
+                described
+            )
         _, health = server.ask("/health")
         assert health["status"] == "ok", described
     assert server.is_idle()

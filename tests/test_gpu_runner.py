@@ -1,4 +1,5 @@
-"""tests/gpu.py, which runs the tests for a GPU in the environment at hand: what it says of each, and what it needs.
+"""tests/gpu.py, which runs the tests for a GPU in the environment at hand: what it says of each,
+and what it needs.
 
 No GPU is needed here: tests that can run on a CPU too are rehearsed.
 """
@@ -33,7 +34,8 @@ def ran(*words: object, options: tuple[str, ...] = ()) -> subprocess.CompletedPr
 def test_what_became_of_each_test_is_in_the_summary_and_in_the_file(tmp_path: Path) -> None:
     (tmp_path / "test_absent.py").write_text("import no_such_package\n")
     (tmp_path / "test_wrong.py").write_text(
-        "import pytest\n@pytest.mark.gpu\ndef test_wrong(gpu_device):\n    assert gpu_device.type == 'tpu'\n"
+        "import pytest\n@pytest.mark.gpu\ndef test_wrong(gpu_device):\n    assert gpu_device.type"
+        " == 'tpu'\n"
     )
     (tmp_path / "conftest.py").write_text("from tests.conftest import gpu_device\n")
     file = tmp_path / "outcomes.json"
@@ -41,8 +43,14 @@ def test_what_became_of_each_test_is_in_the_summary_and_in_the_file(tmp_path: Pa
     done = ran("--device", "cpu", "--json", file, "-k", "small_heads or page_locked or wrong", *own)
     assert done.returncode == 1, done.stdout + done.stderr
     record = json.loads(file.read_text())
-    outcomes = {name.rpartition("/")[2]: (test["outcome"], test.get("why")) for name, test in record["tests"].items()}
-    assert outcomes["test_gpu.py::test_a_model_with_small_heads_trains_with_dense_masks"] == ("passed", None)
+    outcomes = {
+        name.rpartition("/")[2]: (test["outcome"], test.get("why"))
+        for name, test in record["tests"].items()
+    }
+    assert outcomes["test_gpu.py::test_a_model_with_small_heads_trains_with_dense_masks"] == (
+        "passed",
+        None,
+    )
     assert ("not run", "no_such_package is not installed") in outcomes.values()
     (wrong,) = (outcome for name, (outcome, _) in outcomes.items() if "test_wrong" in name)
     assert wrong == "failed"
@@ -61,16 +69,26 @@ def test_parts_are_all_tests_and_none_twice_those_first_that_never_passed(tmp_pa
     (tmp_path / "gpu-tests-a.json").write_text(json.dumps({"tests": outcomes}))
     parts = [[SimpleNamespace(nodeid=name) for name in names] for _ in range(3)]
     for number, items in enumerate(parts, start=1):
-        Outcomes({}, Path(), 1.0, (number, 3), passed_before(tmp_path)).pytest_collection_modifyitems(items)
+        Outcomes(
+            {}, Path(), 1.0, (number, 3), passed_before(tmp_path)
+        ).pytest_collection_modifyitems(items)
     assert [[item.nodeid[-1] for item in part] for part in parts] == [[*"4703"], [*"581"], [*"692"]]
     assert ran("--part", "4/3").returncode == 2
 
 
 def test_the_tests_are_found_where_only_the_packages_of_a_gpu_image_are(tmp_path: Path) -> None:
-    """An image has what trains models, and pytest; it lacks what other tests need, such as browsers, servers and stores."""
+    """An image has what trains models, and pytest; it lacks what other tests need, such as
+    browsers, servers and stores.
+    """
     kept = {"accelerate", "bitsandbytes", "hypothesis", "peft", "pytest", "transformers"}
-    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["dev"]
-    absent = {re.split(r"[^\w-]", each)[0].replace("-", "_") for each in extra} - kept - {"pytest_timeout", "pytest_xdist"}
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]["dev"]
+    absent = (
+        {re.split(r"[^\w-]", each)[0].replace("-", "_") for each in extra}
+        - kept
+        - {"pytest_timeout", "pytest_xdist"}
+    )
     assert {"openai", "playwright", "moto", "chess"} <= absent
     (tmp_path / "sitecustomize.py").write_text(f"""
 import sys
@@ -89,11 +107,21 @@ sys.meta_path[:] = map(Without, sys.meta_path)
 """)
     file = tmp_path / "outcomes.json"
     environment = {**HIDDEN, "PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, ROOT / "tests" / "gpu.py", "--device", "cpu", "--json", file, "--collect-only"]
+    command = [
+        sys.executable,
+        ROOT / "tests" / "gpu.py",
+        "--device",
+        "cpu",
+        "--json",
+        file,
+        "--collect-only",
+    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert json.loads(file.read_text())["tests"] == {}, done.stdout  # none failed
     found = {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}
-    assert found == {str(Path(each).relative_to(ROOT)) for each in files_with_tests()}, done.stdout + done.stderr
+    assert found == {str(Path(each).relative_to(ROOT)) for each in files_with_tests()}, (
+        done.stdout + done.stderr
+    )
 
 
 def test_packages_that_are_missing_are_named_with_what_to_bring() -> None:
@@ -115,7 +143,9 @@ def test_outcomes_of_a_checkout_that_cannot_be_written_are_among_temporary_files
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    outcomes = Outcomes({"device": "a GPU", "packages": {}, "python": ""}, Path("/proc/none/gpu-tests.json"), 1.0)
+    outcomes = Outcomes(
+        {"device": "a GPU", "packages": {}, "python": ""}, Path("/proc/none/gpu-tests.json"), 1.0
+    )
     outcomes.write()
     assert json.loads((tmp_path / "gpu-tests.json").read_text())["device"] == "a GPU"
     assert outcomes.summary().endswith(str(tmp_path / "gpu-tests.json"))
@@ -123,17 +153,29 @@ def test_outcomes_of_a_checkout_that_cannot_be_written_are_among_temporary_files
 
 def test_every_file_with_a_test_for_a_gpu_is_found() -> None:
     names = {str(Path(file).relative_to(ROOT / "tests")) for file in files_with_tests()}
-    assert names >= {"distributed/test_gpu.py", "model/test_attention.py", "train/test_loop.py", "parallel/test_float8.py"}
+    assert names >= {
+        "distributed/test_gpu.py",
+        "model/test_attention.py",
+        "train/test_loop.py",
+        "parallel/test_float8.py",
+    }
     assert Path(files_with_tests()[0]).name == "test_gpu.py"
 
 
 @pytest.mark.parametrize("target", ["test-gpu", "bench-gpu"])
 def test_with_an_interpreter_on_the_command_line_nothing_is_made_or_installed(target: str) -> None:
     def commands(*words: str) -> str:
-        # Of its own, where these tests are run by `make test` too: a make within another one names its directories.
-        own = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+        # Of its own, where these tests are run by `make test` too: a make within another one names
+        # its directories.
+        own = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")
+        }
         line = ["make", "-n", "-B", target, *words]
-        return subprocess.run(line, cwd=ROOT, env=own, capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            line, cwd=ROOT, env=own, capture_output=True, text=True, check=True
+        ).stdout
 
     assert "pip install" in commands()
     given = commands("PYTHON=/opt/python")
@@ -144,9 +186,14 @@ def test_with_an_interpreter_on_the_command_line_nothing_is_made_or_installed(ta
 
 @pytest.mark.slow
 def test_a_test_that_takes_too_long_ends_its_ranks_and_spoils_no_other(tmp_path: Path) -> None:
-    """The fork server's answer to a request that nobody waits for any more is not taken for that of the next one."""
+    """The fork server's answer to a request that nobody waits for any more is not taken for that of
+    the next one.
+    """
     slow = tmp_path / "slow.py"
-    slow.write_text(f"import os, time\nopen({str(tmp_path / 'rank')!r}, 'w').write(str(os.getpid()))\ntime.sleep(300)\n")
+    slow.write_text(
+        f"import os, time\nopen({str(tmp_path / 'rank')!r},"
+        " 'w').write(str(os.getpid()))\ntime.sleep(300)\n"
+    )
     quick = tmp_path / "quick.py"
     quick.write_text("print('quick')\n")
     server = Preloaded()
@@ -157,7 +204,9 @@ def test_a_test_that_takes_too_long_ends_its_ranks_and_spoils_no_other(tmp_path:
 
     before = signal.signal(signal.SIGALRM, over)
     try:
-        interrupt = threading.Thread(target=lambda: (_wait_for(rank), os.kill(os.getpid(), signal.SIGALRM)))
+        interrupt = threading.Thread(
+            target=lambda: (_wait_for(rank), os.kill(os.getpid(), signal.SIGALRM))
+        )
         interrupt.start()
         with pytest.raises(TimeoutError):
             server.run([], tmp_path, script=slow)

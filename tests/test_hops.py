@@ -1,6 +1,8 @@
-"""The way from the typed command to the first step, and from the step to the cross-entropy, is short enough to read.
+"""The way from the typed command to the first step, and from the step to the cross-entropy, is
+short enough to read.
 
-Counted are the functions of lmforge that are on the call stack, in a run of one process in fp32 that is not compiled.
+Counted are the functions of lmforge that are on the call stack, in a run of one process in fp32
+that is not compiled.
 """
 
 import json
@@ -42,8 +44,19 @@ cli.main()
 def test_the_command_reaches_the_first_step_in_seven_functions_as_the_step_does_the_loss(
     tiny_options: list[str], tmp_path: Path
 ) -> None:
-    command = ["pretrain", *tiny_options, "--run.folder", str(tmp_path), "--run.name", "a", "--train.steps", "2"]
-    done = subprocess.run([sys.executable, "-c", SCRIPT, *command], capture_output=True, text=True, timeout=300)
+    command = [
+        "pretrain",
+        *tiny_options,
+        "--run.folder",
+        str(tmp_path),
+        "--run.name",
+        "a",
+        "--train.steps",
+        "2",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *command], capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     stacks = json.loads(next(line for line in done.stderr.splitlines() if line.startswith("{")))
     to_step = stacks["step"]

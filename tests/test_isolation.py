@@ -1,4 +1,6 @@
-"""What a user's checkout holds is not noticed by the tests: data, runs and recipes under the names that are defaults."""
+"""What a user's checkout holds is not noticed by the tests: data, runs and recipes under the names
+that are defaults.
+"""
 
 import os
 import shutil
@@ -9,7 +11,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 NEEDED = ("benchmarks", "lmforge", "recipes", "tests")
 # Tests that leave options at their defaults; in the checkout some would find the decoys.
-CHOSEN = ("tests/test_probe.py", "tests/report/test_list_runs.py", "tests/plan/test_plan.py", "-k", "probe or runs or refused")
+CHOSEN = (
+    "tests/test_probe.py",
+    "tests/report/test_list_runs.py",
+    "tests/plan/test_plan.py",
+    "-k",
+    "probe or runs or refused",
+)
 PROBE = """
 from pathlib import Path
 import pytest
@@ -33,7 +41,9 @@ def test_another_test_works_in_another_folder():
 
 def contents(folder: Path) -> dict[Path, int]:
     """The files in a folder, with the times of their last changes."""
-    files = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    files = (
+        path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts
+    )
     return {path.relative_to(folder): path.stat().st_mtime_ns for path in files}
 
 
@@ -53,8 +63,29 @@ def test_data_runs_and_recipes_in_the_checkout_change_no_test_and_no_test_change
     (checkout / "tests" / "test_probe.py").write_text(PROBE)
     before = contents(checkout)
     # As `make test` runs them, but for the number of processes.
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "not slow and not gpu", "--numprocesses", "1"]
-    variables = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "PYTHONPATH"))}
-    done = subprocess.run([*command, *CHOSEN], cwd=checkout, env=variables, capture_output=True, text=True, timeout=500)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "not slow and not gpu",
+        "--numprocesses",
+        "1",
+    ]
+    variables = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PYTEST", "PYTHONPATH"))
+    }
+    done = subprocess.run(
+        [*command, *CHOSEN],
+        cwd=checkout,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr
     assert contents(checkout) == before

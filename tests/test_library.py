@@ -1,4 +1,6 @@
-"""`import lmforge` for programs: its names, their signatures, and that each is what the command line uses."""
+"""`import lmforge` for programs: its names, their signatures, and that each is what the command
+line uses.
+"""
 
 import ast
 import inspect
@@ -29,8 +31,13 @@ FUNCTIONS = {
     "open_tokenizer": "path",
     "build_model": "config='nano', *, vocab_size=None, seed=0, device='cpu', **fields",
     "load_model": "path, *, device='auto', dtype='auto'",
-    "generate_text": "model, prompts, *, max_tokens=64, temperature=None, top_k=None, top_p=None, seed=0",
-    "evaluate_model": "model, data=None, *, split='validation', sequences=None, sequence_length=None, batch_size=16",
+    "generate_text": (
+        "model, prompts, *, max_tokens=64, temperature=None, top_k=None, top_p=None, seed=0"
+    ),
+    "evaluate_model": (
+        "model, data=None, *, split='validation', sequences=None, sequence_length=None,"
+        " batch_size=16"
+    ),
     "save_model": "model, folder, *, tokenizer=None, dtype=None, overwrite=False",
     "export_model": "run, folder, *, dtype='fp32', adapters=False, overwrite=False",
     "train_model": "options=None, *, recipe=None, stage='pretrain', objective=None, callbacks=()",
@@ -39,13 +46,23 @@ FUNCTIONS = {
     "parallelize": "model, objective, dist_ctx, *, dtype='auto', compile=False, seed=0, **options",
     "build_optimizer": "model, name='adamw', **options",
     "train_step": (
-        "parallel_model, optimizer, micro_batches, count_items, *, lr, max_grad_norm, set_phase=…, before_update=…,"
-        " is_bad_step=None"
+        "parallel_model, optimizer, micro_batches, count_items, *, lr, max_grad_norm, set_phase=…,"
+        " before_update=…, is_bad_step=None"
     ),
     "register": "kind, name, implementation=None, *, options=None, **facts",
     "option": "default, description, **bounds",
 }
-OTHERS = {"__version__", "Batch", "IGNORE_INDEX", "Objective", "Options", "UserError", "RunFailed", "Environment", "Reply"}
+OTHERS = {
+    "__version__",
+    "Batch",
+    "IGNORE_INDEX",
+    "Objective",
+    "Options",
+    "UserError",
+    "RunFailed",
+    "Environment",
+    "Reply",
+}
 
 
 # The module has the fixture's name.
@@ -58,9 +75,13 @@ def signature(name: str) -> str:
     words = []
     parameters = inspect.signature(getattr(lmforge, name)).parameters.values()
     for before, parameter in zip([None, *parameters], parameters, strict=False):
-        if parameter.kind is parameter.KEYWORD_ONLY and (before is None or before.kind is not parameter.KEYWORD_ONLY):
+        if parameter.kind is parameter.KEYWORD_ONLY and (
+            before is None or before.kind is not parameter.KEYWORD_ONLY
+        ):
             words.append("*")
-        prefix = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+        prefix = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(
+            parameter.kind, ""
+        )
         value = "…" if callable(parameter.default) else repr(parameter.default)
         default = "" if parameter.default is parameter.empty else f"={value}"
         words.append(f"{prefix}{parameter.name}{default}")
@@ -82,7 +103,9 @@ def test_every_public_name_is_there_documented_and_described_on_its_page() -> No
 
 
 def test_no_public_name_is_that_of_a_subpackage_whose_import_would_replace_it() -> None:
-    assert not {module.name for module in pkgutil.iter_modules(lmforge.__path__)} & set(lmforge.__all__)
+    assert not {module.name for module in pkgutil.iter_modules(lmforge.__path__)} & set(
+        lmforge.__all__
+    )
 
 
 def test_type_checkers_get_the_same_names_from_the_same_modules() -> None:
@@ -125,13 +148,26 @@ lmforge.nowhere
 @pytest.mark.timeout(1200)
 def test_a_type_checker_sees_the_types_of_the_names_in_a_users_program(tmp_path: Path) -> None:
     (tmp_path / "user.py").write_text(USER)
-    command = [sys.executable, "-m", "mypy", "--config-file=", "--follow-imports=silent", "--ignore-missing-imports", "user.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--config-file=",
+        "--follow-imports=silent",
+        "--ignore-missing-imports",
+        "user.py",
+    ]
     variables = os.environ | {"MYPYPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=1100)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=1100
+    )
     assert [re.sub(r"^user\.py:\d+: ", "", line) for line in done.stdout.splitlines()] == [
         'note: Revealed type is "pathlib.Path"',
         'note: Revealed type is "lmforge.serve.decoding.model_loading.LoadedModel"',
-        'error: Argument "max_tokens" to "generate_text" has incompatible type "str"; expected "int"  [arg-type]',
+        (
+            'error: Argument "max_tokens" to "generate_text" has incompatible type "str"; expected'
+            ' "int"  [arg-type]'
+        ),
         'error: Module has no attribute "nowhere"  [attr-defined]',
         "Found 2 errors in 1 file (checked 1 source file)",
     ]
@@ -139,19 +175,28 @@ def test_a_type_checker_sees_the_types_of_the_names_in_a_users_program(tmp_path:
 
 def test_importing_lmforge_imports_no_torch_nor_pydantic_and_unknown_names_are_refused() -> None:
     code = (
-        "import sys, lmforge; dir(lmforge); assert not {'torch', 'pydantic', 'numpy'} & set(sys.modules)\n"
-        "lmforge.register, lmforge.Options, lmforge.UserError; assert 'torch' not in sys.modules\n"
-        "hasattr(lmforge, 'nowhere') and sys.exit(1)\n"
-        "lmforge.Batch; assert 'torch' in sys.modules"
+        "import sys, lmforge; dir(lmforge); assert not {'torch', 'pydantic', 'numpy'} &"
+        " set(sys.modules)\nlmforge.register, lmforge.Options, lmforge.UserError; assert 'torch'"
+        " not in sys.modules\nhasattr(lmforge, 'nowhere') and sys.exit(1)\nlmforge.Batch; assert"
+        " 'torch' in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
 
-def test_a_model_in_memory_is_saved_and_opens_as_the_same_model(tmp_path: Path, tiny_tokens: Path) -> None:
+def test_a_model_in_memory_is_saved_and_opens_as_the_same_model(
+    tmp_path: Path, tiny_tokens: Path
+) -> None:
     tokenizer = lmforge.open_tokenizer(tiny_tokens)
-    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = lmforge.build_model(vocab_size=tokenizer.vocab_size, seed=3, num_key_value_heads=2, **sizes)
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    model = lmforge.build_model(
+        vocab_size=tokenizer.vocab_size, seed=3, num_key_value_heads=2, **sizes
+    )
     lmforge.save_model(model, tmp_path / "model", tokenizer=tokenizer)
     loaded = lmforge.load_model(tmp_path / "model", device="cpu", dtype="fp32")
     for name, tensor in model.named_parameters():
@@ -164,10 +209,16 @@ def test_a_model_in_memory_is_saved_and_opens_as_the_same_model(tmp_path: Path, 
         lmforge.save_model(loaded, tmp_path / "model")
 
 
-def test_an_evaluation_gives_what_the_command_prints(tiny_run: Path, lmforge_command: Command) -> None:
+def test_an_evaluation_gives_what_the_command_prints(
+    tiny_run: Path, lmforge_command: Command
+) -> None:
     model = lmforge.load_model(tiny_run, device="cpu", dtype="fp32")
-    done = lmforge_command("evaluate", tiny_run, "--sequences", "8", "--device", "cpu", "--output", "json")
-    assert lmforge.evaluate_model(model, sequences=8)["loss"] == pytest.approx(json.loads(done.stdout)["loss"], rel=1e-6)
+    done = lmforge_command(
+        "evaluate", tiny_run, "--sequences", "8", "--device", "cpu", "--output", "json"
+    )
+    assert lmforge.evaluate_model(model, sequences=8)["loss"] == pytest.approx(
+        json.loads(done.stdout)["loss"], rel=1e-6
+    )
 
 
 def test_wrong_options_of_a_program_are_refused_as_those_of_a_recipe(tmp_path: Path) -> None:
@@ -219,10 +270,20 @@ def test_a_program_trains_with_its_objective_and_callbacks_and_continues(
             print("failed", problem)
     """
     printed = program(textwrap.dedent(text), tiny_tokens, tmp_path / "runs").stdout
-    assert [line for line in printed.splitlines() if line.startswith("after")] == ["after 1", "after 2", "after 3"]
+    assert [line for line in printed.splitlines() if line.startswith("after")] == [
+        "after 1",
+        "after 2",
+        "after 3",
+    ]
     assert f"run {tmp_path / 'runs' / 'own'}" in printed
     assert "failed callback Raises (1): on_step_end raised ValueError: enough" in printed
-    losses = [json.loads(line)["loss"] for line in (tmp_path / "runs/own/metrics.jsonl").read_text().splitlines()]
+    losses = [
+        json.loads(line)["loss"]
+        for line in (tmp_path / "runs/own/metrics.jsonl").read_text().splitlines()
+    ]
     assert 2.5 < losses[0] < 3.5, "half of ln 512"
     assert issubclass(lmforge.RunFailed, RunFailed)
-    assert load_model(tmp_path / "runs" / "own", torch.device("cpu"), torch.float32).config.hidden_size == 32
+    assert (
+        load_model(tmp_path / "runs" / "own", torch.device("cpu"), torch.float32).config.hidden_size
+        == 32
+    )

@@ -1,4 +1,6 @@
-"""Manifests on users' disks: what an earlier lmforge wrote is read, and the same content is written with the same bytes."""
+"""Manifests on users' disks: what an earlier lmforge wrote is read, and the same content is written
+with the same bytes.
+"""
 
 import json
 from pathlib import Path
@@ -97,7 +99,8 @@ CHECKPOINT = """\
 }
 """
 TOKENS = {
-    "manifest.json": """\
+    "manifest.json": (
+        """\
 {
  "format": 2,
  "source": "corpus.jsonl",
@@ -151,15 +154,18 @@ TOKENS = {
   "64": "337131bbb6aa741f78abd976a663f95b"
  }
 }
-""",
+"""
+    ),
     "train-00000.json": (
         '{"format": 2, "bytes": 54, "tokens": 27, "documents": 2, "dtype": "uint16", "tokenizer":'
-        ' "e1a50b215455168e6226a141d783b17f", "block_bytes": 65536, "checksum_block_bytes": 4096, "checksum_blocks":'
-        ' ["7cff70a115ef5771"], "document_blocks": ["eb2faf60edbccb87"], "document_block_firsts": [9]}'
+        ' "e1a50b215455168e6226a141d783b17f", "block_bytes": 65536, "checksum_block_bytes": 4096,'
+        ' "checksum_blocks": ["7cff70a115ef5771"], "document_blocks": ["eb2faf60edbccb87"],'
+        ' "document_block_firsts": [9]}'
     ),
     "best-fit-64.json": (
-        '{"version": 1, "sequence_length": 64, "tokens": "d54020567cfe752826b86d07a344bfb0", "shards": [{"name":'
-        ' "train-00000", "tokens": 27, "sequences": 1, "spans": 2, "xxh3": "f9947251697d3a66"}]}'
+        '{"version": 1, "sequence_length": 64, "tokens": "d54020567cfe752826b86d07a344bfb0",'
+        ' "shards": [{"name": "train-00000", "tokens": 27, "sequences": 1, "spans": 2, "xxh3":'
+        ' "f9947251697d3a66"}]}'
     ),
 }
 EXAMPLES = """\
@@ -206,7 +212,9 @@ EXAMPLES = """\
 """
 
 
-def test_the_manifest_of_a_checkpoint_is_read_and_written_again_with_the_same_bytes(tmp_path: Path) -> None:
+def test_the_manifest_of_a_checkpoint_is_read_and_written_again_with_the_same_bytes(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "step-00000002"
     folder.mkdir()
     (folder / MANIFEST).write_text(CHECKPOINT)
@@ -216,7 +224,11 @@ def test_the_manifest_of_a_checkpoint_is_read_and_written_again_with_the_same_by
     assert json.loads(manifest.json_text) == fields
     del fields["xxh3"]
     assert Manifest(**fields).json_text == CHECKPOINT
-    assert (manifest.step, manifest.batch_offset, manifest.metrics) == (2, 1, {"loss": 2.5, "val/loss": None})
+    assert (manifest.step, manifest.batch_offset, manifest.metrics) == (
+        2,
+        1,
+        {"loss": 2.5, "val/loss": None},
+    )
     check_sizes(folder, manifest)
     (folder / "__0_0.distcp").write_bytes(b"1234")
     with pytest.raises(CorruptCheckpoint, match=r"^__0_0.distcp has 4 bytes instead of 5$"):
@@ -224,11 +236,18 @@ def test_the_manifest_of_a_checkpoint_is_read_and_written_again_with_the_same_by
 
 
 @pytest.mark.parametrize("field", ["data_plan", "contents", "metrics", "kept", "bad_step_detector"])
-def test_a_manifest_without_what_was_added_later_has_its_default(tmp_path: Path, field: str) -> None:
+def test_a_manifest_without_what_was_added_later_has_its_default(
+    tmp_path: Path, field: str
+) -> None:
     fields = json.loads(CHECKPOINT)
     del fields["xxh3"], fields[field]
     (tmp_path / MANIFEST).write_text(Manifest(**fields).json_text)
-    assert getattr(read_manifest(tmp_path), field) in ({}, ["model", "optimizer"], False, EMPTY_DETECTOR)
+    assert getattr(read_manifest(tmp_path), field) in (
+        {},
+        ["model", "optimizer"],
+        False,
+        EMPTY_DETECTOR,
+    )
 
 
 EMPTY_DETECTOR = {"skipped_steps": 0, "consecutive_bad_steps": 0, "rollbacks": 0, "losses": []}
@@ -239,11 +258,25 @@ def test_the_manifests_of_a_token_folder_are_read_and_written_with_the_same_byte
 ) -> None:
     monkeypatch.chdir(tmp_path)
     texts = ("one line", "two lines of text", "a third")
-    (tmp_path / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    options = ["--tokenizer", "bytes", "--workers", "1", "--best_fit_length", "64", "--validation_ratio", "0.3"]
+    (tmp_path / "corpus.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    )
+    options = [
+        "--tokenizer",
+        "bytes",
+        "--workers",
+        "1",
+        "--best_fit_length",
+        "64",
+        "--validation_ratio",
+        "0.3",
+    ]
     assert run(["prepare", "corpus.jsonl", "tokens", *options]) == 0
     written = {name: (tmp_path / "tokens" / name).read_text() for name in TOKENS}
-    of_corpus, before = (json.loads(each["manifest.json"])["plan"]["files"] for each in (written, TOKENS))  # has its time
+    # Has its time.
+    of_corpus, before = (
+        json.loads(each["manifest.json"])["plan"]["files"] for each in (written, TOKENS)
+    )
     assert {name: text.replace(of_corpus, before) for name, text in written.items()} == TOKENS
     for name, text in TOKENS.items():
         (tmp_path / "tokens" / name).write_text(text)
@@ -260,7 +293,9 @@ def test_the_manifest_of_a_folder_of_examples_is_read_and_written_with_the_same_
     assert run(["prepare", "corpus.txt", "tokens", "--tokenizer", "bytes", "--workers", "1"]) == 0
     tokenizer = Tokenizer.open(tmp_path / "tokens" / "tokenizer")
     scored = np.array([False, False, True])
-    groups = [ExampleGroup((TokenizedExample(np.array([n, 5, 6], np.int32), scored),)) for n in (1, 2, 3)]
+    groups = [
+        ExampleGroup((TokenizedExample(np.array([n, 5, 6], np.int32), scored),)) for n in (1, 2, 3)
+    ]
     write_examples(
         tmp_path / "examples",
         {"train": groups, "validation": []}.__getitem__,

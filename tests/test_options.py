@@ -55,7 +55,8 @@ class Flat(Options):
     count: int = option(1, "how many")
 
 
-# TOML and the command line carry any text but half a surrogate pair; text "none" is nothing where that is a choice.
+# TOML and the command line carry any text but half a surrogate pair; text "none" is nothing where
+# that is a choice.
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 numbers = st.floats(min_value=0, allow_nan=False, allow_infinity=False)
 items = st.fixed_dictionaries({"name": texts}, optional={"size": numbers})
@@ -90,9 +91,15 @@ def command_line_of(table: dict[str, dict[str, Any]]) -> list[str]:
                 lines = [to_toml(Item(**table)).strip().split("\n") for table in value]
                 words += [f"--{part}.{name}", *("{" + ", ".join(each) + "}" for each in lines)]
             elif isinstance(value, list):
-                words += [f"--{part}.{name}={value[0]}"] if len(value) == 1 else [f"--{part}.{name}", *value]
+                words += (
+                    [f"--{part}.{name}={value[0]}"]
+                    if len(value) == 1
+                    else [f"--{part}.{name}", *value]
+                )
             else:
-                words.append(f"--{part}.{name}={str(value).lower() if isinstance(value, bool) else value}")
+                words.append(
+                    f"--{part}.{name}={str(value).lower() if isinstance(value, bool) else value}"
+                )
     return words
 
 
@@ -114,7 +121,9 @@ def test_a_command_line_and_a_recipe_give_the_same_options(table: dict[str, Any]
 
 @draws_may_be_slow
 @given(trees, trees)
-def test_the_command_line_overrides_the_recipe_option_by_option(recipe: dict[str, Any], typed: dict[str, Any]) -> None:
+def test_the_command_line_overrides_the_recipe_option_by_option(
+    recipe: dict[str, Any], typed: dict[str, Any]
+) -> None:
     for values in typed.values():
         values.pop("texts", None)
     merged = {part: {**recipe.get(part, {}), **typed.get(part, {})} for part in {**recipe, **typed}}
@@ -160,7 +169,9 @@ def test_a_recipe_is_not_changed_by_what_overrides_it() -> None:
         (["--inner.tables"], {"tables": ()}),
     ],
 )
-def test_words_are_parsed_as_the_option_declares(words: list[str], expected: dict[str, Any]) -> None:
+def test_words_are_parsed_as_the_option_declares(
+    words: list[str], expected: dict[str, Any]
+) -> None:
     read = parse_options(Tree, words).inner.model_dump()
     assert {name: read[name] for name in expected} == expected
     assert {name: value for name, value in read.items() if name not in expected} == {
@@ -169,7 +180,9 @@ def test_words_are_parsed_as_the_option_declares(words: list[str], expected: dic
 
 
 def test_positional_options_take_words_in_turn() -> None:
-    assert parse_options(Flat, ["a", "b", "-c", "--count", "3", "d"]) == Flat(first=Path("a"), rest=("b", "-c", "d"), count=3)
+    assert parse_options(Flat, ["a", "b", "-c", "--count", "3", "d"]) == Flat(
+        first=Path("a"), rest=("b", "-c", "d"), count=3
+    )
     assert parse_options(Flat, ["--first", "a", "b"]) == Flat(first=Path("a"), rest=("b",))
     assert parse_options(Flat, ["a", "--rest", "b", "c"]) == Flat(first=Path("a"), rest=("b", "c"))
 
@@ -200,7 +213,9 @@ WRONG: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("name", "value", "message"), WRONG)
-def test_a_wrong_value_in_a_recipe_is_reported_with_its_option(name: str, value: Any, message: str) -> None:
+def test_a_wrong_value_in_a_recipe_is_reported_with_its_option(
+    name: str, value: Any, message: str
+) -> None:
     with pytest.raises(UserError) as caught:
         parse_options(Tree, [], {"inner": {name: value}}, "a.toml")
     assert str(caught.value) == f"a.toml: inner.{name}: {message}"
@@ -218,7 +233,9 @@ def test_a_wrong_value_in_a_recipe_is_reported_with_its_option(name: str, value:
         ("choice", "up", "expected 'left' or 'right', got \"up\""),
     ],
 )
-def test_a_wrong_value_on_the_command_line_is_reported_with_its_option(name: str, word: str, message: str) -> None:
+def test_a_wrong_value_on_the_command_line_is_reported_with_its_option(
+    name: str, word: str, message: str
+) -> None:
     with pytest.raises(UserError) as caught:
         parse_options(Tree, [f"--inner.{name}", word], {"inner": {"text": "fine"}}, "a.toml")
     assert str(caught.value) == f"--inner.{name}: {message}"
@@ -233,7 +250,9 @@ def test_a_wrong_value_on_the_command_line_is_reported_with_its_option(name: str
         ({"nmae": "a"}, "tables.nmae: no such option; did you mean inner.tables.name?"),
     ],
 )
-def test_a_wrong_value_in_a_list_of_tables_is_reported_with_its_key(item: dict[str, Any], message: str) -> None:
+def test_a_wrong_value_in_a_list_of_tables_is_reported_with_its_key(
+    item: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UserError) as caught:
         parse_options(Tree, [], {"inner": {"tables": [{"name": "fine"}, item]}}, "a.toml")
     assert str(caught.value) == f"a.toml: inner.{message}"
@@ -256,10 +275,15 @@ def test_a_section_that_is_not_a_table_is_refused(section_value: Any, words: lis
         ({"inner": {"whoel": 5}}, "a.toml: inner.whoel: no such option; did you mean inner.whole?"),
         ({"iner": {"whole": 5}}, "a.toml: iner: no such option; did you mean inner?"),
         ({"otherpart": {}}, "a.toml: otherpart: no such option; did you mean other_part?"),
-        ({"inner": {"zzzzz": 5}}, "a.toml: inner.zzzzz: no such option; --help all lists all options"),
+        (
+            {"inner": {"zzzzz": 5}},
+            "a.toml: inner.zzzzz: no such option; --help all lists all options",
+        ),
     ],
 )
-def test_an_unknown_key_is_refused_with_the_nearest_name(table: dict[str, Any], message: str) -> None:
+def test_an_unknown_key_is_refused_with_the_nearest_name(
+    table: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UserError) as caught:
         parse_options(Tree, [], table, "a.toml")
     assert str(caught.value) == message
@@ -269,12 +293,21 @@ def test_an_unknown_key_is_refused_with_the_nearest_name(table: dict[str, Any], 
     ("word", "message"),
     [
         ("--inner.whoel", "--inner.whoel: no such option; did you mean inner.whole?"),
-        ("--inner.maybe-wole", "--inner.maybe-wole: no such option; did you mean inner.maybe_whole?"),
+        (
+            "--inner.maybe-wole",
+            "--inner.maybe-wole: no such option; did you mean inner.maybe_whole?",
+        ),
         ("--maybe_whole", "--maybe_whole: no such option; did you mean inner.maybe_whole?"),
         ("--qqqq=3", "--qqqq: no such option; --help all lists all options"),
         ("--inner.tables.name", "--inner.tables.name: no such option; did you mean inner.tables?"),
-        ("--inner.tables=a", '--inner.tables: expected a table of TOML such as {key = "value"}, got "a"'),
-        ("--inner.tables={} \nb = 1", '--inner.tables: expected a table of TOML such as {key = "value"}, got "{} \\nb = 1"'),
+        (
+            "--inner.tables=a",
+            '--inner.tables: expected a table of TOML such as {key = "value"}, got "a"',
+        ),
+        (
+            "--inner.tables={} \nb = 1",
+            '--inner.tables: expected a table of TOML such as {key = "value"}, got "{} \\nb = 1"',
+        ),
         ("--inner.tables=5", "--inner.tables: expected a table, got 5"),
         ("--inner.whole", "--inner.whole: needs a value"),
         ("--inner.switch=yes", '--inner.switch: expected true or false, got "yes"'),
@@ -294,7 +327,10 @@ def test_tables_are_given_one_by_one_or_as_an_array_of_them() -> None:
     assert [table.name for table in one_by_one.inner.tables] == ["a", "b"]
     for words in (['[{name = "a"}, {name = "b"}]'], ['[{name = "a"}]', '{name = "b"}']):
         assert parse_options(Tree, ["--inner.tables", *words]) == one_by_one
-    for wrong, got in (('[{"name": "a"}]', "expected a table of TOML"), ("[3]", "expected a table, got 3")):
+    for wrong, got in (
+        ('[{"name": "a"}]', "expected a table of TOML"),
+        ("[3]", "expected a table, got 3"),
+    ):
         with pytest.raises(UserError, match=rf"^--inner\.tables: {got}"):
             parse_options(Tree, ["--inner.tables", wrong])
 
@@ -306,7 +342,9 @@ def test_a_missing_argument_is_reported_with_its_meaning() -> None:
 
 def test_a_date_in_a_recipe_is_a_wrong_type_like_another(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text("[inner]\nwhole = 2024-01-01\n")
-    with pytest.raises(UserError, match=r'inner\.whole: expected a whole number, got "2024-01-01"$'):
+    with pytest.raises(
+        UserError, match=r'inner\.whole: expected a whole number, got "2024-01-01"$'
+    ):
         validate_options(Tree, read_recipe(tmp_path / "a.toml"), "a.toml")
 
 
@@ -319,7 +357,9 @@ def test_a_date_in_a_recipe_is_a_wrong_type_like_another(tmp_path: Path) -> None
         (b"[inner]\nwhole = 1\nwhole = 2\n", r"not valid TOML: .*line 3"),
     ],
 )
-def test_a_file_that_is_not_a_recipe_is_refused(tmp_path: Path, content: bytes | None, message: str) -> None:
+def test_a_file_that_is_not_a_recipe_is_refused(
+    tmp_path: Path, content: bytes | None, message: str
+) -> None:
     if content is not None:
         (tmp_path / "a.toml").write_bytes(content)
     with pytest.raises(UserError, match=rf"/a\.toml: {message}"):
@@ -342,11 +382,20 @@ def test_help_gives_type_meaning_and_default_of_each_option() -> None:
     assert halves["--inner.choice left|right"] == "one of two (default: left)"
     assert halves["--inner.texts TEXT …"] == 'some texts (default: ["one"])'
     assert halves["--inner.tables TABLE …"] == "some tables (default: none)"
-    below = [line.strip() for line in lines[lines.index(next(line for line in lines if "--inner.tables" in line)) + 1 :]]
+    below = [
+        line.strip()
+        for line in lines[
+            lines.index(next(line for line in lines if "--inner.tables" in line)) + 1 :
+        ]
+    ]
     assert [re.sub(" {2,}", ": ", line) for line in below[:2]] == [
         "name TEXT: its name (required)",
         "size NUMBER: its size (default: any)",
     ]
     assert halves["--inner.maybe_number NUMBER"] == "a number or nothing (default: none)"
-    assert [line.split()[0] for line in format_help(Flat).splitlines()] == ["[--]first", "[--]rest", "--count"]
+    assert [line.split()[0] for line in format_help(Flat).splitlines()] == [
+        "[--]first",
+        "[--]rest",
+        "--count",
+    ]
     assert "(required)" in format_help(Flat).splitlines()[0]

@@ -1,4 +1,6 @@
-"""Every path that a command writes and a user names: what is there and is not its own stays, and is named in one line."""
+"""Every path that a command writes and a user names: what is there and is not its own stays, and is
+named in one line.
+"""
 
 import json
 import os
@@ -13,7 +15,13 @@ from tests.model.test_layouts import TOLD, saved_by_torchtitan, torchtitan_state
 
 # The words of each command that writes a file or a folder of a user's choice.
 WRITTEN = {
-    ("bench", "bench.trace"): "--model.preset nano --data.sequence_length 16 --train.global_batch_size 1 --train.device cpu",
+    (
+        "bench",
+        "bench.trace",
+    ): (
+        "--model.preset nano --data.sequence_length 16 --train.global_batch_size 1"
+        " --train.device cpu"
+    ),
     ("bench", "bench.out"): "--bench.calibrate true --bench.calibrate_seconds 1 --train.device cpu",
     ("plan", "plan.write"): "--search --gpus 8 --configurations 3",
     ("report", "out"): "RUN",
@@ -22,7 +30,8 @@ WRITTEN = {
     ("import", "out"): f"theirs OUT {' '.join(TOLD)} --overwrite",
     ("prepare", "out"): "text.txt OUT --vocab_size 301 --workers 1 --overwrite",
 }
-# Runs and caches, into which commands of many kinds write below names of their own, and downloads (tests/data/test_hub.py).
+# Runs and caches, into which commands of many kinds write below names of their own, and downloads
+# (tests/data/test_hub.py).
 KEPT = {
     "run.folder",
     "distill.logprobs",
@@ -41,7 +50,16 @@ READ = {
     "data.validation_files",
     "decontaminate",
 }
-READ |= {"fewshot_file", "file", "hosts", "launch.hosts", "lm_eval_include_path", "log.calibration", "model", "model.source"}
+READ |= {
+    "fewshot_file",
+    "file",
+    "hosts",
+    "launch.hosts",
+    "lm_eval_include_path",
+    "log.calibration",
+    "model",
+    "model.source",
+}
 READ |= {
     "ladder.mixtures",
     "ladder.runs",
@@ -60,7 +78,9 @@ READ |= {
 
 
 def test_every_option_that_names_a_path_is_known_to_be_read_or_written() -> None:
-    """Of a new one that is written, add the command to WRITTEN; it asks `check_output` in atomic_files.py."""
+    """Of a new one that is written, add the command to WRITTEN; it asks `check_output` in
+    atomic_files.py.
+    """
     for verb, entry in VERBS.items():
         for path, field in iter_options(entry.options, in_tables=True):
             name = ".".join(path)
@@ -71,7 +91,12 @@ def test_every_option_that_names_a_path_is_known_to_be_read_or_written() -> None
 @pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize(("verb", "option"), WRITTEN)
 def test_what_is_not_a_commands_own_is_not_overwritten(
-    verb: str, option: str, tiny_run: Path, tmp_path: Path, refused: Refusal, monkeypatch: pytest.MonkeyPatch
+    verb: str,
+    option: str,
+    tiny_run: Path,
+    tmp_path: Path,
+    refused: Refusal,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("questions.jsonl").write_text(json.dumps({"prompt": "a", "answer": "b"}) + "\n")
@@ -92,6 +117,8 @@ def test_what_is_not_a_commands_own_is_not_overwritten(
         assert out in message
         assert "another" in message or "expected a name that ends with" in message
         assert sorted(os.listdir(tmp_path)) == before
-        assert {Path(name).read_text() for name in ("notes.html", "folder/notes.txt", "link.json")} == {"years of work"}
+        assert {
+            Path(name).read_text() for name in ("notes.html", "folder/notes.txt", "link.json")
+        } == {"years of work"}
         assert Path("folder/.lock").read_text() == "theirs"
         assert os.readlink("dangling.toml") == "nowhere"

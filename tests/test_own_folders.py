@@ -1,4 +1,6 @@
-"""What is removed or used in a place where others may prepare names is only what this user has made there."""
+"""What is removed or used in a place where others may prepare names is only what this user has made
+there.
+"""
 
 import os
 import shutil
@@ -8,7 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from lmforge.core.files.own_folders import TOKEN_NAME, is_trusted_folder, make_own_folder, remove_own_folder
+from lmforge.core.files.own_folders import (
+    TOKEN_NAME,
+    is_trusted_folder,
+    make_own_folder,
+    remove_own_folder,
+)
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to another user")
@@ -31,7 +38,9 @@ def make_token_a_link(folder: Path) -> None:
     (folder / TOKEN_NAME).symlink_to("../token")
 
 
-def test_a_folder_of_a_process_is_for_its_user_alone_and_removed_with_what_links_in_it_name_left(tmp_path: Path) -> None:
+def test_a_folder_of_a_process_is_for_its_user_alone_and_removed_with_what_links_in_it_name_left(
+    tmp_path: Path,
+) -> None:
     folder, token = make_own_folder(tmp_path / "new", "weights-")
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert make_own_folder(tmp_path / "new", "weights-")[0] != folder
@@ -44,14 +53,26 @@ def test_a_folder_of_a_process_is_for_its_user_alone_and_removed_with_what_links
     (folder / "deep" / "er" / "to-folder").symlink_to(tmp_path / "folder")
     assert remove_own_folder(folder, token)
     assert not folder.exists()
-    assert (tmp_path / "file").read_text() == (tmp_path / "folder" / "file").read_text() == "of the user"
+    assert (
+        (tmp_path / "file").read_text()
+        == (tmp_path / "folder" / "file").read_text()
+        == "of the user"
+    )
     assert not remove_own_folder(folder, token)
 
 
 @pytest.mark.parametrize(
-    "change", [replace_by_link, pytest.param(give_to_another_user, marks=as_root), replace_token, make_token_a_link]
+    "change",
+    [
+        replace_by_link,
+        pytest.param(give_to_another_user, marks=as_root),
+        replace_token,
+        make_token_a_link,
+    ],
 )
-def test_a_folder_that_is_not_what_was_made_stays_as_it_is(change: Callable[[Path], None], tmp_path: Path) -> None:
+def test_a_folder_that_is_not_what_was_made_stays_as_it_is(
+    change: Callable[[Path], None], tmp_path: Path
+) -> None:
     folder, token = make_own_folder(tmp_path, "weights-")
     (folder / "thesis.tex").write_text("years of work")
     change(folder)

@@ -1,4 +1,6 @@
-"""`lmforge run`: stages in order, each from the run of the one before it; interrupted, it resumes."""
+"""`lmforge run`: stages in order, each from the run of the one before it; interrupted, it
+resumes.
+"""
 
 import json
 import os
@@ -15,7 +17,16 @@ from lmforge.core.records.runs import Run
 from tests.conftest import Command, Refusal
 from tests.preloaded import Forked, preloaded, rank_variables
 
-FEW = ["--data.sequence_length", "64", "--train.global_batch_size", "4", "--train.dtype", "fp32", "--train.device", "cpu"]
+FEW = [
+    "--data.sequence_length",
+    "64",
+    "--train.global_batch_size",
+    "4",
+    "--train.dtype",
+    "fp32",
+    "--train.device",
+    "cpu",
+]
 FEW += ["--train.compile", "off", "--train.threads", "1", "--log.every_steps", "1", "--train.steps"]
 
 
@@ -32,7 +43,10 @@ def pipeline(folder: Path, *stages: dict[str, object]) -> Path:
 @pytest.fixture
 def chats(tmp_path: Path) -> Path:
     file = tmp_path / "chats.jsonl"
-    turns = [[{"role": "user", "content": f"{n} or {n + 1}?"}, {"role": "assistant", "content": str(n)}] for n in range(40)]
+    turns = [
+        [{"role": "user", "content": f"{n} or {n + 1}?"}, {"role": "assistant", "content": str(n)}]
+        for n in range(40)
+    ]
     file.write_text("".join(json.dumps({"messages": turn}) + "\n" for turn in turns))
     return file
 
@@ -62,8 +76,13 @@ def interrupt(process: Forked) -> str:
     return printed(process)
 
 
-def test_stages_follow_each_other_and_are_not_run_twice(tiny_run: Path, chats: Path, tmp_path: Path, lmforge: Command) -> None:
-    sft = {"verb": "sft", "arguments": ["--model.source", str(tiny_run), "--data.files", str(chats), *FEW, "2"]}
+def test_stages_follow_each_other_and_are_not_run_twice(
+    tiny_run: Path, chats: Path, tmp_path: Path, lmforge: Command
+) -> None:
+    sft = {
+        "verb": "sft",
+        "arguments": ["--model.source", str(tiny_run), "--data.files", str(chats), *FEW, "2"],
+    }
     export = {"verb": "export", "arguments": ["{sft}", str(tmp_path / "out")]}
     file = pipeline(tmp_path, sft, export)
     done = lmforge("run", file, cwd=tmp_path)
@@ -82,7 +101,10 @@ def test_stages_follow_each_other_and_are_not_run_twice(tiny_run: Path, chats: P
 def test_a_stage_that_changes_is_run_again_and_makes_later_ones_stale(
     tiny_run: Path, chats: Path, tmp_path: Path, lmforge: Command
 ) -> None:
-    sft = {"verb": "sft", "arguments": ["--model.source", str(tiny_run), "--data.files", str(chats), *FEW, "3"]}
+    sft = {
+        "verb": "sft",
+        "arguments": ["--model.source", str(tiny_run), "--data.files", str(chats), *FEW, "3"],
+    }
     more = {"verb": "sft", "name": "more", "arguments": ["--data.files", str(chats), *FEW, "2"]}
     done = lmforge("run", pipeline(tmp_path, sft, more), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -96,14 +118,25 @@ def test_a_stage_that_changes_is_run_again_and_makes_later_ones_stale(
     anew = sft | {"arguments": [*sft["arguments"], "--run.overwrite"]}  # type: ignore[misc]
     stale = lmforge("run", pipeline(tmp_path, anew, more), cwd=tmp_path)
     assert stale.returncode == 2
-    assert "talk-more was trained from has changed since; delete this run, or add --run.overwrite" in stale.stderr
+    assert (
+        "talk-more was trained from has changed since; delete this run, or add --run.overwrite"
+        in stale.stderr
+    )
 
 
 def test_an_interrupted_pipeline_resumes_its_stage_and_overwrites_its_run_only_once(
     tiny_run: Path, chats: Path, tmp_path: Path
 ) -> None:
     run = Run(Path(shutil.copytree(tiny_run, tmp_path / "runs" / "talk-sft")))
-    words = ["--model.source", str(tiny_run), "--data.files", str(chats), "--run.overwrite", *FEW, "1000000"]
+    words = [
+        "--model.source",
+        str(tiny_run),
+        "--data.files",
+        str(chats),
+        "--run.overwrite",
+        *FEW,
+        "1000000",
+    ]
     file = pipeline(tmp_path, {"verb": "sft", "arguments": words})
     first_start = run.started_at_ns
     process = start(file)
@@ -119,7 +152,9 @@ def test_an_interrupted_pipeline_resumes_its_stage_and_overwrites_its_run_only_o
 
 
 @pytest.mark.slow
-def test_an_interrupted_stage_resumes_with_other_arguments_too(tiny_run: Path, chats: Path, tmp_path: Path) -> None:
+def test_an_interrupted_stage_resumes_with_other_arguments_too(
+    tiny_run: Path, chats: Path, tmp_path: Path
+) -> None:
     words = ["--model.source", str(tiny_run), "--data.files", str(chats), *FEW]
     run = Run(tmp_path / "runs" / "talk-sft")
     process = start(pipeline(tmp_path, {"verb": "sft", "arguments": [*words, "4000"]}))
@@ -134,8 +169,15 @@ def test_an_interrupted_stage_resumes_with_other_arguments_too(tiny_run: Path, c
 
 
 @pytest.mark.slow
-def test_an_interrupted_pipeline_says_so_although_its_stage_ends_well(tiny_run: Path, tmp_path: Path) -> None:
-    process = start(pipeline(tmp_path, {"verb": "serve", "arguments": [str(tiny_run), "--port", "0", "--device", "cpu"]}))
+def test_an_interrupted_pipeline_says_so_although_its_stage_ends_well(
+    tiny_run: Path, tmp_path: Path
+) -> None:
+    process = start(
+        pipeline(
+            tmp_path,
+            {"verb": "serve", "arguments": [str(tiny_run), "--port", "0", "--device", "cpu"]},
+        )
+    )
     while "\nhttp://" not in printed(process):
         assert process.poll() is None, printed(process)
         time.sleep(0.02)
@@ -143,7 +185,9 @@ def test_an_interrupted_pipeline_says_so_although_its_stage_ends_well(tiny_run: 
 
 
 @pytest.mark.slow
-def test_a_pipeline_ends_with_the_status_of_a_stage_that_lost_a_rank(tiny_run: Path, chats: Path, tmp_path: Path) -> None:
+def test_a_pipeline_ends_with_the_status_of_a_stage_that_lost_a_rank(
+    tiny_run: Path, chats: Path, tmp_path: Path
+) -> None:
     words = ["--model.source", str(tiny_run), "--data.files", str(chats), *FEW, "1000000"]
     file = pipeline(tmp_path, {"verb": "sft", "arguments": words})
     ranks = [start(file, **variables) for variables in rank_variables(2)]
@@ -154,12 +198,16 @@ def test_a_pipeline_ends_with_the_status_of_a_stage_that_lost_a_rank(tiny_run: P
     assert ranks[1].wait(timeout=300) == 1
 
 
-def test_a_state_file_that_cannot_be_read_is_reported_with_the_way_out(tmp_path: Path, refused: Refusal) -> None:
+def test_a_state_file_that_cannot_be_read_is_reported_with_the_way_out(
+    tmp_path: Path, refused: Refusal
+) -> None:
     file = pipeline(tmp_path, {"verb": "show", "arguments": ["nano"]})
     state = tmp_path / "runs" / ".talk.pipeline.json"
     state.parent.mkdir()
     state.write_text('{"show": {"stale": "yes"}}')
-    assert refused("run", file).startswith(f'{state}: show.stale: expected true or false, got "yes"; delete it')
+    assert refused("run", file).startswith(
+        f'{state}: show.stale: expected true or false, got "yes"; delete it'
+    )
 
 
 @pytest.mark.parametrize(
@@ -170,15 +218,24 @@ def test_a_state_file_that_cannot_be_read_is_reported_with_the_way_out(tmp_path:
             [{"verb": "export", "arguments": ["{sft}"]}],
             "export: {sft}: no stage of this name trains before it; there are: none",
         ),
-        ([{"verb": "export", "recipe": "a.toml"}], "stage export: export takes no recipe; give its arguments"),
+        (
+            [{"verb": "export", "recipe": "a.toml"}],
+            "stage export: export takes no recipe; give its arguments",
+        ),
         (
             [{"verb": "sft", "arguments": ["a.toml"]}],
             "stage sft: a.toml: give a recipe as `recipe`, and arguments as --section.option",
         ),
-        ([{"verb": "sft", "argument": ["a"]}], "stages.argument: no such option; did you mean stages.arguments?"),
+        (
+            [{"verb": "sft", "argument": ["a"]}],
+            "stages.argument: no such option; did you mean stages.arguments?",
+        ),
         (
             [{"verb": "sft", "arguments": ["--run.name=mine"]}],
-            "stage sft: --run.name=mine: the pipeline says where runs are; leave it out, and give the stage a `name`",
+            (
+                "stage sft: --run.name=mine: the pipeline says where runs are; leave it out, and"
+                " give the stage a `name`"
+            ),
         ),
         (
             [{"verb": "sft", "arguments": ["--run.folder", "there"]}],
@@ -212,20 +269,34 @@ def test_a_recipe_of_a_stage_that_cannot_be_read_is_refused_and_a_pipe_is_not_wa
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_folder_of_a_pipeline_that_cannot_be_made_is_refused(tmp_path: Path, refused: Refusal) -> None:
+def test_a_folder_of_a_pipeline_that_cannot_be_made_is_refused(
+    tmp_path: Path, refused: Refusal
+) -> None:
     file = pipeline(tmp_path, {"verb": "show", "arguments": ["nano"]})
     file.write_text(file.read_text().replace(str(tmp_path / "runs"), "/proc/none"))
     reason = "No such file or directory"
-    assert refused("run", file) == f"/proc/none: cannot be made a folder ({reason}); choose another `folder` of the pipeline"
+    assert (
+        refused("run", file)
+        == f"/proc/none: cannot be made a folder ({reason}); choose another `folder` of the"
+        " pipeline"
+    )
 
 
-def test_a_stage_that_fails_ends_the_pipeline_with_its_status(tmp_path: Path, lmforge: Command) -> None:
+def test_a_stage_that_fails_ends_the_pipeline_with_its_status(
+    tmp_path: Path, lmforge: Command
+) -> None:
     file = pipeline(tmp_path, {"verb": "show", "arguments": ["nothing"]})
     done = lmforge("run", file, cwd=tmp_path)
     assert done.returncode == 2
     first, last = done.stderr.splitlines()
-    assert first == (
-        "lmforge: nothing: no such file or folder; give a recipe, a run, a checkpoint, a token folder, a Hugging Face folder,"
-        " a name on the hub or a preset; `lmforge show presets` lists the presets"
+    assert (
+        first
+        == "lmforge: nothing: no such file or folder; give a recipe, a run, a checkpoint, a token"
+        " folder, a Hugging Face folder, a name on the hub or a preset; `lmforge show presets`"
+        " lists the presets"
     )
-    assert last == f"lmforge: {file}: stage show ended with status 2; `lmforge run {file}` continues with this stage"
+    assert (
+        last
+        == f"lmforge: {file}: stage show ended with status 2; `lmforge run {file}` continues with"
+        " this stage"
+    )

@@ -1,4 +1,6 @@
-"""Plugins: files and packages of users add names, options and callbacks, and errors in one are reported in one line."""
+"""Plugins: files and packages of users add names, options and callbacks, and errors in one are
+reported in one line.
+"""
 
 import email.message
 import json
@@ -73,7 +75,7 @@ def records(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-# --- names and options ------------------------------------------------------------------------------------------------
+# --- names and options ----------------------------------------------------------------------------
 
 
 def test_what_lmforge_brings_is_registered_and_can_be_imported() -> None:
@@ -84,15 +86,22 @@ def test_what_lmforge_brings_is_registered_and_can_be_imported() -> None:
                 assert callable(registry.get(kind, name).load()), (kind, name)
 
 
-def test_files_of_a_registered_suffix_are_read_by_the_unit_that_it_is_registered_for(tmp_path: Path) -> None:
-    entries = [entry for entry in registry.entries("document_source") if entry.origin == registry.BUILT_IN]
-    assert len(entries) == sum(len(suffixes.split()) for suffixes in DOCUMENT_SOURCES.values())  # none is of two kinds
+def test_files_of_a_registered_suffix_are_read_by_the_unit_that_it_is_registered_for(
+    tmp_path: Path,
+) -> None:
+    entries = [
+        entry for entry in registry.entries("document_source") if entry.origin == registry.BUILT_IN
+    ]
+    # None is of two kinds.
+    assert len(entries) == sum(len(suffixes.split()) for suffixes in DOCUMENT_SOURCES.values())
     pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), tmp_path / "a.parquet")
     for entry in entries:
         path = tmp_path / f"a.{entry.name}"
         if entry.name != "parquet":
             path.write_text("text")
-        assert {type(unit) for unit in open_text_source(str(path), "text").units()} == {entry.load()}, entry.name
+        assert {type(unit) for unit in open_text_source(str(path), "text").units()} == {
+            entry.load()
+        }, entry.name
 
 
 OPTIONS = """
@@ -109,12 +118,17 @@ lmforge.register("optimizer", "my-opt", "mine_loss:build", options=Mine)
 
 def test_options_of_a_plugin_are_in_help_without_torch(recipe: Path) -> None:
     with_plugin(recipe, OPTIONS)
-    code = "import sys; from lmforge.cli import run; s = run(sys.argv[1:]); sys.exit(9 if 'torch' in sys.modules else s)"
+    code = (
+        "import sys; from lmforge.cli import run; s = run(sys.argv[1:]); sys.exit(9 if 'torch' in"
+        " sys.modules else s)"
+    )
     for words in (
         ["pretrain", str(recipe), "--help", "all"],
         ["sft", "--plugins", str(recipe.parent / "mine.py"), "--help", "all"],
     ):
-        done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60
+        )
         assert done.returncode == 0, done.stderr
         assert "[objective.my_own]  objective my-own: What is mine" in done.stdout
         assert "how strong it is (default: 0.5)" in done.stdout
@@ -122,34 +136,57 @@ def test_options_of_a_plugin_are_in_help_without_torch(recipe: Path) -> None:
 
 
 def test_importing_lmforge_and_a_plugin_imports_no_torch() -> None:
-    for program in ("import lmforge", f"import lmforge.core.plugins as p; p.load_plugins([{str(PLUGINS / 'focal.py')!r}])"):
+    for program in (
+        "import lmforge",
+        f"import lmforge.core.plugins as p; p.load_plugins([{str(PLUGINS / 'focal.py')!r}])",
+    ):
         code = f"{program}; import sys; sys.exit('torch' in sys.modules)"
         assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
-def test_options_of_a_plugin_are_read_from_recipe_and_command_line_and_checked(recipe: Path) -> None:
+def test_options_of_a_plugin_are_read_from_recipe_and_command_line_and_checked(
+    recipe: Path,
+) -> None:
     with_plugin(recipe, OPTIONS, '[objective]\nname = "my-own"\nmy_own.strength = 0.25\n')
     assert parse_config(PretrainConfig, [str(recipe)]).objective.my_own.strength == 0.25
-    assert parse_config(PretrainConfig, [str(recipe), "--objective.my-own.strength", "1"]).objective.my_own.strength == 1
-    with pytest.raises(UserError, match=r"^--objective.my_own.strength: expected a number of at most 1.0, got 2.0$"):
+    assert (
+        parse_config(
+            PretrainConfig, [str(recipe), "--objective.my-own.strength", "1"]
+        ).objective.my_own.strength
+        == 1
+    )
+    with pytest.raises(
+        UserError, match=r"^--objective.my_own.strength: expected a number of at most 1.0, got 2.0$"
+    ):
         parse_config(PretrainConfig, [str(recipe), "--objective.my_own.strength", "2"])
-    with pytest.raises(UserError, match=r"^--objective.my_own.strenth: no such option; did you mean objective.my_own.strength"):
+    with pytest.raises(
+        UserError,
+        match=(
+            r"^--objective.my_own.strenth: no such option; did you mean objective.my_own.strength"
+        ),
+    ):
         parse_config(PretrainConfig, [str(recipe), "--objective.my_own.strenth", "1"])
 
 
 def test_a_recipe_without_plugins_does_not_know_their_options(recipe: Path) -> None:
     recipe.write_text(f'{recipe.read_text()}[objective]\nname = "my-own"\n')
-    with pytest.raises(UserError, match=r'objective.name: expected .* or grpo, got "my-own"; a plugin may add it'):
+    with pytest.raises(
+        UserError, match=r'objective.name: expected .* or grpo, got "my-own"; a plugin may add it'
+    ):
         parse_config(PretrainConfig, [str(recipe)])
 
 
 def test_an_unknown_name_is_refused_with_the_nearest(recipe: Path) -> None:
     with_plugin(recipe, OPTIONS)
-    with pytest.raises(UserError, match=r'expected adamw, muon or my-opt, got "my-op"; did you mean my-opt\?$'):
+    with pytest.raises(
+        UserError, match=r'expected adamw, muon or my-opt, got "my-op"; did you mean my-opt\?$'
+    ):
         parse_config(PretrainConfig, [str(recipe), "--optimizer.name", "my-op"])
 
 
-DECLARED = "class O(lmforge.Options):\n    'x'\n    {}\nlmforge.register('{}', '{}', 'a:b', options=O)"
+DECLARED = (
+    "class O(lmforge.Options):\n    'x'\n    {}\nlmforge.register('{}', '{}', 'a:b', options=O)"
+)
 
 
 @pytest.mark.parametrize(
@@ -159,13 +196,31 @@ DECLARED = "class O(lmforge.Options):\n    'x'\n    {}\nlmforge.register('{}', '
         ("def broken(:", "cannot be imported: SyntaxError: invalid syntax"),
         ("1 / 0", "cannot be imported: ZeroDivisionError: division by zero"),
         ("import sys\nsys.exit(3)", "cannot be imported: SystemExit: 3"),
-        ("lmforge.register('optimizer', 'adamw', 'a:b')", "optimizer adamw: this name is taken by lmforge"),
-        ("lmforge.register('optimiser', 'x', 'a:b')", "optimiser: nothing of this kind is registered; did you mean"),
+        (
+            "lmforge.register('optimizer', 'adamw', 'a:b')",
+            "optimizer adamw: this name is taken by lmforge",
+        ),
+        (
+            "lmforge.register('optimiser', 'x', 'a:b')",
+            "optimiser: nothing of this kind is registered; did you mean",
+        ),
         ("lmforge.register('reward', 'Ünfug', 'a:b')", "expected a name of lower-case letters"),
-        ("lmforge.register('reward', 'x', 'nowhere')", "expected a function, a class or module:name"),
-        ("lmforge.register('objective', 'x', 'a:b', options=dict)", "expected a class derived from lmforge.Options"),
-        (DECLARED.format("a: int = lmforge.option(..., 'a')", "objective", "x"), "the option a has no default"),
-        (DECLARED.format("a: dict = lmforge.option({}, 'a')", "objective", "x"), "an option of a type that no recipe can give"),
+        (
+            "lmforge.register('reward', 'x', 'nowhere')",
+            "expected a function, a class or module:name",
+        ),
+        (
+            "lmforge.register('objective', 'x', 'a:b', options=dict)",
+            "expected a class derived from lmforge.Options",
+        ),
+        (
+            DECLARED.format("a: int = lmforge.option(..., 'a')", "objective", "x"),
+            "the option a has no default",
+        ),
+        (
+            DECLARED.format("a: dict = lmforge.option({}, 'a')", "objective", "x"),
+            "an option of a type that no recipe can give",
+        ),
         (DECLARED.format("", "optimizer", "lr"), "there is another option lr"),
         ("lmforge.register('model_family', 'x', 'a:b')", "give like="),
     ],
@@ -195,11 +250,16 @@ def test_a_plugin_that_has_changed_is_loaded_again(recipe: Path) -> None:
     with_plugin(recipe, OPTIONS)
     parse_config(PretrainConfig, [str(recipe)])
     (recipe.parent / "mine.py").write_text(OPTIONS.replace("my-own", "another"))
-    assert parse_config(PretrainConfig, [str(recipe), "--objective.name", "another"]).objective.name == "another"
+    assert (
+        parse_config(PretrainConfig, [str(recipe), "--objective.name", "another"]).objective.name
+        == "another"
+    )
     assert registry.find("objective", "my-own") is None
 
 
-def test_two_ranks_refuse_a_broken_plugin_with_one_line_and_one_status(lmforge: Command, recipe: Path) -> None:
+def test_two_ranks_refuse_a_broken_plugin_with_one_line_and_one_status(
+    lmforge: Command, recipe: Path
+) -> None:
     with_plugin(recipe, "1 / 0\n")
     done = lmforge("pretrain", recipe, "--launch.processes", "2")
     assert done.returncode == 2
@@ -209,8 +269,12 @@ def test_two_ranks_refuse_a_broken_plugin_with_one_line_and_one_status(lmforge: 
 def test_an_installed_package_is_found_by_its_entry_point(tmp_path: Path, recipe: Path) -> None:
     site = tmp_path / "site"
     (site / "their_plugin-1.5.dist-info").mkdir(parents=True)
-    (site / "their_plugin-1.5.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: their-plugin\nVersion: 1.5\n")
-    (site / "their_plugin-1.5.dist-info" / "entry_points.txt").write_text("[lmforge.plugins]\ntheirs = their_plugin\n")
+    (site / "their_plugin-1.5.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: their-plugin\nVersion: 1.5\n"
+    )
+    (site / "their_plugin-1.5.dist-info" / "entry_points.txt").write_text(
+        "[lmforge.plugins]\ntheirs = their_plugin\n"
+    )
     (site / "their_plugin.py").write_text(OPTIONS.replace("my-own", "theirs"))
     code = "import sys; from lmforge.cli import run; sys.exit(run(sys.argv[1:]))"
 
@@ -223,7 +287,9 @@ def test_an_installed_package_is_found_by_its_entry_point(tmp_path: Path, recipe
     (site / "their_plugin.py").write_text("1 / 0")
     done = run("pretrain", "--help")
     assert done.returncode == 2
-    assert done.stderr.startswith("lmforge: plugin theirs of their-plugin 1.5: cannot be imported: ZeroDivisionError")
+    assert done.stderr.startswith(
+        "lmforge: plugin theirs of their-plugin 1.5: cannot be imported: ZeroDivisionError"
+    )
     assert done.stderr.count("\n") == 1
 
 
@@ -235,7 +301,7 @@ def test_a_config_with_options_of_plugins_can_be_sent_to_other_ranks(recipe: Pat
     assert pickle.loads(pickle.dumps(config)) == config
 
 
-# --- what is trained --------------------------------------------------------------------------------------------------
+# --- what is trained ------------------------------------------------------------------------------
 
 OPTIMIZER = """
 import lmforge
@@ -300,7 +366,9 @@ sign.factor = 0.25
 def test_optimizer_schedule_and_callbacks_of_a_plugin_train_on_two_ranks_and_are_recorded(
     lmforge: Command, recipe: Path
 ) -> None:
-    text = recipe.read_text().replace("warmup_steps = 1", 'warmup_steps = 1\nname = "halves"\nmin_lr_ratio = 0.0')
+    text = recipe.read_text().replace(
+        "warmup_steps = 1", 'warmup_steps = 1\nname = "halves"\nmin_lr_ratio = 0.0'
+    )
     recipe.write_text(text.replace("[train]", '[train]\ncallbacks = ["notes"]'))
     with_plugin(recipe, OPTIMIZER, CHOSEN)
     run = recipe.parent / "runs" / "tiny"
@@ -311,7 +379,9 @@ def test_optimizer_schedule_and_callbacks_of_a_plugin_train_on_two_ranks_and_are
     for rank in (0, 1):
         notes = (run / f"notes-{rank}.txt").read_text().splitlines()
         assert notes[0] == "start 0 Decoder"
-        assert [line for line in notes if line.startswith("step")] == [f"step {step} True" for step in (1, 2, 3, 4)]
+        assert [line for line in notes if line.startswith("step")] == [
+            f"step {step} True" for step in (1, 2, 3, 4)
+        ]
         assert {"saved 2 True", "saved 4 True", "validation 4 val/loss", "end 4 done"} <= set(notes)
     # The plugin is kept with the run, and the checkpoint says which it was.
     assert (run / "plugins" / "mine.py").read_text() == OPTIMIZER
@@ -327,7 +397,9 @@ def test_optimizer_schedule_and_callbacks_of_a_plugin_train_on_two_ranks_and_are
     assert records(run)[-1]["step"] == 5
 
 
-def test_a_callback_that_raises_on_one_rank_ends_the_run_on_all(lmforge: Command, recipe: Path) -> None:
+def test_a_callback_that_raises_on_one_rank_ends_the_run_on_all(
+    lmforge: Command, recipe: Path
+) -> None:
     code = """
 import lmforge
 
@@ -343,7 +415,15 @@ class Raises:
     with_plugin(recipe, code)
     where = ["--run.folder", recipe.parent / "runs"]
     done = lmforge(
-        "pretrain", recipe, *where, "--train.callbacks", "raises", "--launch.processes", "2", "--launch.max_restarts", "0"
+        "pretrain",
+        recipe,
+        *where,
+        "--train.callbacks",
+        "raises",
+        "--launch.processes",
+        "2",
+        "--launch.max_restarts",
+        "0",
     )
     assert done.returncode == 1
     assert "callback raises: on_step_end raised ValueError: enough" in done.stderr
@@ -359,7 +439,10 @@ class Raises:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("def on_stepend(self, run, step, metrics): pass", "on_stepend is no point of a run; there are on_run_start"),
+        (
+            "def on_stepend(self, run, step, metrics): pass",
+            "on_stepend is no point of a run; there are on_run_start",
+        ),
         ("pass", "has no method that is one"),
         ("def __init__(self, options): raise KeyError('x')", "raised KeyError: 'x'"),
     ],
@@ -368,14 +451,22 @@ def test_a_callback_that_is_none_is_refused_before_anything_is_written(
     lmforge: Command, recipe: Path, body: str, message: str
 ) -> None:
     init = "" if "__init__" in body else "    def __init__(self, options): pass\n"
-    with_plugin(recipe, f"import lmforge\n@lmforge.register('callback', 'none')\nclass Nothing:\n    {body}\n{init}")
-    done = lmforge("pretrain", recipe, "--run.folder", recipe.parent / "runs", "--train.callbacks", "none")
+    with_plugin(
+        recipe,
+        "import lmforge\n@lmforge.register('callback', 'none')\nclass Nothing:\n   "
+        f" {body}\n{init}",
+    )
+    done = lmforge(
+        "pretrain", recipe, "--run.folder", recipe.parent / "runs", "--train.callbacks", "none"
+    )
     assert done.returncode == 2, done.stderr
     assert message in done.stderr
     assert not (recipe.parent / "runs" / "tiny" / "recipe.toml").exists()
 
 
-def test_an_objective_with_its_options_changes_what_is_learned_and_resumes(lmforge: Command, recipe: Path) -> None:
+def test_an_objective_with_its_options_changes_what_is_learned_and_resumes(
+    lmforge: Command, recipe: Path
+) -> None:
     for name in ("focal.py", "focal_loss.py"):
         shutil.copy(PLUGINS / name, recipe.parent)
     recipe.write_text(f'plugins = ["focal.py"]\n{recipe.read_text()}[objective]\nname = "focal"\n')
@@ -389,7 +480,9 @@ def test_an_objective_with_its_options_changes_what_is_learned_and_resumes(lmfor
         done = lmforge("pretrain", recipe, "--run.folder", runs, "--run.name", name, *words)
         assert done.returncode == 0, done.stderr
         losses[name] = records(runs / name)
-    assert [each["loss"] for each in losses["zero"]] == pytest.approx([each["loss"] for each in losses["plain"]], rel=1e-6)
+    assert [each["loss"] for each in losses["zero"]] == pytest.approx(
+        [each["loss"] for each in losses["plain"]], rel=1e-6
+    )
     assert losses["two"][-1]["loss"] != pytest.approx(losses["plain"][-1]["loss"], rel=1e-6)
     assert 0 < losses["two"][-1]["focal"] < losses["two"][-1]["loss"]
     assert losses["two"][-1]["val/focal"] > 0
@@ -399,14 +492,19 @@ def test_an_objective_with_its_options_changes_what_is_learned_and_resumes(lmfor
 
 
 @pytest.mark.slow
-def test_a_model_family_of_a_plugin_trains_and_is_opened_with_it(lmforge: Command, recipe: Path) -> None:
+def test_a_model_family_of_a_plugin_trains_and_is_opened_with_it(
+    lmforge: Command, recipe: Path
+) -> None:
     (recipe.parent / "quiet_llama.py").write_text(
         "from lmforge.core.model.modules.decoder import Decoder\n\n"
         "class QuietLlama(Decoder):\n"
         "    def forward(self, *arguments, **named):\n"
         "        return 0.5 * super().forward(*arguments, **named)\n"
     )
-    code = 'import lmforge\nlmforge.register("model_family", "quiet", "quiet_llama:QuietLlama", like="llama")\n'
+    code = (
+        'import lmforge\nlmforge.register("model_family", "quiet", "quiet_llama:QuietLlama",'
+        ' like="llama")\n'
+    )
     with_plugin(recipe, code)
     runs = recipe.parent / "runs"
     first = {}
@@ -426,14 +524,28 @@ def test_a_model_family_of_a_plugin_trains_and_is_opened_with_it(lmforge: Comman
 
 
 def test_a_family_like_gpt2_is_refused_where_gpt2_is(lmforge: Command, recipe: Path) -> None:
-    code = 'import lmforge\nlmforge.register("model_family", "mine", "lmforge.core.model.modules.gpt2:GPT2", like="gpt2")\n'
-    words = ["--model.model_type", "mine", "--parallel.tensor_parallel_degree", "2", "--launch.processes", "2", "--dry-run"]
+    code = (
+        'import lmforge\nlmforge.register("model_family", "mine",'
+        ' "lmforge.core.model.modules.gpt2:GPT2", like="gpt2")\n'
+    )
+    words = [
+        "--model.model_type",
+        "mine",
+        "--parallel.tensor_parallel_degree",
+        "2",
+        "--launch.processes",
+        "2",
+        "--dry-run",
+    ]
     done = lmforge("pretrain", with_plugin(recipe, code), *words)
     assert done.returncode == 2
-    assert "parallel.tensor_parallel_degree = 2: gpt2 keeps queries, keys and values in one matrix" in done.stderr
+    assert (
+        "parallel.tensor_parallel_degree = 2: gpt2 keeps queries, keys and values in one matrix"
+        in done.stderr
+    )
 
 
-# --- documents and rewards --------------------------------------------------------------------------------------------
+# --- documents and rewards ------------------------------------------------------------------------
 
 
 def write_mail(path: Path, count: int) -> None:
@@ -441,7 +553,9 @@ def write_mail(path: Path, count: int) -> None:
     for number in range(count):
         message = email.message.EmailMessage()
         message["From"], message["Subject"] = "someone@example.org", f"Subject {number} – é"
-        message.set_content(f"Message {number} says something.\nFrom here it goes on.\n> quoted {number}\n")
+        message.set_content(
+            f"Message {number} says something.\nFrom here it goes on.\n> quoted {number}\n"
+        )
         box.add(message)
     box.flush()
     box.close()
@@ -458,7 +572,9 @@ def documents(folder: Path) -> list[str]:
     return texts
 
 
-def test_mail_is_read_by_a_plugin_with_its_options_by_several_workers(lmforge: Command, tmp_path: Path) -> None:
+def test_mail_is_read_by_a_plugin_with_its_options_by_several_workers(
+    lmforge: Command, tmp_path: Path
+) -> None:
     for name, count in (("a.mbox", 30), ("b.mbox", 20)):
         (tmp_path / "mail").mkdir(exist_ok=True)
         write_mail(tmp_path / "mail" / name, count)
@@ -470,9 +586,20 @@ def test_mail_is_read_by_a_plugin_with_its_options_by_several_workers(lmforge: C
     assert "Subject: Subject 29 – é" in read
     assert "\nFrom here it goes on." in read
     assert "quoted" not in read
-    assert "nothing to do" in lmforge("prepare", tmp_path / "mail", tmp_path / "out", *common, "--workers", "1").stdout
+    assert (
+        "nothing to do"
+        in lmforge("prepare", tmp_path / "mail", tmp_path / "out", *common, "--workers", "1").stdout
+    )
     # Other options are another preparation.
-    done = lmforge("prepare", tmp_path / "mail", tmp_path / "out", *common, "--mbox.quotes", "--mbox.headers", "false")
+    done = lmforge(
+        "prepare",
+        tmp_path / "mail",
+        tmp_path / "out",
+        *common,
+        "--mbox.quotes",
+        "--mbox.headers",
+        "false",
+    )
     assert done.returncode == 2
     words = ["--mbox.quotes", "--mbox.headers", "false", "--overwrite"]
     assert lmforge("prepare", tmp_path / "mail", tmp_path / "out", *common, *words).returncode == 0
@@ -481,13 +608,17 @@ def test_mail_is_read_by_a_plugin_with_its_options_by_several_workers(lmforge: C
     assert "Subject" not in read
 
 
-def test_mail_is_refused_without_its_plugin_and_where_it_is_none(lmforge: Command, tmp_path: Path) -> None:
+def test_mail_is_refused_without_its_plugin_and_where_it_is_none(
+    lmforge: Command, tmp_path: Path
+) -> None:
     write_mail(tmp_path / "mail.mbox", 3)
     done = lmforge("prepare", tmp_path / "mail.mbox", tmp_path / "out")
     assert done.returncode == 2
     assert ".mbox files are not read" in done.stderr
     (tmp_path / "mail.mbox").write_text("no mail\n")
-    done = lmforge("prepare", tmp_path / "mail.mbox", tmp_path / "out", "--plugins", PLUGINS / "mbox_source.py")
+    done = lmforge(
+        "prepare", tmp_path / "mail.mbox", tmp_path / "out", "--plugins", PLUGINS / "mbox_source.py"
+    )
     assert done.returncode == 2, done.stderr
     assert "no mbox file" in done.stderr
     assert done.stderr.count("\n") == 1
@@ -495,16 +626,17 @@ def test_mail_is_refused_without_its_plugin_and_where_it_is_none(lmforge: Comman
 
 def test_a_reward_of_a_plugin_is_called_with_its_options(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
-        "import lmforge\n"
-        "class O(lmforge.Options):\n    'x'\n    most: int = lmforge.option(3, 'most words', gt=0, le=100)\n"
-        "@lmforge.register('reward', 'short', options=O)\n"
-        "def short(prompts, completions, options):\n"
-        "    return [float(len(text.split()) <= options.most) for text in completions]\n"
+        "import lmforge\nclass O(lmforge.Options):\n    'x'\n    most: int = lmforge.option(3,"
+        " 'most words', gt=0, le=100)\n@lmforge.register('reward', 'short', options=O)\ndef"
+        " short(prompts, completions, options):\n    return [float(len(text.split()) <="
+        " options.most) for text in completions]\n"
     )
     plugins.load_plugins([tmp_path / "mine.py"])
     for options, expected in (({}, [1.0, 1.0]), ({"short": '{"most": 1}'}, [1.0, 0.0])):
         with load_reward_functions(["short"], options=options) as rewards:
-            assert rewards(["p", "p"], ["one", "one two"], {"other": ["a", "b"]}).rewards == expected
+            assert (
+                rewards(["p", "p"], ["one", "one two"], {"other": ["a", "b"]}).rewards == expected
+            )
 
 
 @pytest.mark.parametrize("kind", ["verb", "stage", "monitor", "weight_source"])
@@ -558,7 +690,14 @@ def test_an_observer_and_a_check_of_a_plugin_see_a_run(
     tiny_options: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "observing.py").write_text(OBSERVING)
-    words = ["pretrain", *tiny_options, "--plugins", str(tmp_path / "observing.py"), "--run.folder", str(tmp_path)]
+    words = [
+        "pretrain",
+        *tiny_options,
+        "--plugins",
+        str(tmp_path / "observing.py"),
+        "--run.folder",
+        str(tmp_path),
+    ]
     for steps in ("2", "3"):
         assert command([*words, "--run.name", "a", "--train.steps", steps]) == 0
     seen = (tmp_path / "a" / "observed.txt").read_text().splitlines()

@@ -1,4 +1,6 @@
-"""No regular expression that is applied to what a model or a client wrote takes more steps than in proportion to its length."""
+"""No regular expression that is applied to what a model or a client wrote takes more steps than in
+proportion to its length.
+"""
 
 import ast
 import importlib
@@ -24,27 +26,38 @@ READERS = [
     "serve",
     "core/files/untrusted.py",
 ]
-METHODS = {"match": "match", "fullmatch": "fullmatch", "search": "search"}  # others go through the whole text
+# Others go through the whole text.
+METHODS = {"match": "match", "fullmatch": "fullmatch", "search": "search"}
 # Read other things: what users wrote in files of their own, or what is cut to 80 characters before.
 OF_USERS = {"_CHOICES", "_SECTION", "LONG_KEY", "UNION_TYPE"}
 
 
 def expressions() -> dict[str, tuple[str, int, str]]:
-    """Place → (expression, flags, method): those of the readers that are compiled once, and those that stand where they are.
+    """Place → (expression, flags, method): those of the readers that are compiled once, and those
+    that stand where they are.
 
-    Others are built at run time: of special tokens, a fence's indentation, our own page; a task of an evaluation has one.
+    Others are built at run time: of special tokens, a fence's indentation, our own page; a task of
+    an evaluation has one.
     """
     files = [
-        file for each in READERS for file in ([ROOT / each] if each.endswith(".py") else sorted((ROOT / each).rglob("*.py")))
+        file
+        for each in READERS
+        for file in ([ROOT / each] if each.endswith(".py") else sorted((ROOT / each).rglob("*.py")))
     ]
     found = {}
     for file in files:
         source, place = file.read_text(), file.relative_to(ROOT).as_posix()
         module = ".".join(["lmforge", *file.relative_to(ROOT).with_suffix("").parts])
-        for name, value in vars(importlib.import_module(module)).items() if "re.compile(" in source else ():
+        for name, value in (
+            vars(importlib.import_module(module)).items() if "re.compile(" in source else ()
+        ):
             if isinstance(value, re.Pattern) and name in source and name not in OF_USERS:
                 for method in set(re.findall(rf"\b{name}\.(\w+)\(", source)) or {"finditer"}:
-                    found[f"{place}: {name}.{method}"] = value.pattern, value.flags, METHODS.get(method, "finditer")
+                    found[f"{place}: {name}.{method}"] = (
+                        value.pattern,
+                        value.flags,
+                        METHODS.get(method, "finditer"),
+                    )
         for node in ast.walk(ast.parse(source)):
             if (
                 isinstance(node, ast.Call)
@@ -54,7 +67,11 @@ def expressions() -> dict[str, tuple[str, int, str]]:
                 method, words = ast.unparse(node.func).removeprefix("re."), ast.unparse(node)
                 flags = re.S if "re.S" in words else re.M if "re.M" in words else 0
                 if method != "compile":
-                    found[f"{place}: {words}"] = node.args[0].value, flags, METHODS.get(method, "finditer")
+                    found[f"{place}: {words}"] = (
+                        node.args[0].value,
+                        flags,
+                        METHODS.get(method, "finditer"),
+                    )
     return found
 
 
@@ -95,7 +112,10 @@ def growth(pattern: Any, flags: int, method: str) -> float:
 
 def test_the_steps_of_an_expression_grow_with_the_text() -> None:
     found = expressions()
-    assert {"text/chat/tool_calls.py: STRING.findall", "post/rewards/builtin.py: _FENCED.findall"} <= found.keys()
+    assert {
+        "text/chat/tool_calls.py: STRING.findall",
+        "post/rewards/builtin.py: _FENCED.findall",
+    } <= found.keys()
     assert [place for place, expression in found.items() if growth(*expression) > 6] == []
 
 

@@ -40,13 +40,20 @@ sys.stdin.read()
 
 WITHOUT_FLOCK = ["-m", "tests.without_flock"]
 LEASE_SECONDS = 2.0
-HOLD_FOR_SECONDS = f"from lmforge.core.files import locks\nlocks.LEASE_SECONDS = {LEASE_SECONDS}\n{HOLD}"
+HOLD_FOR_SECONDS = (
+    f"from lmforge.core.files import locks\nlocks.LEASE_SECONDS = {LEASE_SECONDS}\n{HOLD}"
+)
 
 
 @contextmanager
-def another_process_trains(run: Run, how: Sequence[str] = ("-c",), program: str = HOLD) -> Iterator[subprocess.Popen[str]]:
+def another_process_trains(
+    run: Run, how: Sequence[str] = ("-c",), program: str = HOLD
+) -> Iterator[subprocess.Popen[str]]:
     holder = subprocess.Popen(
-        [sys.executable, *how, program, str(run.path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, *how, program, str(run.path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         assert holder.stdout is not None
@@ -69,10 +76,13 @@ def test_naming_a_run_touches_nothing(tmp_path: Path) -> None:
     assert files(tmp_path) == []
 
 
-def test_a_run_that_is_begun_holds_a_recipe_that_gives_the_same_options_again(tmp_path: Path) -> None:
+def test_a_run_that_is_begun_holds_a_recipe_that_gives_the_same_options_again(
+    tmp_path: Path,
+) -> None:
     run = Run(tmp_path / "a")
     config = validate_options(
-        PretrainConfig, {"train": {"steps": 500, "seed": 7}, "sample": {"prompts": ["\x7f", 'a "quoted"\\ \n']}}
+        PretrainConfig,
+        {"train": {"steps": 500, "seed": 7}, "sample": {"prompts": ["\x7f", 'a "quoted"\\ \n']}},
     ).with_name("a")
     assert run.start_attempt(config) == 1
     assert run.exists()
@@ -106,18 +116,27 @@ def test_what_is_not_a_run_is_not_deleted(tmp_path: Path) -> None:
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 
 
-def test_a_run_is_trained_by_one_process_at_a_time_and_free_again_however_that_ends(tmp_path: Path) -> None:
+def test_a_run_is_trained_by_one_process_at_a_time_and_free_again_however_that_ends(
+    tmp_path: Path,
+) -> None:
     run = Run(tmp_path / "a")
     with another_process_trains(run) as holder:
-        with pytest.raises(UserError, match=rf"a: being trained by process {holder.pid} on .*; wait for it, stop it"):
+        with pytest.raises(
+            UserError,
+            match=rf"a: being trained by process {holder.pid} on .*; wait for it, stop it",
+        ):
             run.lock()
         holder.send_signal(signal.SIGKILL)
         holder.wait()
         run.lock()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel is made to refuse a call as Linux's can be")
-def test_without_flock_too_one_process_trains_and_a_killed_one_loses_its_lock(tmp_path: Path) -> None:
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="the kernel is made to refuse a call as Linux's can be"
+)
+def test_without_flock_too_one_process_trains_and_a_killed_one_loses_its_lock(
+    tmp_path: Path,
+) -> None:
     run, held = Run(tmp_path / "a"), tmp_path / "a" / ".lock.held"
     command = [sys.executable, *WITHOUT_FLOCK, HOLD_FOR_SECONDS, str(run.path)]
 
@@ -135,17 +154,25 @@ def test_without_flock_too_one_process_trains_and_a_killed_one_loses_its_lock(tm
         began = time.monotonic()
         assert second().stdout == "held\n", "of a host that is gone"
         assert time.monotonic() - began > LEASE_SECONDS
-    assert sorted(path.name for path in run.path.iterdir() if path.name.startswith(".lock")) == [".lock"]
+    assert sorted(path.name for path in run.path.iterdir() if path.name.startswith(".lock")) == [
+        ".lock"
+    ]
     assert not run.is_not_a_run()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel is made to refuse a call as Linux's can be")
-def test_without_flock_a_run_whose_lock_was_taken_over_stops(tmp_path: Path, tiny_options: list[str]) -> None:
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="the kernel is made to refuse a call as Linux's can be"
+)
+def test_without_flock_a_run_whose_lock_was_taken_over_stops(
+    tmp_path: Path, tiny_options: list[str]
+) -> None:
     program = f"from lmforge import cli, locks\nlocks.LEASE_SECONDS = {LEASE_SECONDS}\ncli.main()"
     place = ["--run.folder", str(tmp_path), "--run.name", "a", "--train.steps", "1000000"]
     words = [sys.executable, *WITHOUT_FLOCK, program, "pretrain", *tiny_options, *place]
     run = Run(tmp_path / "a")
-    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as training:
+    with subprocess.Popen(
+        words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as training:
         try:
             while training.poll() is None and not run.checkpoint_steps():
                 time.sleep(0.1)
@@ -154,14 +181,20 @@ def test_without_flock_a_run_whose_lock_was_taken_over_stops(tmp_path: Path, tin
         finally:
             training.kill()
     lines = [line for line in printed.splitlines() if line.startswith("lmforge: ")]
-    assert [line.startswith(f"lmforge: {run.path}: this process has lost its lock: ") for line in lines] == [True], printed
+    assert [
+        line.startswith(f"lmforge: {run.path}: this process has lost its lock: ") for line in lines
+    ] == [True], printed
     assert training.returncode == 1
     assert (run.path / ".lock.held").read_text() == "of another"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel is made to refuse a call as Linux's can be")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="the kernel is made to refuse a call as Linux's can be"
+)
 def test_without_flock_a_lock_that_is_released_is_gone(tmp_path: Path) -> None:
-    program = HOLD.replace('print("held", flush=True)\nsys.stdin.read()', "Run(Path(sys.argv[1])).unlock()")
+    program = HOLD.replace(
+        'print("held", flush=True)\nsys.stdin.read()', "Run(Path(sys.argv[1])).unlock()"
+    )
     command = [sys.executable, *WITHOUT_FLOCK, program, str(tmp_path / "a")]
     for _ in range(2):
         subprocess.run(command, check=True, timeout=60)
@@ -174,11 +207,15 @@ def test_nothing_is_left_of_a_run_that_is_refused_and_a_folder_that_was_there_st
     (tmp_path / "mine").mkdir()
     for name in ("new", "mine"):
         place = ("--run.folder", tmp_path, "--run.name", name)
-        assert "nowhere" in refused("pretrain", *tiny_options, *place, "--data.folder", tmp_path / "nowhere")
+        assert "nowhere" in refused(
+            "pretrain", *tiny_options, *place, "--data.folder", tmp_path / "nowhere"
+        )
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
-def test_who_waits_for_a_lock_whose_file_its_holder_removes_gets_the_one_that_others_see(tmp_path: Path) -> None:
+def test_who_waits_for_a_lock_whose_file_its_holder_removes_gets_the_one_that_others_see(
+    tmp_path: Path,
+) -> None:
     lock = tmp_path / ".lock"
     with ThreadPoolExecutor() as pool:
         with hold_lock(lock) as is_held:
@@ -198,7 +235,9 @@ def test_a_run_that_is_overwritten_stays_in_the_hands_of_who_overwrites_it(tmp_p
     run.lock()
     run.start_attempt(PretrainConfig())
     run.delete()
-    other = subprocess.run([sys.executable, "-c", HOLD, str(run.path)], capture_output=True, text=True, timeout=60)
+    other = subprocess.run(
+        [sys.executable, "-c", HOLD, str(run.path)], capture_output=True, text=True, timeout=60
+    )
     assert "being trained by process" in other.stderr
 
 
@@ -206,7 +245,10 @@ def test_a_run_that_cannot_be_a_folder_is_a_mistake(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
     with pytest.raises(
         UserError,
-        match=r"runs/a: cannot be made a folder \(there is a file where a folder would be\); choose another --run\.folder",
+        match=(
+            r"runs/a: cannot be made a folder \(there is a file where a folder would be\); choose"
+            r" another --run\.folder"
+        ),
     ):
         Run(tmp_path / "runs" / "a").lock()
 
@@ -228,7 +270,11 @@ def test_a_step_that_was_trained_twice_counts_as_it_was_last(tmp_path: Path) -> 
     run = Run(tmp_path)
     first = [{"step": step, "loss": 10.0 - step} for step in (1, 2, 3, 4)]
     after_resume = [{"step": step, "loss": 20.0 - step} for step in (3, 4, 5)]
-    lines = [json.dumps(record) for record in first] + ['{"step": 4, "lo'] + [json.dumps(record) for record in after_resume]
+    lines = (
+        [json.dumps(record) for record in first]
+        + ['{"step": 4, "lo']
+        + [json.dumps(record) for record in after_resume]
+    )
     run.metrics_path.write_text("\n".join(lines) + '\n{"step": 6')
     assert run.read_metrics() == [*first[:2], *after_resume]
 
@@ -246,7 +292,16 @@ def test_the_environment_says_what_a_run_was_made_with() -> None:
     environment: dict[str, Any] = json.loads(json.dumps(describe_environment()))
     assert environment["packages"]["torch"] >= "2.11"
     assert environment["python"] == ".".join(map(str, sys.version_info[:3]))
-    assert {"command", "directory", "time", "host", "platform", "processor", "cores", "git_commit"} <= environment.keys()
+    assert {
+        "command",
+        "directory",
+        "time",
+        "host",
+        "platform",
+        "processor",
+        "cores",
+        "git_commit",
+    } <= environment.keys()
 
 
 def test_a_finished_run_has_the_layout_that_is_promised(tiny_run: Path) -> None:
@@ -268,9 +323,14 @@ def test_a_finished_run_has_the_layout_that_is_promised(tiny_run: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
-def test_records_that_end_in_a_hole_of_a_tebibyte_are_read_up_to_it(tmp_path: Path, name: str) -> None:
+def test_records_that_end_in_a_hole_of_a_tebibyte_are_read_up_to_it(
+    tmp_path: Path, name: str
+) -> None:
     run = Run(tmp_path)
-    record = {"metrics.jsonl": {"step": 1}, "events.jsonl": {"time": "2026-11-23T00:00:00Z", "kind": "end", "step": 1}}[name]
+    record = {
+        "metrics.jsonl": {"step": 1},
+        "events.jsonl": {"time": "2026-11-23T00:00:00Z", "kind": "end", "step": 1},
+    }[name]
     (tmp_path / name).write_text(json.dumps(record) + "\n")
     os.truncate(tmp_path / name, 2**40)
     read = run.read_metrics() if name == "metrics.jsonl" else read_events(run)[0]
@@ -278,9 +338,21 @@ def test_records_that_end_in_a_hole_of_a_tebibyte_are_read_up_to_it(tmp_path: Pa
 
 
 def test_a_run_that_cannot_be_compiled_is_refused_before_the_old_one_is_overwritten(
-    tiny_options: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tiny_options: list[str],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    words = ["pretrain", *tiny_options, "--run.folder", str(tmp_path), "--run.name", "a", "--train.steps", "2"]
+    words = [
+        "pretrain",
+        *tiny_options,
+        "--run.folder",
+        str(tmp_path),
+        "--run.name",
+        "a",
+        "--train.steps",
+        "2",
+    ]
     assert command(words) == 0
     before = (tmp_path / "a" / "metrics.jsonl").read_bytes()
     monkeypatch.setattr(precision, "missing_for_compile", lambda device: "no C++ compiler (g++)")

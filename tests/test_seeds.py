@@ -1,4 +1,6 @@
-"""Random numbers of tests can be repeated, missing tools are reported once, and repetitions draw new numbers."""
+"""Random numbers of tests can be repeated, missing tools are reported once, and repetitions draw
+new numbers.
+"""
 
 import re
 from pathlib import Path
@@ -44,7 +46,9 @@ def test_fails():
 """
 
 
-def pytest_on(folder: Path, *words: str, only: tuple[str, ...] = (), **variables: str) -> tuple[str, list[str]]:
+def pytest_on(
+    folder: Path, *words: str, only: tuple[str, ...] = (), **variables: str
+) -> tuple[str, list[str]]:
     """What pytest says of FILE or of some tests in it, and what was drawn there."""
     file = folder / "test_drawing.py"
     file.write_text(FILE)
@@ -61,7 +65,9 @@ def pytest_on(folder: Path, *words: str, only: tuple[str, ...] = (), **variables
 
 
 def test_a_seed_repeats_samples_and_repetitions_draw_new_ones(tmp_path: Path) -> None:
-    said, drawn = pytest_on(tmp_path, "--repeat", "2", LMFORGE_TEST_SEED="17", LMFORGE_ALL_TOOLS="0")
+    said, drawn = pytest_on(
+        tmp_path, "--repeat", "2", LMFORGE_TEST_SEED="17", LMFORGE_ALL_TOOLS="0"
+    )
     assert said.startswith("seed 17, set by LMFORGE_TEST_SEED")
     assert "4 tests not run: need a unicorn (apt-get install unicorn)\n" in said
     assert "2 failed, 6 passed, 4 skipped" in said
@@ -78,7 +84,9 @@ def test_a_seed_repeats_samples_and_repetitions_draw_new_ones(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_processes_that_share_the_tests_draw_the_same_and_count_what_is_missing_together(tmp_path: Path) -> None:
+def test_processes_that_share_the_tests_draw_the_same_and_count_what_is_missing_together(
+    tmp_path: Path,
+) -> None:
     words = {"LMFORGE_TEST_SEED": "17", "LMFORGE_ALL_TOOLS": "0"}
     alone, drawn = pytest_on(tmp_path, **words)
     shared, also = pytest_on(tmp_path, "--numprocesses", "2", **words)
@@ -90,7 +98,9 @@ def test_processes_that_share_the_tests_draw_the_same_and_count_what_is_missing_
     assert "not run" not in strict
 
 
-def test_the_seed_is_a_fixed_one_unless_another_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_seed_is_a_fixed_one_unless_another_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv(seeds.VARIABLE)
     assert seeds.settle() == "fixed in tests/seeds.py"
     assert seeds.run_seed() == seeds.FIXED
@@ -101,6 +111,13 @@ def test_the_seed_is_a_fixed_one_unless_another_is_asked_for(monkeypatch: pytest
         seeds.settle()
 
 
-def test_every_tool_that_a_test_needs_is_one_that_is_looked_for(request: pytest.FixtureRequest) -> None:
-    named = {name for item in request.session.items for mark in item.iter_markers("needs") for name in mark.args}
+def test_every_tool_that_a_test_needs_is_one_that_is_looked_for(
+    request: pytest.FixtureRequest,
+) -> None:
+    named = {
+        name
+        for item in request.session.items
+        for mark in item.iter_markers("needs")
+        for name in mark.args
+    }
     assert named <= tools.TOOLS.keys()

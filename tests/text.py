@@ -1,4 +1,6 @@
-"""Real text that is available on every test machine: the source of some modules of Python's standard library."""
+"""Real text that is available on every test machine: the source of some modules of Python's
+standard library.
+"""
 
 import sysconfig
 from pathlib import Path
@@ -18,4 +20,6 @@ def write_documents(folder: Path) -> None:
     folder.mkdir()
     paragraphs = corpus()[:200_000].split("\n\n")
     for number in range(0, len(paragraphs), 4):
-        (folder / f"{number:05d}.txt").write_text("\n\n".join(paragraphs[number : number + 4]), encoding="utf-8")
+        (folder / f"{number:05d}.txt").write_text(
+            "\n\n".join(paragraphs[number : number + 4]), encoding="utf-8"
+        )

@@ -1,4 +1,6 @@
-"""How the tests cut the long commands of the documents down, which the site shows below each of them."""
+"""How the tests cut the long commands of the documents down, which the site shows below each of
+them.
+"""
 
 import re
 import shlex
@@ -46,11 +48,13 @@ SMALL_LADDER = {
 
 
 def shortened(line: str) -> str:
-    """A training in 4 steps of 4 short sequences on a CPU, or in 6 where the line gives train.steps.
+    """A training in 4 steps of 4 short sequences on a CPU, or in 6 where the line gives
+    train.steps.
 
-    The model config of a preset becomes tiny; that of a model folder, which is tiny already, stays. The ranks are those the
-    line says, not its recipe. An evaluation on documents sees 32 sequences. A benchmark is cut down alike, to one step.
-    Of games of chess there are a few, and a ladder has short rungs.
+    The model config of a preset becomes tiny; that of a model folder, which is tiny already, stays.
+    The ranks are those the line says, not its recipe. An evaluation on documents sees 32 sequences.
+    A benchmark is cut down alike, to one step. Of games of chess there are a few, and a ladder has
+    short rungs.
     """
     words = shlex.split(line)
     if "recipes/chess/games.py" in words:
@@ -62,8 +66,12 @@ def shortened(line: str) -> str:
     if not {*TRAINING, "bench"} & set(words) or {"--dry-run", "--help"} & set(words):
         return line
     # A recipe that a page writes itself is not in the repository.
-    files = [ROOT / word for word in words if word.startswith("recipes/") and (ROOT / word).is_file()]
-    recipes = [tomllib.loads(file.read_text(encoding="utf-8")) for file in files if file.suffix == ".toml"]
+    files = [
+        ROOT / word for word in words if word.startswith("recipes/") and (ROOT / word).is_file()
+    ]
+    recipes = [
+        tomllib.loads(file.read_text(encoding="utf-8")) for file in files if file.suffix == ".toml"
+    ]
     begun = any("source" in recipe.get("model", {}) for recipe in recipes)
     shape = {} if begun or {"--model.source", "sft", "align"} & set(words) else TINY_MODEL
     alone = {} if {"torchrun", "--launch.processes"} & set(words) else {"launch.processes": 1}
@@ -74,7 +82,8 @@ def shortened(line: str) -> str:
         chosen |= {"data.sequence_length": 192}
     if "--rollout.environment" in words:  # prompts with the tools' schemas, and what they return
         chosen |= {"data.sequence_length": 768, "rollout.max_completion_length": 64}
-    if any(word.endswith("-ladder/target.toml") for word in words):  # whose prediction is of the whole run
+    # Whose prediction is of the whole run.
+    if any(word.endswith("-ladder/target.toml") for word in words):
         chosen |= {"log.prediction": "none"}
     if "bench" in words:
         chosen |= {"bench.steps": 1, "bench.warmup_steps": 1}
@@ -98,7 +107,13 @@ def with_cut_downs(markdown: str) -> str:
         if not any(added):
             return block[0]
         title = "The tests add" if len(lines) == 1 else "The tests add, line by line"
-        note = [f'??? example "{title}"', "", "    ```sh", *(f"    {each or '(nothing)'}" for each in added), "    ```"]
+        note = [
+            f'??? example "{title}"',
+            "",
+            "    ```sh",
+            *(f"    {each or '(nothing)'}" for each in added),
+            "    ```",
+        ]
         return "\n".join([block[0], "", *note, ""])
 
     return FENCED.sub(noted, markdown)

@@ -34,16 +34,26 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add what is not in docs/."""
     pages = {"reference/options.md": run_page(), "reference/verbs.md": verbs_page(), **api_pages()}
-    pages |= {"license.md": f"# License\n\n```text\n{(ROOT / 'LICENSE').read_text(encoding='utf-8')}```\n"}
-    glossary = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").partition("\n## Glossary\n")[2]
+    pages |= {
+        "license.md": f"# License\n\n```text\n{(ROOT / 'LICENSE').read_text(encoding='utf-8')}```\n"
+    }
+    glossary = (
+        (ROOT / "docs" / "architecture.md")
+        .read_text(encoding="utf-8")
+        .partition("\n## Glossary\n")[2]
+    )
     pages |= {"glossary.md": f"# Glossary\n{glossary}"}
     written = {shown: ROOT / path for path, shown in PAGES.items() if path.endswith(".md")}
     pages |= {shown: path.read_text(encoding="utf-8") for shown, path in written.items()}
-    texts = {in_repository(file.src_uri): file.content_string for file in files.documentation_pages()}
+    texts = {
+        in_repository(file.src_uri): file.content_string for file in files.documentation_pages()
+    }
     texts |= {in_repository(shown): pages[shown] for shown in written}
     linked = {target for path, text in texts.items() for target in targets(text, path)}
     shown = {target: page_of(target) for target in linked if (ROOT / target).is_file()}
-    pages |= {page: source_page(target) for target, page in shown.items() if page.startswith("source/")}
+    pages |= {
+        page: source_page(target) for target, page in shown.items() if page.startswith("source/")
+    }
     for page, text in pages.items():
         level = InclusionLevel.NOT_IN_NAV if page.startswith("source/") else InclusionLevel.INCLUDED
         files.append(File.generated(config, page, content=text, inclusion=level))

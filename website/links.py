@@ -1,5 +1,7 @@
-"""Links of the pages, which are right in the repository, as links of the site. Python and TOML files that they lead to become
-pages too."""
+"""Links of the pages, which are right in the repository, as links of the site.
+
+Python and TOML files that they lead to become pages too.
+"""
 
 import os
 import posixpath
@@ -36,7 +38,9 @@ def page_of(target: str) -> str:
 
 def in_repository(page: str) -> str:
     """The file that a page of the site was written in."""
-    return {shown: written for written, shown in PAGES.items() if written.endswith(".md")}.get(page, f"docs/{page}")
+    return {shown: written for written, shown in PAGES.items() if written.endswith(".md")}.get(
+        page, f"docs/{page}"
+    )
 
 
 def targets(text: str, written_in: str) -> list[str]:
@@ -46,12 +50,18 @@ def targets(text: str, written_in: str) -> list[str]:
 
 
 def for_site(text: str, written_in: str, page: str) -> str:
-    """`text`, written in a file of the repository, with the links of the site's page; code is left as it is."""
+    """`text`, written in a file of the repository, with the links of the site's page; code is left
+    as it is.
+    """
     folder = posixpath.dirname(page)
 
     def outside_code(part: str) -> str:
         return LINK.sub(
-            lambda link: os.path.relpath(page_of(_from_top(link[1], written_in)), folder or ".") + (link[2] or ""), part
+            lambda link: (
+                os.path.relpath(page_of(_from_top(link[1], written_in)), folder or ".")
+                + (link[2] or "")
+            ),
+            part,
         )
 
     result, end = [], 0
@@ -64,7 +74,9 @@ def for_site(text: str, written_in: str, page: str) -> str:
 def source_page(target: str) -> str:
     """A page that shows a file of the repository."""
     text = (ROOT / target).read_text(encoding="utf-8")
-    return f"# {target}\n\n````{LANGUAGES.get(PurePosixPath(target).suffix, 'text')}\n{text}\n````\n"
+    return (
+        f"# {target}\n\n````{LANGUAGES.get(PurePosixPath(target).suffix, 'text')}\n{text}\n````\n"
+    )
 
 
 def _from_top(link: str, written_in: str) -> str:

@@ -1,4 +1,6 @@
-"""The reference of options, from the config classes: what `lmforge VERB --help all` prints, as pages."""
+"""The reference of options, from the config classes: what `lmforge VERB --help all` prints, as
+pages.
+"""
 
 import html
 import re
@@ -45,11 +47,17 @@ def run_page() -> str:
     ]
     for name in sections:
         meanings = dict.fromkeys(
-            str(tree.model_fields[name].description) for tree in STAGES.values() if name in tree.model_fields
+            str(tree.model_fields[name].description)
+            for tree in STAGES.values()
+            if name in tree.model_fields
         )
         text.append(f"## {name} {{ #{name} }}\n\n{'; '.join(meanings)}.")
-        for path in dict.fromkeys(path for tree in trees.values() for path in tree if path[0] == name):
-            text += _variants(path, {verb: tree[path] for verb, tree in trees.items() if path in tree})
+        for path in dict.fromkeys(
+            path for tree in trees.values() for path in tree if path[0] == name
+        ):
+            text += _variants(
+                path, {verb: tree[path] for verb, tree in trees.items() if path in tree}
+            )
     return "\n\n".join(text) + "\n"
 
 
@@ -62,7 +70,10 @@ def verbs_page() -> str:
     for verb, entry in VERBS.items():
         text.append(f"## {verb} {{ #{verb} }}\n\n`{entry.usage}`: {_code(entry.summary)}.")
         if verb in STAGES:
-            text.append(f"Its options are those [of a run](options.md). `lmforge {verb} --help` lists those that most need.")
+            text.append(
+                f"Its options are those [of a run](options.md). `lmforge {verb} --help` lists those"
+                " that most need."
+            )
         else:
             text += _all_of(verb, entry.options)
     text.append("## A pipeline file { #pipeline }\n\nThe keys of a TOML file for `lmforge run`.")
@@ -76,12 +87,16 @@ def _all_of(verb: str, options: type[Options]) -> Iterator[str]:
 
 def _usage(path: OptionPath, field: FieldInfo, dashes: bool) -> str:
     name = f"{'--' if dashes else ''}{'.'.join(path)}"
-    positional = isinstance(field.json_schema_extra, dict) and "positional" in field.json_schema_extra
+    positional = (
+        isinstance(field.json_schema_extra, dict) and "positional" in field.json_schema_extra
+    )
     return f"[{name}]" if positional else name
 
 
 def _variants(path: OptionPath, fields: dict[str, FieldInfo]) -> Iterator[str]:
-    """An entry for each meaning or default that an option has; which verbs it is for, where those are not all."""
+    """An entry for each meaning or default that an option has; which verbs it is for, where those
+    are not all.
+    """
     name = ".".join(path)
     groups: dict[tuple[str, str, str], list[str]] = {}
     for verb, field in fields.items():
@@ -94,9 +109,15 @@ def _variants(path: OptionPath, fields: dict[str, FieldInfo]) -> Iterator[str]:
 def _entry(anchor: str, name: str, field: FieldInfo, verbs: Iterable[str]) -> str:
     """An option as a heading, by which search finds it, and what it is."""
     meaning, default = _help_and_default(field)
-    facts = [", ".join(f"<code>{html.escape(word)}</code>" for word in type_name(field).strip("[]").split("|"))]
+    facts = [
+        ", ".join(
+            f"<code>{html.escape(word)}</code>" for word in type_name(field).strip("[]").split("|")
+        )
+    ]
     facts += [bound] if (bound := ", ".join(_bounds(field))) else []
-    facts += [f"default <b>{html.escape(default)}</b>" if default != "required" else "<b>required</b>"]
+    facts += [
+        f"default <b>{html.escape(default)}</b>" if default != "required" else "<b>required</b>"
+    ]
     facts += [f"only <b>{', '.join(verbs)}</b>"] if verbs else []
     return (
         f'<h3 class="option" id="{html.escape(anchor)}"><code>{html.escape(name)}</code></h3>\n'
@@ -105,11 +126,17 @@ def _entry(anchor: str, name: str, field: FieldInfo, verbs: Iterable[str]) -> st
 
 
 def _help_and_default(field: FieldInfo) -> tuple[str, str]:
-    """The description, and the default apart from it: that of the class, or what the description says in its place."""
+    """The description, and the default apart from it: that of the class, or what the description
+    says in its place.
+    """
     text = field.description or ""
     if said := re.fullmatch(r"(.*?) \(default: ([^()]*)\)", text, re.S):
         return said[1], said[2]
-    return text, default_text(field).removeprefix(" (default: ").removeprefix(" (").removesuffix(")") or "see below"
+    return (
+        text,
+        default_text(field).removeprefix(" (default: ").removeprefix(" (").removesuffix(")")
+        or "see below",
+    )
 
 
 def _bounds(field: FieldInfo) -> Iterator[str]:

@@ -15,14 +15,20 @@ def newest_results() -> dict[str, Path]:
 
 
 def results() -> str:
-    """Each as a section: which benchmark, what it printed, and its file. A GPU has one file, to which calls add."""
+    """Each as a section: which benchmark, what it printed, and its file.
+
+    A GPU has one file, to which calls add.
+    """
     sections = []
     of_gpus = [("gpu", path) for path in sorted(RESULTS.glob("gpu-*.md"))]
     for benchmark, path in [*of_gpus, *sorted(newest_results().items())]:
         text = path.read_text(encoding="utf-8")
         text = re.sub(r"\A# (.*)\n", "", text)
         text = re.sub(r"^#+ ", lambda mark: f"#{mark[0]}", text, flags=re.M)
-        sections.append(f"## benchmarks/{benchmark}.py\n\nFrom `benchmarks/results/{path.name}`:\n\n{text.strip()}")
+        sections.append(
+            f"## benchmarks/{benchmark}.py\n\nFrom"
+            f" `benchmarks/results/{path.name}`:\n\n{text.strip()}"
+        )
     return "\n\n".join(sections) + "\n"
 
 

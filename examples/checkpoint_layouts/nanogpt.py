@@ -1,7 +1,8 @@
-"""Checkpoints of nanoGPT: `lmforge import ckpt.pt models/mine --plugins examples/checkpoint_layouts/nanogpt.py`.
+"""Checkpoints of nanoGPT: `lmforge import ckpt.pt models/mine --plugins
+examples/checkpoint_layouts/nanogpt.py`.
 
-A file of torch.save: GPT-2 under Hugging Face's names, with linear maps that are not transposed. Not read are forks with other
-norms, activations or rotary positions.
+A file of torch.save: GPT-2 under Hugging Face's names, with linear maps that are not transposed.
+Not read are forks with other norms, activations or rotary positions.
 """
 
 import re
@@ -26,11 +27,15 @@ def convert_nanogpt(source: "TensorSource", hints: "LayoutHints") -> tuple["Mode
 
     heads = hints.num_attention_heads or source.non_tensors.get("model_args.n_head")
     if not isinstance(heads, int):
-        raise lmforge.UserError("does not say how many heads it has (model_args.n_head); give --num_attention_heads")
+        raise lmforge.UserError(
+            "does not say how many heads it has (model_args.n_head); give --num_attention_heads"
+        )
     vocabulary, width = source.tensors["transformer.wte.weight"].shape
     positions = source.tensors.get("transformer.wpe.weight")
     if positions is None:
-        raise lmforge.UserError("has no transformer.wpe.weight; only nanoGPT with learned positions can be imported")
+        raise lmforge.UserError(
+            "has no transformer.wpe.weight; only nanoGPT with learned positions can be imported"
+        )
     config = ModelConfig(
         model_type="gpt2",
         vocab_size=vocabulary,
@@ -42,9 +47,14 @@ def convert_nanogpt(source: "TensorSource", hints: "LayoutHints") -> tuple["Mode
         tie_word_embeddings=True,
     )
     everything = slice(None)
-    parts: Parts = {name: StoredSlice(name, everything, transposed=bool(TRANSPOSED.search(name))) for name in source.tensors}
+    parts: Parts = {
+        name: StoredSlice(name, everything, transposed=bool(TRANSPOSED.search(name)))
+        for name in source.tensors
+    }
     parts.pop("lm_head.weight", None)  # the embedding under another name
     if source.non_tensors.get("model_args.bias") is False:
-        biases = [name for name in build_model(config, "meta").state_dict() if name.endswith(".bias")]
+        biases = [
+            name for name in build_model(config, "meta").state_dict() if name.endswith(".bias")
+        ]
         parts = {**dict.fromkeys(biases), **parts}
     return config, parts

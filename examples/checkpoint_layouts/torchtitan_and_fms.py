@@ -1,9 +1,10 @@
 """Checkpoints of torchtitan and fms-fsdp: `lmforge import STEP models/mine --plugins
 examples/checkpoint_layouts/torchtitan_and_fms.py --num_attention_heads 32 --rope_theta 500000`.
 
-torchtitan: a DCP folder, a dense Llama under Meta's names. fms-fsdp: a DCP folder or a file, Llama under the names of IBM's
-foundation-model-stack, some matrices fused. Both rotate neighbouring pairs of a head's channels. Not read are torchtitan's
-mixtures of experts and other families, and fms' Mamba models and speculators.
+torchtitan: a DCP folder, a dense Llama under Meta's names. fms-fsdp: a DCP folder or a file, Llama
+under the names of IBM's foundation-model-stack, some matrices fused. Both rotate neighbouring pairs
+of a head's channels. Not read are torchtitan's mixtures of experts and other families, and fms'
+Mamba models and speculators.
 """
 
 import re
@@ -60,18 +61,24 @@ BLOCK_PREFIX = r"layers\.(\d+)\."
 
 
 @lmforge.register("checkpoint_layout", "torchtitan", marker="tok_embeddings.weight", like="llama")
-def convert_torchtitan(source: "TensorSource", hints: "LayoutHints") -> tuple["ModelConfig", "Parts"]:
+def convert_torchtitan(
+    source: "TensorSource", hints: "LayoutHints"
+) -> tuple["ModelConfig", "Parts"]:
     """The config, and which part of which stored tensor each of ours is."""
     return _convert_renamed(source, TORCHTITAN, hints)
 
 
-@lmforge.register("checkpoint_layout", "fms", marker="layers.0.ff_sub_layer.w2.weight", like="llama")
+@lmforge.register(
+    "checkpoint_layout", "fms", marker="layers.0.ff_sub_layer.w2.weight", like="llama"
+)
 def convert_fms(source: "TensorSource", hints: "LayoutHints") -> tuple["ModelConfig", "Parts"]:
     """The config, and which part of which stored tensor each of ours is."""
     return _convert_renamed(source, FMS, hints)
 
 
-def _convert_renamed(source: "TensorSource", names: Mapping[str, str], hints: "LayoutHints") -> tuple["ModelConfig", "Parts"]:
+def _convert_renamed(
+    source: "TensorSource", names: Mapping[str, str], hints: "LayoutHints"
+) -> tuple["ModelConfig", "Parts"]:
     import torch
 
     from lmforge.core.model.config import ModelConfig
@@ -80,7 +87,8 @@ def _convert_renamed(source: "TensorSource", names: Mapping[str, str], hints: "L
     for option in ("num_attention_heads", "rope_theta"):
         if getattr(hints, option) is None:
             raise lmforge.UserError(
-                f"this layout does not say {option}; give --{option}, or --config_from a model that has the same"
+                f"this layout does not say {option}; give --{option}, or --config_from a model that"
+                " has the same"
             )
     our_names = _map_to_our_names(source, names)
     stored_name = {name: stored for stored, names in our_names.items() for name in names}
@@ -122,7 +130,10 @@ def _convert_renamed(source: "TensorSource", names: Mapping[str, str], hints: "L
         mlp_bias="model.layers.0.mlp.down_proj.bias" in stored_name,
         tie_word_embeddings=tied,
     )
-    rows, rotated_heads = {"q_proj": queries, "k_proj": keys, "v_proj": keys}, {"q_proj": heads, "k_proj": keys // head}
+    rows, rotated_heads = (
+        {"q_proj": queries, "k_proj": keys, "v_proj": keys},
+        {"q_proj": heads, "k_proj": keys // head},
+    )
     parts = _slices(source, our_names, rows, rotated_heads)
     if tied:
         parts.pop("lm_head.weight", None)
@@ -130,9 +141,14 @@ def _convert_renamed(source: "TensorSource", names: Mapping[str, str], hints: "L
 
 
 def _slices(
-    source: "TensorSource", our_names: Mapping[str, list[str]], rows: Mapping[str, int], rotated_heads: Mapping[str, int]
+    source: "TensorSource",
+    our_names: Mapping[str, list[str]],
+    rows: Mapping[str, int],
+    rotated_heads: Mapping[str, int],
 ) -> "Parts":
-    """Where each of our tensors is in what is stored; the matrices of a fused one follow each other."""
+    """Where each of our tensors is in what is stored; the matrices of a fused one follow each
+    other.
+    """
     from lmforge.hf.layouts import StoredSlice
 
     parts: Parts = {}
@@ -147,13 +163,19 @@ def _slices(
 
 
 def _map_to_our_names(source: "TensorSource", name_map: Mapping[str, str]) -> dict[str, list[str]]:
-    """Our names of each stored tensor: one, or several that are fused. Raises UserError for an unknown tensor."""
+    """Our names of each stored tensor: one, or several that are fused.
+
+    Raises UserError for an unknown tensor.
+    """
     our_names = {}
     for stored in source.tensors:
         block = re.match(BLOCK_PREFIX, stored)
         short, _, parameter = stored[block.end() if block else 0 :].rpartition(".")
         if short not in name_map or parameter not in ("weight", "bias"):
-            raise lmforge.UserError(f"holds {stored}, which is not part of a Llama model of this layout; it cannot be imported")
+            raise lmforge.UserError(
+                f"holds {stored}, which is not part of a Llama model of this layout; it cannot be"
+                " imported"
+            )
         prefix = f"model.layers.{block[1]}." if block else ""
         our_names[stored] = [f"{prefix}{each}.{parameter}" for each in name_map[short].split(" + ")]
     return our_names

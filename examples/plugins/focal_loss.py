@@ -6,7 +6,9 @@ from lmforge import IGNORE_INDEX, Batch, label_logprobs
 
 
 class FocalObjective:
-    """A sum over labels, as every objective gives; lmforge divides it once, by the number of labels of the global batch."""
+    """A sum over labels, as every objective gives; lmforge divides it once, by the number of labels
+    of the global batch.
+    """
 
     def __init__(self, gamma: float) -> None:
         self.gamma = gamma
@@ -19,7 +21,10 @@ class FocalObjective:
         losses = -logprobs * (1 - logprobs.exp()) ** self.gamma
         count = self.num_items(batch)
         # "loss" is the cross-entropy, so that runs with and without it compare.
-        return losses.sum(), {"loss": (-logprobs.detach().sum(), count), "focal": (losses.detach().sum(), count)}
+        return losses.sum(), {
+            "loss": (-logprobs.detach().sum(), count),
+            "focal": (losses.detach().sum(), count),
+        }
 
 
 def build(config, options):

@@ -1,5 +1,6 @@
-"""A document source: mail in .mbox files, one document per message. `lmforge prepare mail.mbox data/mail --plugins
-mbox_source.py`.
+"""A document source: mail in .mbox files, one document per message.
+
+`lmforge prepare mail.mbox data/mail --plugins mbox_source.py`.
 
 Nothing here imports torch. The file arrives open, and decompressed: mail.mbox.gz is read too.
 """
@@ -16,7 +17,9 @@ class MboxOptions(lmforge.Options):
     """The parts of a message that are read."""
 
     headers: bool = lmforge.option(True, "put From, Date and Subject before the text")
-    quotes: bool = lmforge.option(False, "keep lines that quote another message, which begin with >")
+    quotes: bool = lmforge.option(
+        False, "keep lines that quote another message, which begin with >"
+    )
 
 
 @lmforge.register("document_source", "mbox", options=MboxOptions)
@@ -43,5 +46,12 @@ def _documents(lines: list[bytes], options: MboxOptions) -> Iterator[dict[str, A
     if not options.quotes:
         text = "".join(line for line in text.splitlines(keepends=True) if not line.startswith(">"))
     if options.headers:
-        text = "".join(f"{name}: {message[name]}\n" for name in ("From", "Date", "Subject") if message[name]) + f"\n{text}"
+        text = (
+            "".join(
+                f"{name}: {message[name]}\n"
+                for name in ("From", "Date", "Subject")
+                if message[name]
+            )
+            + f"\n{text}"
+        )
     yield {"text": text, "subject": str(message["Subject"] or "")}

@@ -1,4 +1,7 @@
-"""The loop: one function that every stage calls. What happens beside the training is in the callbacks that it is given."""
+"""The loop: one function that every stage calls.
+
+What happens beside the training is in the callbacks that it is given.
+"""
 
 import gc
 import signal
@@ -15,7 +18,12 @@ from torch import Tensor
 
 from lmforge.core.data.batch import Metrics
 from lmforge.core.distributed.distributed import DistributedContext
-from lmforge.core.distributed.processes import STOP_SIGNALS, handle_signals, read_passed_on, restore_signals
+from lmforge.core.distributed.processes import (
+    STOP_SIGNALS,
+    handle_signals,
+    read_passed_on,
+    restore_signals,
+)
 from lmforge.core.errors import RunFailed
 from lmforge.core.losses.objective import Objective
 from lmforge.core.parallel.parallel_model import ParallelModel, train_step
@@ -43,10 +51,12 @@ def train(
     max_bad_steps: int,
     log_every_steps: int,
 ) -> tuple[int, int]:
-    """Train from `start_step` steps done to `steps`. Returns the number of steps done, and the signal that stopped it or 0.
+    """Train from `start_step` steps done to `steps`.
 
-    `learning_rate` is that of a step (from 0). Between log steps the host runs at most one step ahead of the device, and does
-    not wait for it.
+    Returns the number of steps done, and the signal that stopped it or 0.
+
+    `learning_rate` is that of a step (from 0). Between log steps the host runs at most one step
+    ahead of the device, and does not wait for it.
     """
     dist_ctx, done = parallel_model.dist_ctx, start_step
     first_step = start_step
@@ -77,7 +87,8 @@ def train(
                 lr=lr,
                 max_grad_norm=max_grad_norm,
                 set_phase=partial(set_phase, step=step),
-                before_update=checkpoints.wait_for_staging,  # a save in flight copies the weights of the step before
+                # A save in flight copies the weights of the step before.
+                before_update=checkpoints.wait_for_staging,
                 is_bad_step=is_bad_step,
             )
             seconds, has_compiled = time.perf_counter() - began, compiled_graph_count() > num_graphs
@@ -90,7 +101,9 @@ def train(
             checkpoints.raise_if_ending(save_request, done)
             is_last = done == steps
             stopping = is_last or stop_signal != 0
-            save_request = SaveRequest(max(save_request, checkpoints.requested_by_step(done, stopping)))
+            save_request = SaveRequest(
+                max(save_request, checkpoints.requested_by_step(done, stopping))
+            )
             log_is_due = bool(save_request) or done % log_every_steps == 0
 
             if bad_steps := detector.take_bad_steps(log_is_due, max_bad_steps):
@@ -98,7 +111,9 @@ def train(
                     callbacks.on_bad_step(bad_step)
                 if detector.consecutive_bad_steps >= max_bad_steps:
                     checkpoints.defer(save_request)
-                    reason = f"step {bad_steps[-1].step}: {detector.consecutive_bad_steps} {IN_A_ROW}"
+                    reason = (
+                        f"step {bad_steps[-1].step}: {detector.consecutive_bad_steps} {IN_A_ROW}"
+                    )
                     done = checkpoints.roll_back(bad_steps[-1], reason)
                     first_step = min(first_step, done)
                     callbacks.on_rollback(bad_steps[-1].step, done, reason)
@@ -108,20 +123,33 @@ def train(
 
             if is_last and detector.consecutive_bad_steps >= done - first_step:
                 which = f"all steps from step {first_step + 1} on were bad"
-                raise RunFailed(f"{which}, and nothing was learned; the last one: {bad_steps[-1].reason}")
+                raise RunFailed(
+                    f"{which}, and nothing was learned; the last one: {bad_steps[-1].reason}"
+                )
 
             record: dict[str, Any] = {}
             if log_is_due:
-                record = {**accumulator.reduce_and_reset(), "lr": lr, "grad_norm": float(grad_norm), **throughput.take(done)}
+                record = {
+                    **accumulator.reduce_and_reset(),
+                    "lr": lr,
+                    "grad_norm": float(grad_norm),
+                    **throughput.take(done),
+                }
                 stalls = {"save_stall_seconds": checkpoints.blocking_seconds}
-                record |= {name: value for name, value in {**detector.counters, **stalls}.items() if value}
+                record |= {
+                    name: value for name, value in {**detector.counters, **stalls}.items() if value
+                }
                 gc.collect()
                 callbacks.on_log(done, record)
-            record |= callbacks.validate(done, required=is_last or (save_request != 0 and checkpoints.needs_validation))
+            record |= callbacks.validate(
+                done, required=is_last or (save_request != 0 and checkpoints.needs_validation)
+            )
             if record:
                 set_phase("save", done)
                 read = (done + detector.batch_offset) * batches.global_batch_size
-                callbacks.on_record(done, {"step": done, "tokens": batches.dataset.tokens_until(read), **record})
+                callbacks.on_record(
+                    done, {"step": done, "tokens": batches.dataset.tokens_until(read), **record}
+                )
             if save_request:
                 set_phase("save", done)
                 callbacks.on_save(done, save_request == SaveRequest.KEPT)
@@ -135,8 +163,10 @@ def train(
 
 @contextmanager
 def _garbage_collection_paused() -> Iterator[None]:
-    """Garbage collection on one rank stalls all ranks, so it runs at log steps only. Objects that exist now are frozen:
-    scanning all modules of torch at each collection takes a tenth of a second.
+    """Garbage collection on one rank stalls all ranks, so it runs at log steps only.
+
+    Objects that exist now are frozen: scanning all modules of torch at each collection takes a
+    tenth of a second.
     """
     gc.collect()
     gc.freeze()
@@ -149,10 +179,12 @@ def _garbage_collection_paused() -> Iterator[None]:
 
 
 class StopSignals:
-    """Requests of one rank that all ranks follow at the same step: to stop, by a signal, and to save, by the clock of rank 0.
+    """Requests of one rank that all ranks follow at the same step: to stop, by a signal, and to
+    save, by the clock of rank 0.
 
-    The handler only sets a flag: a collective in it could pair with one that the training thread has in flight. Requests are
-    all-reduced at each step and read at the next one, so that no rank waits for them.
+    The handler only sets a flag: a collective in it could pair with one that the training thread
+    has in flight. Requests are all-reduced at each step and read at the next one, so that no rank
+    waits for them.
     """
 
     def __init__(self, dist_ctx: DistributedContext) -> None:
@@ -168,8 +200,9 @@ class StopSignals:
         self._signal = self._signal or read_passed_on(number)  # the first one is named
 
     def exchange(self, save_request: int) -> tuple[int, int]:
-        """Returns (signal, save request): the largest of any rank at the last call, 0 for none, the same on all ranks. Called
-        at each step."""
+        """Returns (signal, save request): the largest of any rank at the last call, 0 for none, the
+        same on all ranks. Called at each step.
+        """
         if self._dist_ctx.control_group is None:
             return self._signal, save_request
         requested = 0, 0
@@ -178,7 +211,9 @@ class StopSignals:
             work.wait()
             requested = int(flags[0]), int(flags[1])
         flags = torch.tensor([self._signal, save_request], dtype=torch.int32)
-        work = dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._dist_ctx.control_group, async_op=True)
+        work = dist.all_reduce(
+            flags, op=dist.ReduceOp.MAX, group=self._dist_ctx.control_group, async_op=True
+        )
         assert work is not None
         self._pending = (flags, work)
         return requested

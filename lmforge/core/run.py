@@ -1,5 +1,6 @@
-"""The stages of training, pretrain, sft and align, from beginning to end: enter the run, build the model, attach what observes
-it, train, and report how it ended. What a stage does in its own way is in specs.py.
+"""The stages of training, pretrain, sft and align, from beginning to end: enter the run, build the
+model, attach what observes it, train, and report how it ended. What a stage does in its own way is
+in specs.py.
 """
 
 import time
@@ -9,7 +10,11 @@ from functools import partial
 
 import torch
 
-from lmforge.core.distributed.distributed import CONTROL_TIMEOUT, destroy_distributed, init_distributed
+from lmforge.core.distributed.distributed import (
+    CONTROL_TIMEOUT,
+    destroy_distributed,
+    init_distributed,
+)
 from lmforge.core.distributed.standby import leave_out_ranks, stand_by
 from lmforge.core.errors import LockLost, RunFailed, UserError, format_duration
 from lmforge.core.loop import train
@@ -46,24 +51,35 @@ from lmforge.core.steps.resume import ResumePoint, last_checkpoint_message, veri
 
 
 def run_stage(config: StageConfig, custom: CustomCode = NO_CUSTOM_CODE) -> int:
-    """Train a model as the config of its stage says: from random or given weights, or from this run's newest checkpoint.
+    """Train a model as the config of its stage says: from random or given weights, or from this
+    run's newest checkpoint.
 
-    Every rank calls it, with objective and callbacks of the program that calls it in `custom`. Returns the exit status: 0, or
-    128 + signal where the run was interrupted and saved. Raises UserError before anything of the run is written, of alignment
-    also where what samples cannot be opened, and RunFailed after that.
+    Every rank calls it, with objective and callbacks of the program that calls it in `custom`.
+    Returns the exit status: 0, or 128 + signal where the run was interrupted and saved. Raises
+    UserError before anything of the run is written, of alignment also where what samples cannot be
+    opened, and RunFailed after that.
     """
     spec = spec_of(config)
     set_determinism(config.train.deterministic)
     if leave_out_ranks(config.parallel.model_parallel_size):
         return stand_by()
-    dist_ctx = init_distributed(config.train.device, config.train.threads, collective_timeout(config))
+    dist_ctx = init_distributed(
+        config.train.device, config.train.threads, collective_timeout(config)
+    )
     run = Run.from_config(config)
     try:
         with explain_failures(run):
-            config, inputs, point = enter_run(config, run, dist_ctx, spec.prepare_data, spec.open_inputs)
+            config, inputs, point = enter_run(
+                config, run, dist_ctx, spec.prepare_data, spec.open_inputs
+            )
             with dist_ctx.raise_on_all():
                 memory = RunMemory.of_run(
-                    config, inputs.model_config, inputs.batch_plan, dist_ctx, step=point.step, teacher=inputs.teacher
+                    config,
+                    inputs.model_config,
+                    inputs.batch_plan,
+                    dist_ctx,
+                    step=point.step,
+                    teacher=inputs.teacher,
                 )
                 # Refuses what cannot be compiled here.
                 choose_compile(config, dist_ctx.device, config.train.steps - point.step)
@@ -82,7 +98,9 @@ def run_stage(config: StageConfig, custom: CustomCode = NO_CUSTOM_CODE) -> int:
                     ctx.log.write_failure(problem, ctx.watch.describe_progress())
                 callbacks.run_failed(ctx)
                 if isinstance(problem, RunFailed) and not isinstance(problem, LockLost):
-                    raise type(problem)(f"{problem}; {last_checkpoint_message(run)}; log: {ctx.log.path}") from problem
+                    raise type(problem)(
+                        f"{problem}; {last_checkpoint_message(run)}; log: {ctx.log.path}"
+                    ) from problem
                 raise
             finally:
                 end_attempt(ctx, final_phase, error)
@@ -100,10 +118,19 @@ def _train(
     objective: Objective,
 ) -> int:
     """Train from `point` to the end of the recipe. Returns the exit status."""
-    config, steps, dist_ctx, log = ctx.config, ctx.config.train.steps, ctx.dist_ctx, ctx.console.info
+    config, steps, dist_ctx, log = (
+        ctx.config,
+        ctx.config.train.steps,
+        ctx.dist_ctx,
+        ctx.console.info,
+    )
     if point.step >= steps:
         point = dist_ctx.decide_on_rank0(partial(verify_finished, ctx.run, point, steps))
-    notes = [*notes_on_ranks(config, dist_ctx), *describe_used_up_restarts(dist_ctx), *describe_long_sequences(config, inputs)]
+    notes = [
+        *notes_on_ranks(config, dist_ctx),
+        *describe_used_up_restarts(dist_ctx),
+        *describe_long_sequences(config, inputs),
+    ]
     for line in [*point.messages, *describe_config_changes(point, config), *notes]:
         log(line)
     hosts = dist_ctx.world_size // dist_ctx.rank_info.local_world_size
@@ -113,10 +140,17 @@ def _train(
         hardware["gpu"] = torch.cuda.get_device_name(device)
     ctx.events.add("start", point.step, ranks=dist_ctx.world_size, hosts=hosts, **hardware)
     if point.step >= steps:
-        log(f"{ctx.run.path}: trained to step {point.step} already; give a larger --train.steps to continue")
+        log(
+            f"{ctx.run.path}: trained to step {point.step} already; give a larger --train.steps to"
+            " continue"
+        )
         return 0
     with explain_out_of_memory(
-        memory.suggest_what_fits, dist_ctx, ctx.watch.describe_progress, ctx.memory_snapshot, ctx.run.holds_lock
+        memory.suggest_what_fits,
+        dist_ctx,
+        ctx.watch.describe_progress,
+        ctx.memory_snapshot,
+        ctx.run.holds_lock,
     ):
         built = build(ctx, inputs, point, objective)
         peak_flops = rank_peak_flops(dist_ctx, built.dtype)
@@ -125,12 +159,19 @@ def _train(
         began, batches = time.perf_counter(), None
         try:
             with ExitStack() as stack:
-                # A save that waits for a lost rank would not end, and other ranks learn from this one that it is lost.
-                stack.push(lambda _, problem, __: checkpointer.close(drain=not (problem and is_lost_peer(problem))))
+                # A save that waits for a lost rank would not end, and other ranks learn from this
+                # one that it is lost.
+                stack.push(
+                    lambda _, problem, __: checkpointer.close(
+                        drain=not (problem and is_lost_peer(problem))
+                    )
+                )
                 batches = spec.build_batches(ctx, inputs, built)
                 stack.callback(batches.close)
                 throughput = build_throughput(ctx, inputs, built, batches, peak_flops)
-                observers = Observers(ObservedRun(ctx, inputs, built, batches, throughput, memory), checkpointer)
+                observers = Observers(
+                    ObservedRun(ctx, inputs, built, batches, throughput, memory), checkpointer
+                )
                 stack.callback(observers.close)
                 done, stopped_by = train(
                     built.parallel_model,
@@ -139,7 +180,14 @@ def _train(
                     objective,
                     batches,
                     built.detector,
-                    Checkpoints(checkpointer, config, built.parallel_model, built.optimizer, batches, built.detector),
+                    Checkpoints(
+                        checkpointer,
+                        config,
+                        built.parallel_model,
+                        built.optimizer,
+                        batches,
+                        built.detector,
+                    ),
                     throughput,
                     observers,
                     start_step=built.point.step,
@@ -150,11 +198,13 @@ def _train(
                 )
                 ctx.callbacks.call("on_run_end", ctx, done, "interrupted" if stopped_by else "done")
         except UserError as problem:
-            if batches is None and config.of_stage == "align":  # such as a server that does not start
+            # Such as a server that does not start.
+            if batches is None and config.of_stage == "align":
                 raise
             # Such as a corrupt shard: the run has begun, so it has failed.
             raise RunFailed(str(problem)) from problem
-    # A rank that hangs while it ends is named by those that wait for it here; once they have ended, nobody is left to name it.
+    # A rank that hangs while it ends is named by those that wait for it here; once they have ended,
+    # nobody is left to name it.
     with dist_ctx.raise_on_all():
         ctx.run.ensure_lock()
     write_memory(ctx)
@@ -167,5 +217,7 @@ def _train(
 
 
 def collective_timeout(config: StageConfig) -> timedelta:
-    """Twice the watchdog's timeout, so that it can report the rank that hangs and end the ranks before NCCL aborts them."""
+    """Twice the watchdog's timeout, so that it can report the rank that hangs and end the ranks
+    before NCCL aborts them.
+    """
     return max(CONTROL_TIMEOUT, timedelta(seconds=2 * (config.watch.timeout_seconds or 0.0)))

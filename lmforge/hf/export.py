@@ -40,8 +40,11 @@ _TOKENIZER_FILES = (
 )
 
 
-# What a folder that --overwrite replaces may hold: somebody's own files beside a model are not lmforge's to delete.
-_OF_A_MODEL = re.compile(r".*\.(json|safetensors|jinja|model)|merges\.txt|README\.md|additional_chat_templates")
+# What a folder that --overwrite replaces may hold: somebody's own files beside a model are not
+# lmforge's to delete.
+_OF_A_MODEL = re.compile(
+    r".*\.(json|safetensors|jinja|model)|merges\.txt|README\.md|additional_chat_templates"
+)
 
 
 def export_folder(
@@ -55,27 +58,34 @@ def export_folder(
     read_tensor: Callable[[str], torch.Tensor] | None = None,
     extra_files: Mapping[str, dict[str, Any] | str] | None = None,
 ) -> None:
-    """Write a folder that transformers opens: config.json, weights, and the tokenizer's files if given.
+    """Write a folder that transformers opens: config.json, weights, and the tokenizer's files if
+    given.
 
     The folder is written atomically: it appears complete or not at all.
 
     Args:
         model: a model, or its tensors by name; full tensors (gather sharded ones first).
         dtype: of the written tensors; None keeps each one's own.
-        max_shard_bytes: weights are split into files of at most this size, unless a single tensor is larger.
-        overwrite: replace the folder if it exists and holds a model. Otherwise an existing folder is a UserError.
-        read_tensor: returns the tensor of a name, where those of `model` are on the meta device. Each is read when it is
-            written, so that only one of them is in memory; those of a wrapped model are all read at once.
+        max_shard_bytes: weights are split into files of at most this size, unless a single tensor
+        is larger.
+        overwrite: replace the folder if it exists and holds a model. Otherwise an existing folder
+        is a UserError.
+        read_tensor: returns the tensor of a name, where those of `model` are on the meta device.
+            Each is read when it is written, so that only one of them is in memory; those of a
+            wrapped model are all read at once.
         extra_files: other files by name, JSON or text; fields for config.json replace its own.
     """
     wrapped = isinstance(config, TransformersConfig)
     if config.final_logit_softcapping is not None and not (wrapped or config.family.caps_logits):
         raise UserError(
-            f"{folder}: the model's logits are capped (final_logit_softcapping), which transformers' {config.model_type} models"
-            " are not: they would compute other probabilities; use the checkpoint itself"
+            f"{folder}: the model's logits are capped (final_logit_softcapping), which"
+            f" transformers' {config.model_type} models are not: they would compute other"
+            " probabilities; use the checkpoint itself"
         )
     folder = Path(folder)
-    tensors = dict[str, torch.Tensor](named_tensors(model) if isinstance(model, nn.Module) else model)
+    tensors = dict[str, torch.Tensor](
+        named_tensors(model) if isinstance(model, nn.Module) else model
+    )
     if config.tie_word_embeddings:
         tensors.pop(LM_HEAD_WEIGHT, None)
     expected = {name: tensor.shape for name, tensor in named_tensors(build_model(config, "meta"))}
@@ -92,23 +102,35 @@ def export_folder(
     if config.reward:
         tensors = {**tensors}
         tensors[CLASSIFIER_HEAD_WEIGHT] = tensors.pop(LM_HEAD_WEIGHT)
-        ours, value_of = value_of, lambda name: ours(LM_HEAD_WEIGHT if name == CLASSIFIER_HEAD_WEIGHT else name)
+        ours, value_of = (
+            value_of,
+            lambda name: ours(LM_HEAD_WEIGHT if name == CLASSIFIER_HEAD_WEIGHT else name),
+        )
     with new_folder(folder, overwrite, marker="config.json", content="a model") as partial:
         for path in _tokenizer_files(tokenizer_folder):
             shutil.copyfile(path, partial / path.name)
-        for file, content in _described(config, dtype or next(iter(tensors.values())).dtype, extra_files or {}).items():
+        for file, content in _described(
+            config, dtype or next(iter(tensors.values())).dtype, extra_files or {}
+        ).items():
             if not (partial / file).exists():
                 text = content if isinstance(content, str) else json.dumps(content, indent=2) + "\n"
                 (partial / file).parent.mkdir(exist_ok=True)
                 (partial / file).write_text(text, encoding="utf-8")
-        written = {name: each.to("meta", None if name.endswith(BIAS) else dtype) for name, each in tensors.items()}
+        written = {
+            name: each.to("meta", None if name.endswith(BIAS) else dtype)
+            for name, each in tensors.items()
+        }
         _write_shards(partial, written, value_of, max_shard_bytes)
 
 
 def _in_pieces(
-    tensors: Mapping[str, torch.Tensor], read_tensor: Callable[[str], torch.Tensor], config: ModelConfig
+    tensors: Mapping[str, torch.Tensor],
+    read_tensor: Callable[[str], torch.Tensor],
+    config: ModelConfig,
 ) -> tuple[dict[str, torch.Tensor], Callable[[str], torch.Tensor]]:
-    """Tensors by their names on disk, where each expert has its own; and what returns the value of each of them."""
+    """Tensors by their names on disk, where each expert has its own; and what returns the value of
+    each of them.
+    """
     read = lru_cache(maxsize=1)(read_tensor)  # the pieces of one follow each other
     result, values = {}, {}
     for name, tensor in tensors.items():
@@ -124,10 +146,14 @@ def _in_pieces(
 def _described(
     config: ModelConfig, dtype: torch.dtype, extra_files: Mapping[str, dict[str, Any] | str]
 ) -> dict[str, dict[str, Any] | str]:
-    """config.json, generation_config.json where the model has one, and the further files, whose fields come before ours."""
+    """config.json, generation_config.json where the model has one, and the further files, whose
+    fields come before ours.
+    """
     content = to_config_json(config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
     generation = content.pop("generation_config", None)
-    files = ({} if generation is None else {"generation_config.json": generation}) | dict(extra_files)
+    files = ({} if generation is None else {"generation_config.json": generation}) | dict(
+        extra_files
+    )
     extra_fields = files.get("config.json", {})
     assert isinstance(extra_fields, dict)
     files["config.json"] = content | extra_fields
@@ -138,12 +164,17 @@ def _described(
 def new_folder(folder: Path, overwrite: bool, *, marker: str, content: str) -> Iterator[Path]:
     """A folder to fill that appears as `folder` at the end, complete or not at all.
 
-    With `overwrite`, a folder that holds the file `marker`, weights, and only files of a model, and so is a `content`, is
-    replaced (where `folder` is a link, what it leads to); any other one is a UserError, and so is an error of the disk.
+    With `overwrite`, a folder that holds the file `marker`, weights, and only files of a model, and
+    so is a `content`, is replaced (where `folder` is a link, what it leads to); any other one is a
+    UserError, and so is an error of the disk.
     """
 
     def is_replaceable(path: Path) -> bool:
-        others = [each for each in path.iterdir() if not _OF_A_MODEL.fullmatch(each.name)] if path.is_dir() else []
+        others = (
+            [each for each in path.iterdir() if not _OF_A_MODEL.fullmatch(each.name)]
+            if path.is_dir()
+            else []
+        )
         return (path / marker).is_file() and any(path.glob("*.safetensors")) and not others
 
     if overwrite:
@@ -154,7 +185,9 @@ def new_folder(folder: Path, overwrite: bool, *, marker: str, content: str) -> I
         with atomic_folder(folder.resolve(), replace=True) as partial:
             yield partial
     except OSError as error:
-        raise UserError(f"{folder}: could not be written ({error}); choose another folder") from None
+        raise UserError(
+            f"{folder}: could not be written ({error}); choose another folder"
+        ) from None
 
 
 def _tokenizer_files(folder: str | Path | None) -> list[Path]:
@@ -162,7 +195,9 @@ def _tokenizer_files(folder: str | Path | None) -> list[Path]:
         return []
     paths = [Path(folder) / name for name in _TOKENIZER_FILES if (Path(folder) / name).is_file()]
     if not paths:
-        raise UserError(f"{folder}: holds no tokenizer.json; give the folder of the run's tokenizer")
+        raise UserError(
+            f"{folder}: holds no tokenizer.json; give the folder of the run's tokenizer"
+        )
     return paths
 
 
@@ -184,4 +219,6 @@ def _write_shards(
         write_safetensors(folder / file, {name: tensors[name] for name in names}, read_tensor, None)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(
+            json.dumps(index, indent=2) + "\n", encoding="utf-8"
+        )

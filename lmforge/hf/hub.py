@@ -1,8 +1,10 @@
-"""Models and datasets by their names on the Hugging Face hub: found in the local cache, or downloaded once, and kept there.
+"""Models and datasets by their names on the Hugging Face hub: found in the local cache, or
+downloaded once, and kept there.
 
-An existing folder takes precedence over a name. Weights are downloaded as safetensors, the rest as JSON and the plain files of
-tokenizers; pickles and code are not. The download itself, its retries and the cache are those of huggingface_hub's
-`snapshot_download`, so transformers finds the models too. What is here chooses the files, and says in one line what is wrong.
+An existing folder takes precedence over a name. Weights are downloaded as safetensors, the rest as
+JSON and the plain files of tokenizers; pickles and code are not. The download itself, its retries
+and the cache are those of huggingface_hub's `snapshot_download`, so transformers finds the models
+too. What is here chooses the files, and says in one line what is wrong.
 """
 
 import glob
@@ -56,29 +58,40 @@ class WeightIndex(TypedDict):  # model.safetensors.index.json
 
 
 def parse_model_name(name: str, revision: str | None = None) -> tuple[str, str]:
-    """`org/name[@revision]` as (org/name, revision), "main" by default. Raises UserError for anything else."""
+    """`org/name[@revision]` as (org/name, revision), "main" by default.
+
+    Raises UserError for anything else.
+    """
     parts = MODEL_NAME_PATTERN.fullmatch(name)
     if parts is None:
         form = "organisation/model or organisation/model@revision"
         raise UserError(f"{cut(name)}: not the name of a model on the hub; give {form}")
     if revision and parts["revision"] and revision != parts["revision"]:
-        raise UserError(f"{name}: names one revision and --revision {revision} another; give one of them")
+        raise UserError(
+            f"{name}: names one revision and --revision {revision} another; give one of them"
+        )
     chosen = revision or parts["revision"] or "main"
     return parts["name"], chosen
 
 
-def resolve_model_folder(source: Path, required: Literal["weights", "config.json", "tokenizer.json"] = "weights") -> Path:
-    """The folder of a model: `source` itself, or where the cache has the model that it names, downloaded first if need be.
+def resolve_model_folder(
+    source: Path, required: Literal["weights", "config.json", "tokenizer.json"] = "weights"
+) -> Path:
+    """The folder of a model: `source` itself, or where the cache has the model that it names,
+    downloaded first if need be.
 
-    A cached model is taken as it is: the hub is not asked for a newer one. Weights are downloaded only if they are `required`.
-    Raises UserError if the model can neither be found nor downloaded.
+    A cached model is taken as it is: the hub is not asked for a newer one. Weights are downloaded
+    only if they are `required`. Raises UserError if the model can neither be found nor downloaded.
     """
     if not is_hub_name(source):
         return source
     name, revision = parse_model_name(str(source))
     report = partial(print, file=sys.stderr, flush=True)
     cached = find_cached(name, revision, required)
-    return cached or download(name, revision, include_weights=required == "weights", report=report).folder
+    return (
+        cached
+        or download(name, revision, include_weights=required == "weights", report=report).folder
+    )
 
 
 def cache_folder() -> Path:
@@ -89,11 +102,16 @@ def cache_folder() -> Path:
 
 
 def find_cached(name: str, revision: str, required: str = "weights") -> Path | None:
-    """The folder in which the cache has all that is `required` of this model, else None. Does not ask the hub."""
+    """The folder in which the cache has all that is `required` of this model, else None.
+
+    Does not ask the hub.
+    """
     from huggingface_hub import try_to_load_from_cache
 
     with hub_errors_as_user_errors(name, revision):
-        path = try_to_load_from_cache(name, "config.json" if required == "weights" else required, revision=revision)
+        path = try_to_load_from_cache(
+            name, "config.json" if required == "weights" else required, revision=revision
+        )
     if not isinstance(path, str):
         return None
     folder = Path(path).parent
@@ -106,7 +124,10 @@ def find_cached(name: str, revision: str, required: str = "weights") -> Path | N
 
 
 def indexed_weight_files(folder: Path) -> list[str]:
-    """The weight files that a folder's index names, sorted. Raises UserError if it is not an index; OSError passes."""
+    """The weight files that a folder's index names, sorted.
+
+    Raises UserError if it is not an index; OSError passes.
+    """
     path = folder / SAFE_WEIGHTS_INDEX_NAME
     index = read_json(path, WeightIndex, max_bytes=MAX_INDEX_BYTES, hint="copy the file again")
     return sorted(set(index["weight_map"].values()))
@@ -138,16 +159,28 @@ def download(
         with hub_errors_as_user_errors(name, revision, kind):
             info = ask(name, revision=revision, files_metadata=True, timeout=LOOKUP_SECONDS)
             listed = {each.rfilename: each.size or 0 for each in info.siblings or ()}
-            chosen = _data_files(name, listed) if kind == "dataset" else _model_files(name, listed, include_weights)
+            chosen = (
+                _data_files(name, listed)
+                if kind == "dataset"
+                else _model_files(name, listed, include_weights)
+            )
             if folder is not None and not (folder / LIBRARY_FOLDER).is_dir():
                 for file in chosen:
                     check_output(folder / file, other="folder")
-            report(f"{name}: {len(chosen)} files, {sum(listed[file] for file in chosen):,} bytes, unless they are there")
+            report(
+                f"{name}: {len(chosen)} files, {sum(listed[file] for file in chosen):,} bytes,"
+                " unless they are there"
+            )
 
             def fetch(files: list[str]) -> Path:
                 patterns = [glob.escape(file) for file in files]
                 where = snapshot_download(
-                    name, repo_type=kind, revision=revision, local_dir=folder, allow_patterns=patterns, library_name="lmforge"
+                    name,
+                    repo_type=kind,
+                    revision=revision,
+                    local_dir=folder,
+                    allow_patterns=patterns,
+                    library_name="lmforge",
                 )
                 return Path(where)
 
@@ -164,9 +197,17 @@ def download(
         if kind == "dataset" and folder is None:
             (downloaded / COMPLETE_MARK).touch()
     except OSError as problem:
-        what = "no space to download into it" if problem.errno in DISK_FULL_ERRNOS else "cannot be written"
-        raise UserError(f"{folder or cache_folder()}: {what} ({problem.strerror}); run it again") from None
-    return DownloadResult(folder or downloaded, str(info.sha), {file: listed[file] for file in chosen})
+        what = (
+            "no space to download into it"
+            if problem.errno in DISK_FULL_ERRNOS
+            else "cannot be written"
+        )
+        raise UserError(
+            f"{folder or cache_folder()}: {what} ({problem.strerror}); run it again"
+        ) from None
+    return DownloadResult(
+        folder or downloaded, str(info.sha), {file: listed[file] for file in chosen}
+    )
 
 
 def download_command(name: str, revision: str, kind: Kind = "model") -> str:
@@ -178,8 +219,9 @@ def download_command(name: str, revision: str, kind: Kind = "model") -> str:
 def offline_message(name: str, revision: str, kind: Kind) -> str:
     """The reason why the hub is not contacted, and what to do."""
     return (
-        f"{name}: no such folder, and {revision} of it is not in the cache {cache_folder()}; HF_HUB_OFFLINE is set, so the hub"
-        f" is not asked; run `{download_command(name, revision, kind)}` where there is a network, or unset it"
+        f"{name}: no such folder, and {revision} of it is not in the cache {cache_folder()};"
+        " HF_HUB_OFFLINE is set, so the hub is not asked; run"
+        f" `{download_command(name, revision, kind)}` where there is a network, or unset it"
     )
 
 
@@ -193,16 +235,23 @@ def _data_files(name: str, listed: Iterable[str]) -> list[str]:
 
 
 def _model_files(name: str, listed: Collection[str], include_weights: bool) -> list[str]:
-    """Configuration, tokenizer and, where they are one file, the weights; otherwise their index, which names the files."""
+    """Configuration, tokenizer and, where they are one file, the weights; otherwise their index,
+    which names the files.
+    """
     chosen = [each for each in sorted(listed) if CONFIG_AND_TOKENIZER_FILES.fullmatch(each)]
     if not include_weights:
         return [each for each in chosen if each != SAFE_WEIGHTS_INDEX_NAME]
     if "config.json" not in listed:
-        raise UserError(f"{name}: has no config.json on the hub, so it is not a model that can be opened")
+        raise UserError(
+            f"{name}: has no config.json on the hub, so it is not a model that can be opened"
+        )
     if SAFE_WEIGHTS_NAME in listed:
         return [*chosen, SAFE_WEIGHTS_NAME]
     if SAFE_WEIGHTS_INDEX_NAME not in listed:
-        raise UserError(f"{name}: has no safetensors weights on the hub; pickled ones (.bin, .pth) are not downloaded")
+        raise UserError(
+            f"{name}: has no safetensors weights on the hub; pickled ones (.bin, .pth) are not"
+            " downloaded"
+        )
     return chosen
 
 
@@ -218,7 +267,8 @@ def hub_errors_as_user_errors(name: str, revision: str, kind: Kind = "model") ->
         raise
     except Exception as caught:  # the library raises those of whichever HTTP client it is built on
         problem: BaseException = caught
-        if isinstance(caught, errors.LocalEntryNotFoundError):  # says only that the cache lacks it too
+        # Says only that the cache lacks it too.
+        if isinstance(caught, errors.LocalEntryNotFoundError):
             problem = caught.__cause__ or caught
         if isinstance(problem, OSError) and problem.errno is not None:
             raise
@@ -226,14 +276,25 @@ def hub_errors_as_user_errors(name: str, revision: str, kind: Kind = "model") ->
         text = " ".join(f"{type(problem).__name__}: {problem}".split())[:160]
         reasons: dict[type[Exception], str] = {
             errors.HFValidationError: f"not a name that the hub accepts ({text})",
-            errors.GatedRepoError: f"gated: accept its terms at {hub}/{name}, then log in (hf auth login, or HF_TOKEN in the"
-            " environment)",
-            errors.RevisionNotFoundError: f"has no revision {revision} on the hub; leave it out for its newest",
-            errors.RepositoryNotFoundError: f"neither a folder here nor a {kind} on {hub} that can be seen without permission;"
-            " check the name, or log in (hf auth login, or HF_TOKEN in the environment)",
+            errors.GatedRepoError: (
+                f"gated: accept its terms at {hub}/{name}, then log in (hf auth login, or HF_TOKEN"
+                " in the environment)"
+            ),
+            errors.RevisionNotFoundError: (
+                f"has no revision {revision} on the hub; leave it out for its newest"
+            ),
+            errors.RepositoryNotFoundError: (
+                f"neither a folder here nor a {kind} on {hub} that can be seen without permission;"
+                " check the name, or log in (hf auth login, or HF_TOKEN in the environment)"
+            ),
             errors.HfHubHTTPError: f"{hub} answered with {status}; try again later",
             OSError: f"{text}; run it again",
-            Exception: f"no such folder, not in the cache, and {hub} cannot be reached ({text}); check the network and run it"
-            f" again, or run `{download_command(name, revision, kind)}` where there is one",
+            Exception: (
+                f"no such folder, not in the cache, and {hub} cannot be reached ({text}); check the"
+                f" network and run it again, or run `{download_command(name, revision, kind)}`"
+                " where there is one"
+            ),
         }
-        raise UserError(f"{name}: {next(why for kind, why in reasons.items() if isinstance(problem, kind))}") from None
+        raise UserError(
+            f"{name}: {next(why for kind, why in reasons.items() if isinstance(problem, kind))}"
+        ) from None

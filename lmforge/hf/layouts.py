@@ -1,7 +1,9 @@
-"""The checkpoints of other trainers: which of their stored tensors make up each of ours, as a plugin describes them.
+"""The checkpoints of other trainers: which of their stored tensors make up each of ours, as a
+plugin describes them.
 
-A plugin registers a `checkpoint_layout` (docs/extending.md); examples/checkpoint_layouts/ has those of nanoGPT, torchtitan and
-fms-fsdp. Here are what they have in common: wrappers of names, the choice of a layout, and the check of what they describe.
+A plugin registers a `checkpoint_layout` (docs/extending.md); examples/checkpoint_layouts/ has those
+of nanoGPT, torchtitan and fms-fsdp. Here are what they have in common: wrappers of names, the
+choice of a layout, and the check of what they describe.
 """
 
 import re
@@ -21,7 +23,8 @@ from lmforge.core.model.config import ModelConfig
 from lmforge.core.registry import Entry
 from lmforge.hf.torch_checkpoints import TensorSource
 
-# Keys under which trainers store the model in a checkpoint, and prefixes that wrappers add to its names.
+# Keys under which trainers store the model in a checkpoint, and prefixes that wrappers add to its
+# names.
 _PREFIXES = ("", "model.", "model_state.", "state_dict.", "module.")
 _WRAPPER_NAMES = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.")
 # Stored but not learned: causal masks and rotary tables.
@@ -43,7 +46,9 @@ class LayoutHints:
 
 @dataclass(frozen=True)
 class ConvertedCheckpoint:
-    """Another trainer's checkpoint as a model of ours: its config, its tensors on the meta device, and each one's value."""
+    """Another trainer's checkpoint as a model of ours: its config, its tensors on the meta device,
+    and each one's value.
+    """
 
     layout: str
     config: ModelConfig
@@ -55,8 +60,9 @@ class ConvertedCheckpoint:
 class StoredSlice:
     """The rows of a stored tensor that are one of ours, transposed if need be.
 
-    With `num_heads`, the rows of a query or key matrix of so many heads that rotates neighbouring pairs of channels, as Meta's
-    code does: ours and Hugging Face's pair a channel of the first half with one of the second, so they are reordered.
+    With `num_heads`, the rows of a query or key matrix of so many heads that rotates neighbouring
+    pairs of channels, as Meta's code does: ours and Hugging Face's pair a channel of the first half
+    with one of the second, so they are reordered.
     """
 
     stored_name: str
@@ -71,16 +77,22 @@ class StoredSlice:
         return value.t() if self.transposed else value
 
 
-# Which part of which stored tensor each of ours is, by our names; None is a bias of zeros, which is not stored.
+# Which part of which stored tensor each of ours is, by our names; None is a bias of zeros, which is
+# not stored.
 Parts = dict[str, StoredSlice | None]
 
 
 def find_layout(path: Path, checkpoint: TensorSource, layout: str) -> Entry:
-    """The registered layout of this name, or with "auto" the one whose tensor names the checkpoint has. Raises UserError."""
+    """The registered layout of this name, or with "auto" the one whose tensor names the checkpoint
+    has. Raises UserError.
+    """
     source = _without_wrappers(checkpoint)
     known = registry.entries("checkpoint_layout")
     if not known:
-        raise UserError(f"{path}: no layout of another trainer is known; name a plugin that registers it, such as {_EXAMPLE}")
+        raise UserError(
+            f"{path}: no layout of another trainer is known; name a plugin that registers it, such"
+            f" as {_EXAMPLE}"
+        )
     if layout == "auto":
         found = [entry for entry in known if entry.facts["marker"] in source.tensors]
         if not found:
@@ -92,12 +104,20 @@ def find_layout(path: Path, checkpoint: TensorSource, layout: str) -> Entry:
     marker = entry.facts["marker"]
     if marker not in source.tensors:
         close = get_close_matches(marker, source.tensors, n=1)
-        raise UserError(f"{path}: not of layout {layout}: has no {marker}" + (f", but {close[0]}" if close else ""))
+        raise UserError(
+            f"{path}: not of layout {layout}: has no {marker}"
+            + (f", but {close[0]}" if close else "")
+        )
     return entry
 
 
-def convert_checkpoint(path: Path, checkpoint: TensorSource, layout: Entry, hints: LayoutHints) -> ConvertedCheckpoint:
-    """Another trainer's checkpoint as a model of ours. Raises UserError where it is not of the layout, or a hint is wrong."""
+def convert_checkpoint(
+    path: Path, checkpoint: TensorSource, layout: Entry, hints: LayoutHints
+) -> ConvertedCheckpoint:
+    """Another trainer's checkpoint as a model of ours.
+
+    Raises UserError where it is not of the layout, or a hint is wrong.
+    """
     source = _without_wrappers(checkpoint)
     config: ModelConfig
     parts: Parts
@@ -107,7 +127,11 @@ def convert_checkpoint(path: Path, checkpoint: TensorSource, layout: Entry, hint
 
     def read(name: str) -> Tensor:
         part = parts[name]
-        return torch.zeros_like(tensors[name], device="cpu") if part is None else part.extract(source.read(part.stored_name))
+        return (
+            torch.zeros_like(tensors[name], device="cpu")
+            if part is None
+            else part.extract(source.read(part.stored_name))
+        )
 
     return ConvertedCheckpoint(layout.name, config, tensors, read)
 
@@ -126,28 +150,52 @@ def _without_wrappers(checkpoint: TensorSource) -> TensorSource:
         names = {name: name for name in checkpoint.tensors}
     # The optimizer's tensors may lie beside the model's.
     ignored = re.compile(f"^optimizer|{_NOT_LEARNED.pattern}")
-    tensors = {short: checkpoint.tensors[name] for short, name in names.items() if not ignored.search(short)}
-    return TensorSource(tensors, lambda short: checkpoint.read(names[short]), checkpoint.non_tensors)
+    tensors = {
+        short: checkpoint.tensors[name]
+        for short, name in names.items()
+        if not ignored.search(short)
+    }
+    return TensorSource(
+        tensors, lambda short: checkpoint.read(names[short]), checkpoint.non_tensors
+    )
 
 
 def count_layers(source: TensorSource, block: str) -> int:
-    """The number of blocks, by the numbers that the pattern `block` finds at the beginning of names."""
-    return 1 + max((int(match[1]) for name in source.tensors if (match := re.match(block, name))), default=-1)
+    """The number of blocks, by the numbers that the pattern `block` finds at the beginning of
+    names.
+    """
+    return 1 + max(
+        (int(match[1]) for name in source.tensors if (match := re.match(block, name))), default=-1
+    )
 
 
-def _check_tensors(path: Path, config: ModelConfig, parts: Parts, source: TensorSource) -> dict[str, Tensor]:
-    """The model's tensors on the meta device. Raises UserError where one is missing, or of another shape."""
+def _check_tensors(
+    path: Path, config: ModelConfig, parts: Parts, source: TensorSource
+) -> dict[str, Tensor]:
+    """The model's tensors on the meta device.
+
+    Raises UserError where one is missing, or of another shape.
+    """
     expected = dict(build_model(config, "meta").named_parameters())
     dtype = next(iter(source.tensors.values())).dtype
     tensors = {}
     for name, parameter in expected.items():
         if name not in parts:
-            raise UserError(f"{path}: has nothing that could be {name}; it is incomplete, or of another layout")
+            raise UserError(
+                f"{path}: has nothing that could be {name}; it is incomplete, or of another layout"
+            )
         part = parts[name]
-        tensor = parameter.to(dtype) if part is None else part.extract(source.tensors[part.stored_name])
+        tensor = (
+            parameter.to(dtype) if part is None else part.extract(source.tensors[part.stored_name])
+        )
         if tensor.shape != parameter.shape:
-            raise UserError(f"{path}: {name} would be {list(tensor.shape)} and should be {list(parameter.shape)}")
+            raise UserError(
+                f"{path}: {name} would be {list(tensor.shape)} and should be"
+                f" {list(parameter.shape)}"
+            )
         tensors[name] = tensor
     if extra := sorted(parts.keys() - expected.keys()):
-        raise UserError(f"{path}: holds {extra[0]}, which is not part of such a model; it cannot be imported")
+        raise UserError(
+            f"{path}: holds {extra[0]}, which is not part of such a model; it cannot be imported"
+        )
     return tensors

@@ -1,7 +1,7 @@
 """Writes and reads adapters in PEFT's layout: adapter_config.json and adapter_model.safetensors.
 
-Tensors there have our names with a prefix. Options of PEFT that change the result of a forward pass and are not supported
-are refused by name, and so are options that are not known here.
+Tensors there have our names with a prefix. Options of PEFT that change the result of a forward pass
+and are not supported are refused by name, and so are options that are not known here.
 """
 
 import json
@@ -34,12 +34,33 @@ _NESTED = ".base_layer"  # inside of an adapter
 _STACKS = Experts.matrices  # in the order in which PEFT wraps them
 # Options that are read here, or that do not change the computation once tensors exist.
 _SUPPORTED = {
-    "r", "lora_alpha", "rank_pattern", "alpha_pattern", "modules_to_save", "lora_dropout", "use_rslora", "target_modules",
-    "target_parameters", "peft_type",
-    "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out",
-    "auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version",
-    "ensure_weight_tying", "megatron_core", "qalora_group_size", "runtime_config", "ephemeral_gpu_offload", "eva_config",
-}  # fmt: skip
+    "r",
+    "lora_alpha",
+    "rank_pattern",
+    "alpha_pattern",
+    "modules_to_save",
+    "lora_dropout",
+    "use_rslora",
+    "target_modules",
+    "target_parameters",
+    "peft_type",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    "fan_in_fan_out",
+    "auto_mapping",
+    "base_model_name_or_path",
+    "revision",
+    "task_type",
+    "inference_mode",
+    "peft_version",
+    "ensure_weight_tying",
+    "megatron_core",
+    "qalora_group_size",
+    "runtime_config",
+    "ephemeral_gpu_offload",
+    "eva_config",
+}
 _UNSET_VALUES: tuple[Any, ...] = (None, False, "none", [], {})
 # Names of layers that a model may tie, of which PEFT adapts each alone.
 _TIED_LAYERS = re.compile(r"\.(embed_tokens|wte|word_embeddings|embed_in|embed_out|lm_head)\.")
@@ -84,10 +105,13 @@ def save_peft_folder(
     """Write adapters as a folder that `peft.PeftModel.from_pretrained` opens.
 
     Args:
-        tensors: full tensors by our names (lora.adapter_parameters; gather sharded ones first), and whole weights.
+        tensors: full tensors by our names (lora.adapter_parameters; gather sharded ones first), and
+        whole weights.
         base_model_name: the model that they belong to: a folder, or a name on the hub.
-        overwrite: replace the folder if it exists and holds adapters. Otherwise an existing folder is a UserError.
-        files: the texts of other files by name: a tokenizer, to whose number of tokens PEFT resizes the base model.
+        overwrite: replace the folder if it exists and holds adapters. Otherwise an existing folder
+        is a UserError.
+        files: the texts of other files by name: a tokenizer, to whose number of tokens PEFT resizes
+        the base model.
     """
     layers = _layer_names(tensors)
     modules = [layer for layer in layers if ".adapters." not in layer]
@@ -107,8 +131,12 @@ def save_peft_folder(
         "fan_in_fan_out": any(name.startswith("transformer.h.") for name in layers),
         "inference_mode": True,
     }
-    with new_folder(Path(folder), overwrite, marker=ADAPTER_CONFIG, content="a folder of adapters") as partial:
-        (partial / ADAPTER_CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    with new_folder(
+        Path(folder), overwrite, marker=ADAPTER_CONFIG, content="a folder of adapters"
+    ) as partial:
+        (partial / ADAPTER_CONFIG).write_text(
+            json.dumps(content, indent=2) + "\n", encoding="utf-8"
+        )
         for name, text in files.items():
             (partial / name).write_text(text, encoding="utf-8")
         renamed = dict(_as_peft_has_it(name, tensor, tensors) for name, tensor in tensors.items())
@@ -116,14 +144,23 @@ def save_peft_folder(
 
 
 def base_model_of(folder: Path) -> Path:
-    """The model that the adapters of a PEFT folder belong to: a folder, or a name on the hub. Raises UserError."""
+    """The model that the adapters of a PEFT folder belong to: a folder, or a name on the hub.
+
+    Raises UserError.
+    """
     path = folder / ADAPTER_CONFIG
     content = _read_config(path)
     base, revision = content.get("base_model_name_or_path"), content.get("revision")
     if not base:
-        raise UserError(f"{path}: base_model_name_or_path does not say which model these adapters belong to; name it")
+        raise UserError(
+            f"{path}: base_model_name_or_path does not say which model these adapters belong to;"
+            " name it"
+        )
     if kind_of(base) == Kind.ADAPTERS:
-        raise UserError(f"{path}: belongs to {base}, which is itself a folder of adapters; merge those into their model first")
+        raise UserError(
+            f"{path}: belongs to {base}, which is itself a folder of adapters; merge those into"
+            " their model first"
+        )
     return Path(f"{base}@{revision}" if revision and kind_of(base) == Kind.HUB_NAME else base)
 
 
@@ -133,10 +170,11 @@ def tokenizer_folder(base: Path, adapters: Path | None) -> Path:
 
 
 def base_model_overrides(folder: Path) -> dict[str, Any]:
-    """Fields of the base model's config that adapters change: those of the embedding or the head alone untie the two, and with
-    whole ones the model has as many tokens.
+    """Fields of the base model's config that adapters change: those of the embedding or the head
+    alone untie the two, and with whole ones the model has as many tokens.
 
-    `peft` computes such a model so; when it merges, it adds to both of a tied pair, which is another model.
+    `peft` computes such a model so; when it merges, it adds to both of a tied pair, which is
+    another model.
     """
     entries = _open_tensors(folder).entries
     untied = {"tie_word_embeddings": False} if any(map(_TIED_LAYERS.search, entries)) else {}
@@ -145,36 +183,51 @@ def base_model_overrides(folder: Path) -> dict[str, Any]:
 
 
 def _whole_ends(entries: Mapping[str, Any]) -> list[str]:
-    """The names in a folder of the whole matrices of embedding and head, which PEFT saves where they were trained or resized.
+    """The names in a folder of the whole matrices of embedding and head, which PEFT saves where
+    they were trained or resized.
 
     While it saves, it has what it trained and what was before under longer names too.
     """
-    found = [name for name in entries if _TIED_LAYERS.search(name) and name.endswith(".weight") and ".lora_" not in name]
+    found = [
+        name
+        for name in entries
+        if _TIED_LAYERS.search(name) and name.endswith(".weight") and ".lora_" not in name
+    ]
     return [name for name in found if not _OF_WRAPPER.search(name)]
 
 
 def load_peft_folder(folder: str | Path) -> tuple[LoraConfig, dict[str, Tensor]]:
-    """The adapters of a PEFT folder: their config, and full tensors by our names for `merge_adapters`.
+    """The adapters of a PEFT folder: their config, and full tensors by our names for
+    `merge_adapters`.
 
-    Those that need another scaling than the config's have it in their B. Whole weights that replace the model's are among the
-    tensors. Raises UserError where the folder is damaged, or for a type of adapter that is not supported.
+    Those that need another scaling than the config's have it in their B. Whole weights that replace
+    the model's are among the tensors. Raises UserError where the folder is damaged, or for a type
+    of adapter that is not supported.
     """
     folder = Path(folder)
     path = folder / ADAPTER_CONFIG
     content = _read_config(path)
-    refused = [name for name, value in content.items() if name not in _SUPPORTED and value not in _UNSET_VALUES]
+    refused = [
+        name
+        for name, value in content.items()
+        if name not in _SUPPORTED and value not in _UNSET_VALUES
+    ]
     if content.get("init_lora_weights", True) in _SUPPORTED_INITS:
         refused = [name for name in refused if name != "init_lora_weights"]
     if refused:
         options = ", ".join(f"{name} = {json.dumps(content[name])}" for name in refused)
-        raise UserError(f"{path}: {options}: not supported; merge it into its model with PEFT first")
+        raise UserError(
+            f"{path}: {options}: not supported; merge it into its model with PEFT first"
+        )
     tensors = _read_tensors(folder, content.get("target_parameters") or ())
     tensors |= _tied_to_frozen(folder, tensors)
     config = LoraConfig(
         rank=content["r"],
         alpha=content["lora_alpha"],
         target_modules=tuple(layer for layer in _layer_names(tensors) if ".adapters." not in layer),
-        target_parameters=tuple(adapted_name(layer) for layer in _layer_names(tensors) if ".adapters." in layer),
+        target_parameters=tuple(
+            adapted_name(layer) for layer in _layer_names(tensors) if ".adapters." in layer
+        ),
         dropout=content.get("lora_dropout", 0.0),
         use_rslora=content.get("use_rslora", False),
     )
@@ -182,11 +235,18 @@ def load_peft_folder(folder: str | Path) -> tuple[LoraConfig, dict[str, Tensor]]
         ranks, alphas = content.get("rank_pattern") or {}, content.get("alpha_pattern") or {}
         is_stack = ".experts.adapters." in layer
         name = adapted_name(layer) if ".adapters." in layer else layer
-        own = replace(config, rank=_of_layer(ranks, name, config.rank), alpha=_of_layer(alphas, name, config.alpha))
+        own = replace(
+            config,
+            rank=_of_layer(ranks, name, config.rank),
+            alpha=_of_layer(alphas, name, config.alpha),
+        )
         a, b = (f"{layer}{end}" for end in LORA_SUFFIXES)
         experts = tensors[a].shape[0] // own.rank if is_stack else 1
         if b not in tensors or not tensors[a].shape[0] == tensors[b].shape[1] == experts * own.rank:
-            raise UserError(f"{folder}: {layer}: not a pair of matrices of rank {own.rank}; copy the folder again")
+            raise UserError(
+                f"{folder}: {layer}: not a pair of matrices of rank {own.rank}; copy the folder"
+                " again"
+            )
         if is_stack:
             tensors[a] = tensors[a].unflatten(0, (experts, own.rank))
             tensors[b] = tensors[b].unflatten(1, (own.rank, experts)).permute(2, 0, 1)
@@ -196,7 +256,9 @@ def load_peft_folder(folder: str | Path) -> tuple[LoraConfig, dict[str, Tensor]]
 
 
 def _tied_to_frozen(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The embedding or head of which adapters leave no trace: a base that ties the two had the other's frozen matrix."""
+    """The embedding or head of which adapters leave no trace: a base that ties the two had the
+    other's frozen matrix.
+    """
     ends = _whole_ends(_open_tensors(folder).entries)
     if len(ends) != 1 or f"{_NESTED}." not in ends[0]:
         return {}
@@ -205,12 +267,20 @@ def _tied_to_frozen(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Te
         return {}
     config = resolve_model_config(base, {}, implementation="auto")
     pair = (f"{build_model(config, 'meta').embedding_names[0]}.weight", LM_HEAD_WEIGHT)
-    return {name: tensors[each] for each in pair for name in pair if each in tensors and config.tie_word_embeddings}
+    return {
+        name: tensors[each]
+        for each in pair
+        for name in pair
+        if each in tensors and config.tie_word_embeddings
+    }
 
 
 def _as_peft_has_it(name: str, tensor: Tensor, tensors: Mapping[str, Tensor]) -> tuple[str, Tensor]:
-    """The name and the tensor in a folder of a tensor of ours. Stacks are [experts · rank, inputs] and [outputs, rank ·
-    experts] there, and adapters of several parameters of one module are nested, the last outermost."""
+    """The name and the tensor in a folder of a tensor of ours.
+
+    Stacks are [experts · rank, inputs] and [outputs, rank · experts] there, and adapters of several
+    parameters of one module are nested, the last outermost.
+    """
     owner, _, rest = name.partition(".adapters.")
     if not rest:
         return _PREFIX + name, tensor
@@ -218,16 +288,26 @@ def _as_peft_has_it(name: str, tensor: Tensor, tensors: Mapping[str, Tensor]) ->
     inside = [each for each in _STACKS if f"{owner}.adapters.{each}.{end}" in tensors]
     depth = len(inside) - 1 - inside.index(parameter) if parameter in inside else 0
     if tensor.ndim == 3:
-        tensor = tensor.flatten(0, 1) if f".{end}" == LORA_SUFFIXES[0] else tensor.permute(1, 2, 0).flatten(1)
+        tensor = (
+            tensor.flatten(0, 1)
+            if f".{end}" == LORA_SUFFIXES[0]
+            else tensor.permute(1, 2, 0).flatten(1)
+        )
     return f"{_PREFIX}{owner}{depth * _NESTED}.{end}", tensor
 
 
 def _our_layer(layer: str, parameters: Collection[str]) -> str:
-    """Our name of the adapter that PEFT calls `layer`, of a model of which it adapts `parameters`."""
+    """Our name of the adapter that PEFT calls `layer`, of a model of which it adapts
+    `parameters`.
+    """
     owner = layer.replace(_NESTED, "")
     depth = (len(layer) - len(owner)) // len(_NESTED)
     known = _STACKS if owner.endswith(".experts") else ("weight",)
-    inside = [each for each in known if any(f".{owner}.{each}".endswith(f".{target}") for target in parameters)]
+    inside = [
+        each
+        for each in known
+        if any(f".{owner}.{each}".endswith(f".{target}") for target in parameters)
+    ]
     return f"{owner}.adapters.{inside[-1 - depth]}" if depth < len(inside) else owner
 
 
@@ -258,13 +338,18 @@ def _open_tensors(folder: Path) -> SafetensorsFile:
 
 
 def _read_tensors(folder: Path, parameters: Collection[str]) -> dict[str, Tensor]:
-    """Adapters, those of embeddings as pairs for their transpose, and whole weights. `parameters`: PEFT's target_parameters."""
+    """Adapters, those of embeddings as pairs for their transpose, and whole weights.
+
+    `parameters`: PEFT's target_parameters.
+    """
     file, tensors = _open_tensors(folder), {}
     for name, stored in file.entries.items():
         if _OF_WRAPPER.search(name) and _OF_WRAPPER.sub(".weight", name) in file.entries:
             continue
         ours = name.removeprefix(_PREFIX)
-        adapter = next((ours.removesuffix(end) for end in LORA_SUFFIXES if ours.endswith(end)), None)
+        adapter = next(
+            (ours.removesuffix(end) for end in LORA_SUFFIXES if ours.endswith(end)), None
+        )
         if adapter is None:
             ours = ours.replace(f"{_NESTED}.", ".")
         else:
@@ -272,10 +357,16 @@ def _read_tensors(folder: Path, parameters: Collection[str]) -> dict[str, Tensor
         layer, _, kind = ours.rpartition(".lora_embedding_")
         if layer and kind in ("A", "B"):
             tensors[layer + LORA_SUFFIXES[kind == "A"]] = file.read(name).t()
-        elif name.startswith(_PREFIX) and len(stored.shape) <= 2 and (ours.endswith(LORA_SUFFIXES) or ".lora_" not in ours):
+        elif (
+            name.startswith(_PREFIX)
+            and len(stored.shape) <= 2
+            and (ours.endswith(LORA_SUFFIXES) or ".lora_" not in ours)
+        ):
             tensors[ours] = file.read(name)
         else:
-            raise UserError(f"{file.path}: {name}: not an adapter of a linear layer, so not supported")
+            raise UserError(
+                f"{file.path}: {name}: not an adapter of a linear layer, so not supported"
+            )
     if not tensors:
         raise UserError(f"{file.path}: holds no tensors; copy the folder again")
     return tensors
@@ -283,7 +374,9 @@ def _read_tensors(folder: Path, parameters: Collection[str]) -> dict[str, Tensor
 
 def _layer_names(tensors: Mapping[str, Tensor]) -> list[str]:
     """The names of the layers that these tensors adapt."""
-    return [name.removesuffix(LORA_SUFFIXES[0]) for name in tensors if name.endswith(LORA_SUFFIXES[0])]
+    return [
+        name.removesuffix(LORA_SUFFIXES[0]) for name in tensors if name.endswith(LORA_SUFFIXES[0])
+    ]
 
 
 def _module_names(layers: list[str]) -> list[str]:

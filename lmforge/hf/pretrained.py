@@ -1,7 +1,8 @@
-"""The models that a run can begin from: config, tokenizer and weights of a checkpoint or a Hugging Face folder.
+"""The models that a run can begin from: config, tokenizer and weights of a checkpoint or a Hugging
+Face folder.
 
-Where a recipe names a PEFT folder, that is its base model with the adapters merged; beside a base in few bits they stay
-adapters, and are trained further.
+Where a recipe names a PEFT folder, that is its base model with the adapters merged; beside a base
+in few bits they stay adapters, and are trained further.
 """
 
 import json
@@ -27,7 +28,12 @@ from lmforge.core.options.lora import LoraOptions
 from lmforge.core.options.sections import ModelOptions
 from lmforge.core.records.kinds import MODELS, Kind, kind_of, unexpected
 from lmforge.hf.hub import cache_folder, resolve_model_folder
-from lmforge.hf.peft_folder import base_model_of, base_model_overrides, load_peft_folder, tokenizer_folder
+from lmforge.hf.peft_folder import (
+    base_model_of,
+    base_model_overrides,
+    load_peft_folder,
+    tokenizer_folder,
+)
 from lmforge.hf.resolve import model_config_from_options
 from lmforge.hf.weights import continue_adapters, describe_folder, load_folder
 
@@ -37,31 +43,45 @@ SAMPLES, SAMPLE_BYTES = 256, 4096
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A folder of weights; with `manifest` it is a checkpoint. `adapters` is a PEFT folder for these weights."""
+    """A folder of weights; with `manifest` it is a checkpoint.
+
+    `adapters` is a PEFT folder for these weights.
+    """
 
     folder: Path
     manifest: Manifest | None
     adapters: Path | None = None
 
-    def resolve_model_config(self, options: ModelOptions, vocab_size: int | None = None) -> ModelConfig:
+    def resolve_model_config(
+        self, options: ModelOptions, vocab_size: int | None = None
+    ) -> ModelConfig:
         """The model config. Raises UserError where the options change that of a checkpoint."""
         if self.manifest is None:
             changed = {} if self.adapters is None else base_model_overrides(self.adapters)
-            return model_config_from_options(options.model_copy(update={"source": self.folder}), vocab_size, changed)
+            return model_config_from_options(
+                options.model_copy(update={"source": self.folder}), vocab_size, changed
+            )
         if changed := options.overrides():
-            raise UserError(f"model.{next(iter(changed))}: a checkpoint's model config cannot be changed; leave it out")
+            raise UserError(
+                f"model.{next(iter(changed))}: a checkpoint's model config cannot be changed; leave"
+                " it out"
+            )
         config = stored_model_config(self.manifest)
         check_balance(options, config)
         return config
 
     @property
     def digest(self) -> str:
-        """A hash that changes with the weights: of a checkpoint's checksums, or of the sizes and times of a folder's files."""
+        """A hash that changes with the weights: of a checkpoint's checksums, or of the sizes and
+        times of a folder's files.
+        """
         return self._digest(lambda path: path.stat().st_mtime_ns)
 
     @property
     def content_digest(self) -> str:
-        """As `digest`, and the same for a copy: of a folder's files their headers and samples of the rest, not their times."""
+        """As `digest`, and the same for a copy: of a folder's files their headers and samples of
+        the rest, not their times.
+        """
         return self._digest(_sample_file)
 
     def _digest(self, of_file: Callable[[Path], object]) -> str:
@@ -79,7 +99,11 @@ class Pretrained:
         if self.manifest is None:
             return describe_folder(self.folder)
         lora = checkpoint.stored_lora_config(self.manifest)
-        return [f"dequantized from {lora.stored.describe()}"] if lora is not None and lora.stored is not None else []
+        return (
+            [f"dequantized from {lora.stored.describe()}"]
+            if lora is not None and lora.stored is not None
+            else []
+        )
 
     @property
     def tokenizer_folder(self) -> Path:
@@ -90,29 +114,45 @@ class Pretrained:
         return Tokenizer.open(self.tokenizer_folder)
 
     def staged(self, stage_to: Path | None) -> Self:
-        """The same model, read from the copy on this host's own disk where there is one under `stage_to`."""
+        """The same model, read from the copy on this host's own disk where there is one under
+        `stage_to`.
+        """
         adapters = self.adapters and find_staged(stage_to, self.adapters)
         return replace(self, folder=find_staged(stage_to, self.folder), adapters=adapters)
 
     def check_has_weights(self) -> None:
         """Raise UserError where there are no weights to begin from."""
-        # Weights in an unsupported format count too, since they are refused later with a more specific message.
-        there = any(any(self.folder.glob(each)) for each in ("*.safetensors*", "pytorch_model*.bin*"))
+        # Weights in an unsupported format count too, since they are refused later with a more
+        # specific message.
+        there = any(
+            any(self.folder.glob(each)) for each in ("*.safetensors*", "pytorch_model*.bin*")
+        )
         if self.manifest is None and not there:
-            raise UserError(f"{self.folder}: no weights here; to begin with random ones use --model.load_weights false")
+            raise UserError(
+                f"{self.folder}: no weights here; to begin with random ones use"
+                " --model.load_weights false"
+            )
 
     def check_base(self, lora: LoraOptions | None) -> None:
         """Raise UserError where weights in 4 bits would be trained themselves."""
         content = {} if self.manifest else read_config_json(self.folder / "config.json")
         if is_nf4_folder(content) and (lora is None or lora.rank is None):
             way = "give lora.rank" if lora else "use lmforge sft with lora.rank"
-            raise UserError(f"{self.folder}: its weights are in 4 bits, so only adapters beside them can be trained; {way}")
+            raise UserError(
+                f"{self.folder}: its weights are in 4 bits, so only adapters beside them can be"
+                f" trained; {way}"
+            )
 
     def load_weights(self, model: LanguageModel) -> frozenset[str]:
-        """Load the weights into a model, sharded or not; each rank reads its own parts. Returns the names that are missing in
-        the files and were left unchanged, such as the head of a reward model. Raises UserError and CorruptCheckpoint.
+        """Load the weights into a model, sharded or not; each rank reads its own parts.
+
+        Returns the names that are missing in the files and were left unchanged, such as the head of
+        a reward model. Raises UserError and CorruptCheckpoint.
         """
-        lacks_head = model.config.reward and not self.resolve_model_config(ModelOptions(source=self.folder)).reward
+        lacks_head = (
+            model.config.reward
+            and not self.resolve_model_config(ModelOptions(source=self.folder)).reward
+        )
         new = frozenset({LM_HEAD_WEIGHT} if lacks_head else ())
         if self.manifest is None:
             load_folder(self.folder, model, new)
@@ -126,7 +166,9 @@ class Pretrained:
 
 
 def _sample_file(path: Path) -> str:
-    """A hash of what each of SAMPLES equal parts of a file begins with: models of one shape have the same headers and sizes."""
+    """A hash of what each of SAMPLES equal parts of a file begins with: models of one shape have
+    the same headers and sizes.
+    """
     digest, size = xxhash.xxh3_64(), path.stat().st_size
     with open(path, "rb") as file:
         for start in range(0, size, -(-size // SAMPLES) or 1):
@@ -135,7 +177,9 @@ def _sample_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-def find_pretrained(source: Path, required_file: Literal["weights", "config.json"] = "config.json") -> Pretrained:
+def find_pretrained(
+    source: Path, required_file: Literal["weights", "config.json"] = "config.json"
+) -> Pretrained:
     """The model that `source` names. Raises UserError where there is none."""
     kind = kind_of(source)
     if kind == Kind.ADAPTERS:
@@ -143,9 +187,15 @@ def find_pretrained(source: Path, required_file: Literal["weights", "config.json
     if kind in (Kind.HUB_NAME, Kind.HF_FOLDER):
         return Pretrained(resolve_model_folder(source, required_file), None)
     if kind not in MODELS:
-        hint = f"; the preset of this name is --model.preset {source}" if str(source) in PRESETS else ""
+        hint = (
+            f"; the preset of this name is --model.preset {source}"
+            if str(source) in PRESETS
+            else ""
+        )
         raise unexpected(source, MODELS, hint)
-    (folder, manifest), _ = checkpoint.open_checkpoint(source, lambda folder, manifest: (folder, manifest))
+    (folder, manifest), _ = checkpoint.open_checkpoint(
+        source, lambda folder, manifest: (folder, manifest)
+    )
     return Pretrained(folder, manifest)
 
 

@@ -1,5 +1,5 @@
-"""The model config of a recipe: from a preset, a folder, or a name on the Hugging Face hub, with overrides. It imports torch
-only if transformers computes the model.
+"""The model config of a recipe: from a preset, a folder, or a name on the Hugging Face hub, with
+overrides. It imports torch only if transformers computes the model.
 """
 
 from pathlib import Path
@@ -7,10 +7,19 @@ from typing import Any
 
 from lmforge.core.errors import UserError
 from lmforge.core.model.config import ModelConfig, base_model_type, get_preset
-from lmforge.core.model.config_json import config_fields_from_json, is_supported_family, read_config_json
+from lmforge.core.model.config_json import (
+    config_fields_from_json,
+    is_supported_family,
+    read_config_json,
+)
 from lmforge.core.model.family import load_family
 from lmforge.core.model.presets import PRESETS
-from lmforge.core.model.resolve import build_model_config, check_model_options, fit_vocabulary, vocabulary_multiple
+from lmforge.core.model.resolve import (
+    build_model_config,
+    check_model_options,
+    fit_vocabulary,
+    vocabulary_multiple,
+)
 from lmforge.core.options.sections import ModelOptions
 from lmforge.hf.hub import resolve_model_folder
 
@@ -25,15 +34,17 @@ def resolve_model_config(
     """The model config of a recipe. Raises UserError for one that cannot be computed.
 
     Args:
-        source: name of a preset, folder with a config.json, name on the Hugging Face hub, or None to take every field from
-            `overrides`.
-        overrides: fields of ModelConfig that replace the source's. Fields that the source leaves to be derived (head_dim
-            from hidden_size, say) are derived after that.
-        vocab_size: entries of the tokenizer. It sets the vocabulary unless the config comes from a folder, whose own
-            vocabulary stays: it may be larger (embeddings that no token uses) but not smaller, unless it may grow.
-        vocab_multiple: a folder's vocabulary may grow to the tokenizer's, to a multiple of this; None: it may not.
-        implementation: what is to compute a folder's model: "lmforge", "transformers" (transformers_model.py), or "auto",
-            which is lmforge for the families that it supports.
+        source: name of a preset, folder with a config.json, name on the Hugging Face hub, or None
+            to take every field from `overrides`.
+        overrides: fields of ModelConfig that replace the source's. Fields that the source leaves to
+            be derived (head_dim from hidden_size, say) are derived after that.
+        vocab_size: entries of the tokenizer. It sets the vocabulary unless the config comes from a
+            folder, whose own vocabulary stays: it may be larger (embeddings that no token uses) but
+            not smaller, unless it may grow.
+        vocab_multiple: a folder's vocabulary may grow to the tokenizer's, to a multiple of this;
+        None: it may not.
+        implementation: what is to compute a folder's model: "lmforge", "transformers"
+            (transformers_model.py), or "auto", which is lmforge for the families that it supports.
     """
     path = None
     if source is not None and source not in PRESETS:
@@ -41,10 +52,15 @@ def resolve_model_config(
         path = folder / "config.json" if folder.is_dir() else None
         source = str(folder)
     if implementation == "auto" and path is not None:
-        implementation = "lmforge" if is_supported_family(read_config_json(path)) else "transformers"
+        implementation = (
+            "lmforge" if is_supported_family(read_config_json(path)) else "transformers"
+        )
     if implementation == "transformers":
         if path is None:
-            raise UserError(f"{source}: no such folder; model.implementation = transformers wraps a Hugging Face folder")
+            raise UserError(
+                f"{source}: no such folder; model.implementation = transformers wraps a Hugging"
+                " Face folder"
+            )
         return _resolve_transformers_config(path, overrides, vocab_size, vocab_multiple)
     chosen: dict[str, Any] = {}
     if path is not None:
@@ -53,16 +69,22 @@ def resolve_model_config(
         get_preset(str(source))
         chosen = dict(PRESETS[str(source)])
     where = str(path or "model")
-    return build_model_config(where, chosen, overrides, vocab_size, vocab_multiple, keeps_vocabulary=path is not None)
+    return build_model_config(
+        where, chosen, overrides, vocab_size, vocab_multiple, keeps_vocabulary=path is not None
+    )
 
 
 def model_config_from_options(
     options: ModelOptions, vocab_size: int | None = None, changed: dict[str, Any] | None = None
 ) -> ModelConfig:
-    """The model config from the options of a recipe, nano where they name none, with `changed` fields. Raises UserError."""
+    """The model config from the options of a recipe, nano where they name none, with `changed`
+    fields. Raises UserError.
+    """
     source = options.source or options.preset or "nano"
     multiple = vocabulary_multiple(options)
-    config = resolve_model_config(source, options.overrides() | (changed or {}), vocab_size, options.implementation, multiple)
+    config = resolve_model_config(
+        source, options.overrides() | (changed or {}), vocab_size, options.implementation, multiple
+    )
     check_model_options(options, config)
     return config
 
@@ -71,12 +93,20 @@ def _read_config_fields(path: Path) -> dict[str, Any]:
     content = read_config_json(path)
     try:
         fields = config_fields_from_json(content)
-        if fields["final_logit_softcapping"] is not None and not load_family(base_model_type(fields["model_type"])).caps_logits:
-            raise UserError(f"final_logit_softcapping: transformers' {fields['model_type']} models have none; remove it")
+        if (
+            fields["final_logit_softcapping"] is not None
+            and not load_family(base_model_type(fields["model_type"])).caps_logits
+        ):
+            raise UserError(
+                f"final_logit_softcapping: transformers' {fields['model_type']} models have none;"
+                " remove it"
+            )
         return fields
     except UserError as error:
         advice = "; or let transformers compute it: --model.implementation transformers"
-        raise UserError(f"{path}: {error}{'' if is_supported_family(content) else advice}") from None
+        raise UserError(
+            f"{path}: {error}{'' if is_supported_family(content) else advice}"
+        ) from None
 
 
 def _resolve_transformers_config(
@@ -86,16 +116,25 @@ def _resolve_transformers_config(
     from lmforge.hf.transformers_causal_lm import read_pretrained_config
     from lmforge.hf.transformers_model import to_transformers_config
 
-    content = {name: value for name, value in read_config_json(path).items() if name not in ("dtype", "torch_dtype")}
+    content = {
+        name: value
+        for name, value in read_config_json(path).items()
+        if name not in ("dtype", "torch_dtype")
+    }
     theirs = read_pretrained_config(content, str(path))
     for name in overrides:
         if not hasattr(theirs, name):
-            raise UserError(f"model.{name}: a {theirs.model_type} model has no such field; see {path}")
+            raise UserError(
+                f"model.{name}: a {theirs.model_type} model has no such field; see {path}"
+            )
     heads, kv_heads = "num_attention_heads", "num_key_value_heads"
-    if heads in overrides and getattr(theirs, kv_heads, None) == getattr(theirs, heads):  # as in with_overrides
+    # As in with_overrides.
+    if heads in overrides and getattr(theirs, kv_heads, None) == getattr(theirs, heads):
         overrides = {kv_heads: overrides[heads], **overrides}
     theirs_size = overrides.get("vocab_size", getattr(theirs, "vocab_size", None))
-    overrides = overrides | {"vocab_size": fit_vocabulary(str(path), theirs_size, vocab_size, vocab_multiple)}
+    overrides = overrides | {
+        "vocab_size": fit_vocabulary(str(path), theirs_size, vocab_size, vocab_multiple)
+    }
     # Each family has its own spelling of some names.
     content |= {theirs.attribute_map.get(name, name): value for name, value in overrides.items()}
     config = to_transformers_config(content, str(path))

@@ -1,8 +1,10 @@
-"""One safetensors file: parts of tensors read directly into their destination, and tensors written one at a time.
+"""One safetensors file: parts of tensors read directly into their destination, and tensors written
+one at a time.
 
-The format (github.com/huggingface/safetensors): the length of the header in 8 bytes, a JSON header that says where each tensor
-lies, then their bytes. The library's reader maps the file into memory, which fetches the pages around what is touched: twice
-the bytes that a rank needs which wants half of each tensor. Here a contiguous part is one positioned read, with readahead.
+The format (github.com/huggingface/safetensors): the length of the header in 8 bytes, a JSON header
+that says where each tensor lies, then their bytes. The library's reader maps the file into memory,
+which fetches the pages around what is touched: twice the bytes that a rank needs which wants half
+of each tensor. Here a contiguous part is one positioned read, with readahead.
 """
 
 import json
@@ -53,7 +55,11 @@ class _HeaderEntry(TypedDict):
 
 
 def _without_metadata(header: Any) -> Any:
-    return {name: entry for name, entry in header.items() if name != "__metadata__"} if isinstance(header, dict) else header
+    return (
+        {name: entry for name, entry in header.items() if name != "__metadata__"}
+        if isinstance(header, dict)
+        else header
+    )
 
 
 _Header = Annotated[dict[str, _HeaderEntry], BeforeValidator(_without_metadata)]
@@ -93,7 +99,9 @@ class SafetensorsFile:
             if entry["dtype"] not in DTYPE_BY_NAME:
                 raise self._damaged(f"{name} is {entry['dtype']}, an unknown dtype")
             begin, end = entry["data_offsets"]
-            stored = SafetensorsEntry(DTYPE_BY_NAME[entry["dtype"]], tuple(entry["shape"]), data + begin)
+            stored = SafetensorsEntry(
+                DTYPE_BY_NAME[entry["dtype"]], tuple(entry["shape"]), data + begin
+            )
             if end - begin != math.prod(stored.shape) * stored.dtype.itemsize:
                 raise self._damaged(f"{name} has {end - begin:,} bytes")
             self.entries[name] = stored
@@ -102,7 +110,9 @@ class SafetensorsFile:
             raise self._damaged(f"{size:,} bytes instead of {expected:,}")
 
     def _damaged(self, reason: str) -> UserError:
-        return UserError(f"{self.path}: damaged or not a safetensors file ({reason}); copy it again")
+        return UserError(
+            f"{self.path}: damaged or not a safetensors file ({reason}); copy it again"
+        )
 
     def read(self, name: str) -> Tensor:
         """A full tensor, on the CPU."""
@@ -112,15 +122,21 @@ class SafetensorsFile:
         return full
 
     def read_parts(self, requests: list[tuple[str, Tensor, tuple[slice, ...]]]) -> None:
-        """For each (name, target, part), fill the target (any float dtype, any device) with a part of a tensor.
+        """For each (name, target, part), fill the target (any float dtype, any device) with a part
+        of a tensor.
 
         All slices of a part have both bounds. The tensors are read in the order of their offsets.
         """
-        parts = [_StoredPart(self.entries[name], target, part) for name, target, part in requests if target.numel()]
+        parts = [
+            _StoredPart(self.entries[name], target, part)
+            for name, target, part in requests
+            if target.numel()
+        ]
         parts.sort(key=lambda part: part.begin)
         upcoming, ahead = iter(parts), 0
         with open(self.path, "rb") as file:
-            _advise(file, 0, 0, "POSIX_FADV_RANDOM")  # else the system reads ahead, into the parts of other ranks
+            # Else the system reads ahead, into the parts of other ranks.
+            _advise(file, 0, 0, "POSIX_FADV_RANDOM")
             for part in parts:
                 while ahead < READAHEAD_BYTES and (following := next(upcoming, None)):
                     if following.readahead:  # a length of 0 means up to the end of the file
@@ -131,12 +147,17 @@ class SafetensorsFile:
 
 
 class _StoredPart:
-    """A part of a stored tensor as a range of rows, and of numbers in each row, to be read into `target`."""
+    """A part of a stored tensor as a range of rows, and of numbers in each row, to be read into
+    `target`.
+    """
 
     def __init__(self, entry: SafetensorsEntry, target: Tensor, part: tuple[slice, ...]) -> None:
         rows = part[0] if part else slice(0, 1)
         columns = part[1] if len(part) > 1 else slice(0, 1)
-        if any((cut.start, cut.stop) != (0, size) for cut, size in zip(part[2:], entry.shape[2:], strict=True)):
+        if any(
+            (cut.start, cut.stop) != (0, size)
+            for cut, size in zip(part[2:], entry.shape[2:], strict=True)
+        ):
             raise ValueError("a part is split beyond its second dimension")
         beyond = math.prod(entry.shape[2:])
         self._columns = slice(columns.start * beyond, columns.stop * beyond)
@@ -145,14 +166,18 @@ class _StoredPart:
         self._target, self._dtype = target.view(rows.stop - rows.start, -1), entry.dtype
         self.begin = entry.offset + rows.start * self._row_bytes
         # The bytes of full rows; no readahead for a choice of columns.
-        self.readahead = len(self._target) * self._row_bytes if self._columns == slice(0, self._width) else 0
+        self.readahead = (
+            len(self._target) * self._row_bytes if self._columns == slice(0, self._width) else 0
+        )
 
     def read(self, file: BufferedReader) -> None:
         target, columns, item = self._target, self._columns, self._dtype.itemsize
         taken = columns.stop - columns.start
         by_line = PAGE_BYTES <= taken * item < self._row_bytes
         width = taken if by_line else self._width
-        plain = target.device.type == "cpu" and target.dtype == self._dtype and target.is_contiguous()
+        plain = (
+            target.device.type == "cpu" and target.dtype == self._dtype and target.is_contiguous()
+        )
         in_place = plain and width == taken
         rows = len(target) if in_place else max(1, BLOCK_BYTES // (width * item))
         for row in range(0, len(target), rows):
@@ -161,7 +186,9 @@ class _StoredPart:
             begin = self.begin + row * self._row_bytes
             if by_line:
                 for number, line in enumerate(block):
-                    _read_exactly(file, line, begin + number * self._row_bytes + columns.start * item)
+                    _read_exactly(
+                        file, line, begin + number * self._row_bytes + columns.start * item
+                    )
             else:
                 _read_exactly(file, block, begin)
             if not in_place:
@@ -185,18 +212,27 @@ def _read_exactly(file: BufferedReader, block: Tensor, offset: int) -> None:
 
 
 def write_safetensors(
-    path: Path, tensors: Mapping[str, Tensor], read_tensor: Callable[[str], Tensor], dtype: torch.dtype | None
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    read_tensor: Callable[[str], Tensor],
+    dtype: torch.dtype | None,
 ) -> None:
-    """Write one safetensors file, a tensor at a time: the library's own writer needs all of them in memory.
+    """Write one safetensors file, a tensor at a time: the library's own writer needs all of them in
+    memory.
 
-    `tensors` may be on the meta device: each one's value is `read_tensor(name)`. `dtype` None keeps each one's own.
+    `tensors` may be on the meta device: each one's value is `read_tensor(name)`. `dtype` None keeps
+    each one's own.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():
         begin, stored = end, dtype or tensor.dtype
         end += tensor.numel() * stored.itemsize
-        header[name] = {"dtype": NAME_BY_DTYPE[stored], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        header[name] = {
+            "dtype": NAME_BY_DTYPE[stored],
+            "shape": list(tensor.shape),
+            "data_offsets": [begin, end],
+        }
     content = json.dumps(header).encode()
     content += b" " * (-len(content) % 8)
     with path.open("wb") as file:

@@ -1,8 +1,8 @@
-"""Checkpoints of other trainers, Distributed Checkpoint (DCP) folders and torch.save files, read in a single process: their
-tensors by name and one at a time.
+"""Checkpoints of other trainers, Distributed Checkpoint (DCP) folders and torch.save files, read in
+a single process: their tensors by name and one at a time.
 
-Both formats can hold objects beside the tensors; these are skipped, and nothing that is stored is executed
-(core/checkpoint/safe_reader.py).
+Both formats can hold objects beside the tensors; these are skipped, and nothing that is stored is
+executed (core/checkpoint/safe_reader.py).
 """
 
 import warnings
@@ -15,7 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmforge.core.checkpoint.safe_reader import METADATA_FILE, SafeReader, flatten_names, opened_safely
+from lmforge.core.checkpoint.safe_reader import (
+    METADATA_FILE,
+    SafeReader,
+    flatten_names,
+    opened_safely,
+)
 from lmforge.core.errors import UserError
 
 # Of a pickle that is not one of torch.save: what is wrong with it is said in one line.
@@ -24,7 +29,8 @@ warnings.filterwarnings("ignore", message="Detected pickle protocol")
 
 @dataclass(frozen=True)
 class TensorSource:
-    """Tensors by name: on the meta device for their shapes and dtypes, and each one's value by `read`.
+    """Tensors by name: on the meta device for their shapes and dtypes, and each one's value by
+    `read`.
 
     read: returns the full tensor of a name, on the CPU, in its stored dtype.
     non_tensors: what else a file holds: numbers, texts, and lists and tables of them.
@@ -36,12 +42,19 @@ class TensorSource:
 
 
 def open_tensor_source(path: Path) -> TensorSource:
-    """Open a folder with a .metadata file, or a file of torch.save. Raises UserError where it is neither."""
+    """Open a folder with a .metadata file, or a file of torch.save.
+
+    Raises UserError where it is neither.
+    """
     if (path / METADATA_FILE).is_file():
         return _open_dcp(path)
     if path.is_file():
         return _open_torch_save(path)
-    what = "no such file or folder" if not path.exists() else "holds no .metadata, so it is not a Distributed Checkpoint"
+    what = (
+        "no such file or folder"
+        if not path.exists()
+        else "holds no .metadata, so it is not a Distributed Checkpoint"
+    )
     raise UserError(f"{path}: {what}; give a checkpoint's folder or file")
 
 
@@ -59,10 +72,16 @@ def _open_dcp(folder: Path) -> TensorSource:
 
 def _open_torch_save(path: Path) -> TensorSource:
     with opened_safely(f"{path}:"):
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        content = torch.load(
+            path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
+        )
         if not isinstance(content, Mapping):
             raise UserError(f"{path}: holds a {type(content).__name__} instead of tensors by name")
         flat = flatten_names(content)
         values = {name: value for name, value in flat.items() if isinstance(value, Tensor)}
         tensors = {name: value.to("meta") for name, value in values.items()}
-    return TensorSource(tensors, values.__getitem__, {name: value for name, value in flat.items() if name not in values})
+    return TensorSource(
+        tensors,
+        values.__getitem__,
+        {name: value for name, value in flat.items() if name not in values},
+    )

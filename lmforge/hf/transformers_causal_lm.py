@@ -1,11 +1,14 @@
-"""transformers' own models: its configs read, its modules built without weights, and what families differ in.
+"""transformers' own models: its configs read, its modules built without weights, and what families
+differ in.
 
-Families differ in more than their configs say: which list holds the blocks, what is done to logits, which constants lie beside
-the weights. These are determined by inspecting the modules and by running them on small inputs. Models that a `LanguageModel`
-cannot express are refused. No code that comes with a folder runs.
+Families differ in more than their configs say: which list holds the blocks, what is done to logits,
+which constants lie beside the weights. These are determined by inspecting the modules and by
+running them on small inputs. Models that a `LanguageModel` cannot express are refused. No code that
+comes with a folder runs.
 
-Most families are stored as they are computed. Some are not: experts are one tensor each in a folder, and computed as one
-stack. The rules for that are transformers' own, used in both directions, so that an export opens anywhere.
+Most families are stored as they are computed. Some are not: experts are one tensor each in a
+folder, and computed as one stack. The rules for that are transformers' own, used in both
+directions, so that an export opens anywhere.
 """
 
 import logging
@@ -30,22 +33,29 @@ MIN_TRANSFORMERS_VERSION = (5, 20)
 ALIBI_MODEL_TYPES = ("bloom", "mpt")
 _ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 _HEAD_NAME = "lm_head"
-# The kernel that multiplies all experts at once needs rows of whole 16 bytes, 8 numbers in bf16; else one by one.
+# The kernel that multiplies all experts at once needs rows of whole 16 bytes, 8 numbers in bf16;
+# else one by one.
 _GROUPED_MM_MULTIPLE = 8
 
 
 def import_transformers() -> Any:
     """transformers, imported and silent. Raises UserError where it is not installed, or too old."""
-    # It imports torchao, if that is installed, whose warnings do not concern the user of another feature.
+    # It imports torchao, if that is installed, whose warnings do not concern the user of another
+    # feature.
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
         import transformers
     except ImportError:
-        raise UserError(f"transformers is not installed, and this model needs it; {how_to_install('transformers')}") from None
+        raise UserError(
+            "transformers is not installed, and this model needs it;"
+            f" {how_to_install('transformers')}"
+        ) from None
     version = transformers.__version__
     if tuple(map(int, version.split(".")[:2])) < MIN_TRANSFORMERS_VERSION:
-        raise UserError(f"transformers {version} is too old to be wrapped; {how_to_install('transformers')}")
+        raise UserError(
+            f"transformers {version} is too old to be wrapped; {how_to_install('transformers')}"
+        )
     transformers.utils.logging.set_verbosity_error()
     return transformers
 
@@ -55,11 +65,19 @@ def read_pretrained_config(content: dict[str, Any], source: str) -> Any:
     transformers = import_transformers()
     model_type = str(content.get("model_type"))
     if content.get("quantization_config"):
-        raise UserError(f"{source}: quantization_config: quantized weights cannot be trained; use the unquantized model")
-    if model_type not in transformers.CONFIG_MAPPING:
-        why = "its code comes with the folder, and such code is not run" if "auto_map" in content else "it is unknown to it"
         raise UserError(
-            f'{source}: model_type: transformers {transformers.__version__} has no "{model_type}" ({why}); use another model'
+            f"{source}: quantization_config: quantized weights cannot be trained; use the"
+            " unquantized model"
+        )
+    if model_type not in transformers.CONFIG_MAPPING:
+        why = (
+            "its code comes with the folder, and such code is not run"
+            if "auto_map" in content
+            else "it is unknown to it"
+        )
+        raise UserError(
+            f'{source}: model_type: transformers {transformers.__version__} has no "{model_type}"'
+            f" ({why}); use another model"
         )
     with prefix_errors(source):
         reject_extreme_sizes(content)
@@ -67,15 +85,25 @@ def read_pretrained_config(content: dict[str, Any], source: str) -> Any:
         fields = {name: value for name, value in content.items() if name != "generation_config"}
         config = transformers.CONFIG_MAPPING[model_type].from_dict(fields)
     except Exception as error:  # whatever a family's own checks raise
-        raise UserError(f"{source}: transformers cannot read it ({_one_line(error)}); copy the file again") from None
+        raise UserError(
+            f"{source}: transformers cannot read it ({_one_line(error)}); copy the file again"
+        ) from None
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UserError(f"{source}: transformers has no causal language model of type {model_type}; use one that writes text")
+        raise UserError(
+            f"{source}: transformers has no causal language model of type {model_type}; use one"
+            " that writes text"
+        )
     if config.get_text_config() is not config:
-        raise UserError(f"{source}: a {model_type} model reads more than text; use the folder of its text model")
+        raise UserError(
+            f"{source}: a {model_type} model reads more than text; use the folder of its text model"
+        )
     for name, bounds in MODEL_RANGES.items():
         value = getattr(config, name, None)
         if isinstance(value, int | float) and not -bounds["le"] <= value <= bounds["le"]:
-            raise UserError(f"{source}: {name}: expected a number of at most {bounds['le']:.16g}, got {quoted(value)}")
+            raise UserError(
+                f"{source}: {name}: expected a number of at most {bounds['le']:.16g}, got"
+                f" {quoted(value)}"
+            )
     if getattr(config, "output_router_logits", False):
         config.output_router_logits = False
     return config
@@ -87,27 +115,40 @@ def build_causal_lm(content: dict[str, Any]) -> Any:
     with torch.device("meta"):
         config = read_pretrained_config(content, "model")
         causal = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    stacks = [each for name, each in causal.named_parameters() if ".experts." in name and each.ndim == 3]
+    stacks = [
+        each for name, each in causal.named_parameters() if ".experts." in name and each.ndim == 3
+    ]
     if any(size % _GROUPED_MM_MULTIPLE for stack in stacks for size in stack.shape[1:]):
         causal.set_experts_implementation("eager")
     return causal.eval()
 
 
 def find_block_list(base_model: nn.Module) -> str:
-    """The name of the longest list of modules of one class that is in no other list. Raises UserError where there is none."""
-    lists = {name: module for name, module in base_model.named_modules() if isinstance(module, nn.ModuleList) and len(module)}
+    """The name of the longest list of modules of one class that is in no other list.
+
+    Raises UserError where there is none.
+    """
+    lists = {
+        name: module
+        for name, module in base_model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module)
+    }
     outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
     alike = [name for name in outer if len({type(block) for block in lists[name]}) == 1]
     if not alike:
-        raise UserError(f"model: {type(base_model).__name__} has no list of blocks of one class to shard; use another model")
+        raise UserError(
+            f"model: {type(base_model).__name__} has no list of blocks of one class to shard; use"
+            " another model"
+        )
     return max(alike, key=lambda name: len(lists[name]))
 
 
 def find_logit_transform(causal: Any, hidden_size: int) -> tuple[float, float | None]:
-    """(scale, softcap) of a model whose logits are softcap · tanh(scale · (product + bias) / softcap), of its head's products.
+    """(scale, softcap) of a model whose logits are softcap · tanh(scale · (product + bias) /
+    softcap), of its head's products.
 
-    Found by trying: its own forward runs with a small head, on given hidden states in place of the base model. Raises UserError
-    where it does anything else to its logits.
+    Found by trying: its own forward runs with a small head, on given hidden states in place of the
+    base model. Raises UserError where it does anything else to its logits.
     """
     name, head = find_base_model_name(causal), causal.get_output_embeddings()
     base = causal.get_submodule(name)
@@ -125,18 +166,23 @@ def find_logit_transform(causal: Any, hidden_size: int) -> tuple[float, float | 
             logits = causal(input_ids=torch.zeros(1, 3, dtype=torch.long)).logits
         except (RuntimeError, TypeError, ValueError, AttributeError, KeyError) as problem:
             reason = str(problem)[:100]
-            raise UserError(f"model: {type(causal).__name__} cannot be taken apart ({reason}); use another model") from None
+            raise UserError(
+                f"model: {type(causal).__name__} cannot be taken apart ({reason}); use another"
+                " model"
+            ) from None
         finally:
             setattr(causal, name, base)
             causal.set_output_embeddings(head)
-        if softcap is not None and torch.allclose(logits, cap_logits(plain, softcap), rtol=1e-4, atol=1e-3):
+        if softcap is not None and torch.allclose(
+            logits, cap_logits(plain, softcap), rtol=1e-4, atol=1e-3
+        ):
             return 1.0, softcap
         scale = float((logits * plain).sum() / plain.square().sum())
         alike = torch.allclose(logits, scale * plain, rtol=1e-4, atol=1e-3 * abs(scale))
     if not alike or (head.bias is not None and abs(scale - 1) >= 1e-5):
         raise UserError(
-            f"model: {type(causal).__name__} changes its logits in a way that lmforge's loss does not (it knows a scale, a"
-            " bias, and final_logit_softcapping); use another model"
+            f"model: {type(causal).__name__} changes its logits in a way that lmforge's loss does"
+            " not (it knows a scale, a bias, and final_logit_softcapping); use another model"
         )
     return (1.0 if abs(scale - 1) < 1e-5 else scale), None
 
@@ -165,7 +211,8 @@ class _FixedModelOutput(SimpleNamespace):
 
 @torch.no_grad()
 def constant_buffers(causal: Any) -> list[tuple[nn.Module, str, Tensor]]:
-    """(module, name, value on the CPU) of the buffers that a model has beside its weights, such as rotary frequencies.
+    """(module, name, value on the CPU) of the buffers that a model has beside its weights, such as
+    rotary frequencies.
 
     On the meta device they have no values; transformers computes them where it initializes weights.
     """
@@ -173,9 +220,15 @@ def constant_buffers(causal: Any) -> list[tuple[nn.Module, str, Tensor]]:
     for name, module in causal.named_modules():
         buffers = {key: buffer for key, buffer in module._buffers.items() if buffer is not None}
         if any(isinstance(value, Tensor) and value.is_meta for value in vars(module).values()):
-            raise UserError(f"model: {name} keeps tensors that are neither weights nor buffers; use another model")
+            raise UserError(
+                f"model: {name} keeps tensors that are neither weights nor buffers; use another"
+                " model"
+            )
         if kept := buffers.keys() - module._non_persistent_buffers_set:
-            raise UserError(f"model: {name}.{min(kept)} is stored with the weights but not trained, which is not supported yet")
+            raise UserError(
+                f"model: {name}.{min(kept)} is stored with the weights but not trained, which is"
+                " not supported yet"
+            )
         if not buffers:
             continue
         with torch.device("cpu"):
@@ -187,17 +240,30 @@ def constant_buffers(causal: Any) -> list[tuple[nn.Module, str, Tensor]]:
             value = module._buffers[key]
             assert value is not None
             if value.is_floating_point() and value.isnan().any():
-                raise UserError(f"model: transformers does not say what the first value of {name}.{key}; use another model")
+                raise UserError(
+                    f"model: transformers does not say what the first value of {name}.{key}; use"
+                    " another model"
+                )
             constants.append((module, key, value))
     return constants
 
 
 def find_base_model_name(causal: Any) -> str:
-    """The name of the one module beside the head. Raises UserError where there are several, or none."""
-    parts = [name for name, part in causal.named_children() if name != _HEAD_NAME and [*part.parameters()]]
+    """The name of the one module beside the head.
+
+    Raises UserError where there are several, or none.
+    """
+    parts = [
+        name
+        for name, part in causal.named_children()
+        if name != _HEAD_NAME and [*part.parameters()]
+    ]
     if len(parts) != 1:
         name = type(causal).__name__
-        raise UserError(f"model: {name} is not one base model and a head ({', '.join(parts)}); use another model")
+        raise UserError(
+            f"model: {name} is not one base model and a head ({', '.join(parts)}); use another"
+            " model"
+        )
     return parts[0]
 
 
@@ -206,8 +272,9 @@ def reject_unsupported_parts(causal: Any) -> None:
     other = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYER_TYPES
     if other or getattr(type(causal), "_is_stateful", False):
         raise UserError(
-            f"model: {name} has layers without attention ({', '.join(sorted(other)) or 'recurrent'}), in which documents"
-            " of a sequence would see each other; use another model"
+            f"model: {name} has layers without attention"
+            f" ({', '.join(sorted(other)) or 'recurrent'}), in which documents of a sequence would"
+            " see each other; use another model"
         )
     head = causal.get_output_embeddings()
     if getattr(causal, _HEAD_NAME, None) is not head or not isinstance(head, nn.Linear):
@@ -215,12 +282,17 @@ def reject_unsupported_parts(causal: Any) -> None:
     named = causal.named_parameters(remove_duplicate=False)
     weights = [weight for key, weight in named if not key.startswith(_HEAD_NAME)]
     if len(set(weights)) < len(weights):
-        raise UserError(f"model: {name} uses some weights in several places, which sharding would separate; use another model")
+        raise UserError(
+            f"model: {name} uses some weights in several places, which sharding would separate; use"
+            " another model"
+        )
 
 
 @dataclass(frozen=True)
 class TensorConversion:
-    """Stored tensors that together make one or several of the model's, the first of which is `target_name`."""
+    """Stored tensors that together make one or several of the model's, the first of which is
+    `target_name`.
+    """
 
     target_name: str
     source_patterns: dict[str, str]  # stored name → the pattern that it matches
@@ -228,21 +300,36 @@ class TensorConversion:
     causal: Any
 
     def convert(self, read_tensor: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """The model's tensors by name, made of the stored ones that `read_tensor` returns (of meta tensors: shapes only)."""
+        """The model's tensors by name, made of the stored ones that `read_tensor` returns (of meta
+        tensors: shapes only).
+        """
         rule = deepcopy(self.converter)
         for stored, pattern in self.source_patterns.items():
-            rule.add_tensor(self.target_name, stored, pattern, lambda stored=stored: read_tensor(stored))
+            rule.add_tensor(
+                self.target_name, stored, pattern, lambda stored=stored: read_tensor(stored)
+            )
         try:
             made = rule.convert(self.target_name, model=self.causal, config=self.causal.config)
         except (RuntimeError, ValueError, KeyError, IndexError) as problem:
-            raise UserError(f"{self.target_name}: its parts do not match ({problem}); copy the folder again") from None
-        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+            raise UserError(
+                f"{self.target_name}: its parts do not match ({problem}); copy the folder again"
+            ) from None
+        return {
+            name: value[0] if isinstance(value, list) else value for name, value in made.items()
+        }
 
 
-def map_stored_names(content: dict[str, Any], stored: Iterable[str]) -> tuple[dict[str, str], list[TensorConversion]]:
+def map_stored_names(
+    content: dict[str, Any], stored: Iterable[str]
+) -> tuple[dict[str, str], list[TensorConversion]]:
     """The tensors of a folder: (our name by stored name, those that must be converted)."""
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
 
     causal = build_causal_lm(content)
     state, prefix = causal.state_dict(), causal.base_model_prefix

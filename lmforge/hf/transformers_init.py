@@ -1,7 +1,8 @@
 """First values of a wrapped model, as its family draws them in transformers.
 
-A family's initialization is recorded on the meta device, where it costs nothing. If it finally draws or fills the full tensor,
-as nearly all do, each rank draws its part as for our own models. Otherwise every rank draws the full tensor.
+A family's initialization is recorded on the meta device, where it costs nothing. If it finally
+draws or fills the full tensor, as nearly all do, each rank draws its part as for our own models.
+Otherwise every rank draws the full tensor.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -18,7 +19,9 @@ from lmforge.core.model.rng.weight_rng import standard_normal, standard_uniform
 
 # torch's default arguments, which it leaves out.
 _VALUES: dict[Any, Callable[..., InitialValue]] = {
-    torch.ops.aten.normal_.default: lambda mean=0.0, std=1.0: InitialValue(standard_normal, mean, std),
+    torch.ops.aten.normal_.default: lambda mean=0.0, std=1.0: InitialValue(
+        standard_normal, mean, std
+    ),
     torch.ops.aten.uniform_.default: lambda low=0.0, high=1.0: InitialValue(
         standard_uniform, (low + high) / 2, (high - low) / 2
     ),
@@ -28,7 +31,9 @@ _VALUES: dict[Any, Callable[..., InitialValue]] = {
 
 
 class _InPlaceCalls(TorchDispatchMode):
-    """Records which operators write into which memory: (operator, shape written, other arguments) by storage."""
+    """Records which operators write into which memory: (operator, shape written, other arguments)
+    by storage.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,28 +47,41 @@ class _InPlaceCalls(TorchDispatchMode):
 
 
 @torch.no_grad()
-def family_initial_values(causal: Any, names: Collection[str], seed: int) -> Iterator[tuple[str, InitialValue | Tensor]]:
-    """(name, first value) of the parameters called `names` of a model of transformers on the meta device.
+def family_initial_values(
+    causal: Any, names: Collection[str], seed: int
+) -> Iterator[tuple[str, InitialValue | Tensor]]:
+    """(name, first value) of the parameters called `names` of a model of transformers on the meta
+    device.
 
-    A full tensor is fp32 on the CPU, drawn by a generator that is seeded with the seed and its module's name. Raises UserError
-    where transformers leaves a tensor without a value.
+    A full tensor is fp32 on the CPU, drawn by a generator that is seeded with the seed and its
+    module's name. Raises UserError where transformers leaves a tensor without a value.
     """
     for name, module in causal.named_modules():
-        own = {short: each for short, each in module.named_parameters(recurse=False) if f"{name}.{short}" in names}
+        own = {
+            short: each
+            for short, each in module.named_parameters(recurse=False)
+            if f"{name}.{short}" in names
+        }
         if not own:
             continue
         with _InPlaceCalls() as recorded:
             causal._init_weights(module)
         drawn: dict[str, Tensor] = {}
         for short, parameter in own.items():
-            value = _value_of(recorded.calls.get(parameter.untyped_storage()._cdata, []), parameter.shape)
+            value = _value_of(
+                recorded.calls.get(parameter.untyped_storage()._cdata, []), parameter.shape
+            )
             if value is None and not drawn:
                 drawn = _drawn_in_full(causal, name, module, seed)
             yield f"{name}.{short}", drawn[short] if value is None else value
 
 
-def _value_of(calls: list[tuple[Any, torch.Size, tuple[Any, ...]]], shape: torch.Size) -> InitialValue | None:
-    """The first value of a parameter of this shape after these calls; None where the last one does not overwrite all of it."""
+def _value_of(
+    calls: list[tuple[Any, torch.Size, tuple[Any, ...]]], shape: torch.Size
+) -> InitialValue | None:
+    """The first value of a parameter of this shape after these calls; None where the last one does
+    not overwrite all of it.
+    """
     if not calls:
         return None
     operator, written, arguments = calls[-1]
@@ -81,6 +99,9 @@ def _drawn_in_full(causal: Any, name: str, module: nn.Module, seed: int) -> dict
     drawn = {short: module.get_parameter(short).detach() for short in own}
     for short, parameter in own.items():
         if drawn[short].isnan().any():
-            raise UserError(f"model: transformers does not initialize {name}.{short}; start from a folder's weights")
+            raise UserError(
+                f"model: transformers does not initialize {name}.{short}; start from a folder's"
+                " weights"
+            )
         module.register_parameter(short, parameter)
     return drawn

@@ -1,9 +1,10 @@
-"""Any causal model of the transformers library, wrapped as a LanguageModel: `TransformersConfig` and `TransformersModel`.
+"""Any causal model of the transformers library, wrapped as a LanguageModel: `TransformersConfig`
+and `TransformersModel`.
 
-Its modules and tensor names are those of transformers; the head is ours, so that the full logits never exist. There is no
-dropout. Incremental decoding uses the cache of transformers, which has one length for all sequences: they are padded at
-their left, and every sequence is computed again when another one joins. That works for any family, and is slower than
-core/model/incremental.py.
+Its modules and tensor names are those of transformers; the head is ours, so that the full logits
+never exist. There is no dropout. Incremental decoding uses the cache of transformers, which has one
+length for all sequences: they are padded at their left, and every sequence is computed again when
+another one joins. That works for any family, and is slower than core/model/incremental.py.
 """
 
 import inspect
@@ -40,9 +41,12 @@ from lmforge.hf.transformers_init import family_initial_values
 
 @dataclass(frozen=True)
 class TransformersConfig(ModelConfig):
-    """The config of any causal model of transformers. `config_dict`, the config.json, decides; the other fields repeat it.
+    """The config of any causal model of transformers.
 
-    A field that a family does not have (head_dim, intermediate_size) is estimated from its other numbers.
+    `config_dict`, the config.json, decides; the other fields repeat it.
+
+    A field that a family does not have (head_dim, intermediate_size) is estimated from its other
+    numbers.
     """
 
     config_dict: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -73,12 +77,18 @@ def _first(config: Any, *names: str, default: Any = 0) -> Any:
 
 
 def to_transformers_config(content: dict[str, Any], source: str) -> TransformersConfig:
-    """The config that a config.json describes. Raises UserError, beginning with `source`, for what cannot be wrapped."""
+    """The config that a config.json describes.
+
+    Raises UserError, beginning with `source`, for what cannot be wrapped.
+    """
     content = dict(content)
     generation = content.pop("generation_config", None)
     theirs = read_pretrained_config(content, source)
     first = partial(_first, theirs)
-    heads, end_tokens = first("num_attention_heads", default=1), getattr(theirs, "eos_token_id", None)
+    heads, end_tokens = (
+        first("num_attention_heads", default=1),
+        getattr(theirs, "eos_token_id", None),
+    )
     width, longest = first("hidden_size"), first("max_position_embeddings")
     # Rotary angles and slopes have no end; tables of learned positions do.
     slopes = theirs.model_type in ALIBI_MODEL_TYPES or first("alibi", default=False)
@@ -117,25 +127,44 @@ class TransformersModel(LanguageModel):
         base, head = causal.get_submodule(self._base_model_name), causal.get_output_embeddings()
         self.blocks_name = f"{self._base_model_name}.{find_block_list(base)}"
         embedding = causal.get_input_embeddings()
-        self.embedding_names = tuple(name for name, module in causal.named_modules() if module is embedding)
+        self.embedding_names = tuple(
+            name for name, module in causal.named_modules() if module is embedding
+        )
         embedding.register_forward_hook(lambda module, args, hidden: to_autocast_dtype(hidden))
         self._takes_positions = "position_ids" in inspect.signature(base.forward).parameters
         if not self._takes_positions and config.model_type not in ALIBI_MODEL_TYPES:
-            raise UserError(f"model: a {config.model_type} model does not support document boundaries; use another model")
+            raise UserError(
+                f"model: a {config.model_type} model does not support document boundaries; use"
+                " another model"
+            )
         self._logit_scale, softcap = find_logit_transform(causal, head.in_features)
-        self._constant_buffers, self._constants_device = constant_buffers(causal), torch.device("cpu")
+        self._constant_buffers, self._constants_device = (
+            constant_buffers(causal),
+            torch.device("cpu"),
+        )
         self.add_module(self._base_model_name, base)
-        self.lm_head = LMHead(head.in_features, head.out_features, bias=head.bias is not None, softcap=softcap)
+        self.lm_head = LMHead(
+            head.in_features, head.out_features, bias=head.bias is not None, softcap=softcap
+        )
         self.tie_weights()
 
     def initial_values(
         self, shapes: Mapping[str, torch.Size], seed: int, embedding_std: float | None = None
     ) -> Iterator[tuple[str, InitialValue | Tensor]]:
-        """(name, first value) of the parameters of these names, as the family itself initializes them; adapters as ours."""
+        """(name, first value) of the parameters of these names, as the family itself initializes
+        them; adapters as ours.
+        """
         if embedding_std is not None:
-            raise UserError("model.embedding_initializer_range: transformers initialises this model; leave that option out")
-        yield from family_initial_values(build_causal_lm(self.config.config_dict), shapes.keys(), seed)
-        yield from super().initial_values({name: shapes[name] for name in shapes if name.endswith(LORA_SUFFIXES)}, seed)
+            raise UserError(
+                "model.embedding_initializer_range: transformers initialises this model; leave that"
+                " option out"
+            )
+        yield from family_initial_values(
+            build_causal_lm(self.config.config_dict), shapes.keys(), seed
+        )
+        yield from super().initial_values(
+            {name: shapes[name] for name in shapes if name.endswith(LORA_SUFFIXES)}, seed
+        )
 
     @property
     def base_model(self) -> nn.Module:
@@ -150,7 +179,8 @@ class TransformersModel(LanguageModel):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "TransformersModel":
         super()._apply(fn, recurse)
-        # Constants are not weights: `to_empty` leaves them without values, and `to` in a dtype of too few bits.
+        # Constants are not weights: `to_empty` leaves them without values, and `to` in a dtype of
+        # too few bits.
         self._move_constants(next(self.parameters()).device)
         return self
 
@@ -160,7 +190,13 @@ class TransformersModel(LanguageModel):
             module._buffers[name] = value.to(device)
 
     def incremental_decoder(
-        self, batch_size: int, max_length: int, *, device: torch.device, dtype: torch.dtype, records_experts: bool = False
+        self,
+        batch_size: int,
+        max_length: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        records_experts: bool = False,
     ) -> "TransformersIncrementalDecoder":
         assert not records_experts  # refused before
         return TransformersIncrementalDecoder(self, max_length, device)
@@ -175,11 +211,12 @@ class TransformersModel(LanguageModel):
         document_starts: Tensor | None = None,
         routed_experts: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states after the final norm: [sequences, length, hidden_size], ready for `lm_head`.
+        """Hidden states after the final norm: [sequences, length, hidden_size], ready for
+        `lm_head`.
 
-        Args as in LanguageModel.forward, without dropout; `document_starts` and `routed_experts` are not used. `cache` is
-        transformers'; with it, `positions` and `document_ids` are those of all tokens so far. Raises UserError for sequences
-        longer than the learned positions.
+        Args as in LanguageModel.forward, without dropout; `document_starts` and `routed_experts`
+        are not used. `cache` is transformers'; with it, `positions` and `document_ids` are those of
+        all tokens so far. Raises UserError for sequences longer than the learned positions.
         """
         length = tokens.shape[1]
         self.config.check_length(length)
@@ -202,11 +239,15 @@ class TransformersModel(LanguageModel):
 
 
 @contextmanager
-def document_attention_masks(attn_implementation: str, document_ids: Tensor, positions: Tensor) -> Iterator[None]:
-    """A context in which every mask that transformers makes for this attention lets tokens see only their own document.
+def document_attention_masks(
+    attn_implementation: str, document_ids: Tensor, positions: Tensor
+) -> Iterator[None]:
+    """A context in which every mask that transformers makes for this attention lets tokens see only
+    their own document.
 
-    Its rules (causal, sliding windows, chunks) are given positions within the document, not slots of the sequence, so that
-    a document is computed the same wherever it stands. `document_ids`, `positions`: [sequences, slots] of all keys.
+    Its rules (causal, sliding windows, chunks) are given positions within the document, not slots
+    of the sequence, so that a document is computed the same wherever it stands. `document_ids`,
+    `positions`: [sequences, slots] of all keys.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
 
@@ -217,8 +258,12 @@ def document_attention_masks(attn_implementation: str, document_ids: Tensor, pos
         masks_made += 1
 
         def seen(sequence: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            same_document = (document_ids[sequence, query] == document_ids[sequence, key]) & (key <= query)
-            return same_document & mask_function(sequence, head, positions[sequence, query], positions[sequence, key])
+            same_document = (document_ids[sequence, query] == document_ids[sequence, key]) & (
+                key <= query
+            )
+            return same_document & mask_function(
+                sequence, head, positions[sequence, query], positions[sequence, key]
+            )
 
         return original(*args, mask_function=seen, **{**rest, "allow_is_causal_skip": False})
 
@@ -229,13 +274,16 @@ def document_attention_masks(attn_implementation: str, document_ids: Tensor, pos
         del MASKS[attn_implementation]
     if not masks_made:
         raise UserError(
-            "model: this family attends without a mask, so packed documents would see each other; use another model"
+            "model: this family attends without a mask, so packed documents would see each other;"
+            " use another model"
         )
 
 
 @cache
 def _count_parameters(config_json: str) -> tuple[int, int, int, int]:
-    """The fields of flops.ParameterCount: of experts the fraction that a token is routed to counts as active."""
+    """The fields of flops.ParameterCount: of experts the fraction that a token is routed to counts
+    as active.
+    """
     config = to_transformers_config(json.loads(config_json), "model")
     model = TransformersModel(config)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
@@ -246,8 +294,15 @@ def _count_parameters(config_json: str) -> tuple[int, int, int, int]:
     routed = sum(size for name, size in sizes.items() if ".experts." in name)
     total = sum(sizes.values())
     idle = routed - routed * chosen // experts
-    matrices = sum(parameter.numel() for parameter in model.blocks.parameters() if parameter.ndim == 2)
-    return total, embedding, total - idle - (0 if config.tie_word_embeddings else embedding), matrices
+    matrices = sum(
+        parameter.numel() for parameter in model.blocks.parameters() if parameter.ndim == 2
+    )
+    return (
+        total,
+        embedding,
+        total - idle - (0 if config.tie_word_embeddings else embedding),
+        matrices,
+    )
 
 
 class TransformersIncrementalDecoder:
@@ -257,12 +312,17 @@ class TransformersIncrementalDecoder:
         model.config.check_length(max_length)
         self._model, self._device = model, device
         self._lengths: list[int] = []
-        self._tokens = torch.zeros(0, 0, dtype=torch.long, device=device)  # each sequence ends in the last column
+        # Each sequence ends in the last column.
+        self._tokens = torch.zeros(0, 0, dtype=torch.long, device=device)
         self._cache: Any = None
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Compute prompts as new sequences after the others; hidden states of each last token [prompts, hidden_size]."""
-        earlier = [tokens[-length:] for tokens, length in zip(self._tokens, self._lengths, strict=True)]
+        """Compute prompts as new sequences after the others; hidden states of each last token
+        [prompts, hidden_size].
+        """
+        earlier = [
+            tokens[-length:] for tokens, length in zip(self._tokens, self._lengths, strict=True)
+        ]
         new = [torch.tensor(prompt, device=self._device) for prompt in prompts]
         self._tokens = pad_sequence([*earlier, *new], batch_first=True, padding_side="left")
         self._lengths = [*map(len, earlier), *map(len, new)]
@@ -270,7 +330,9 @@ class TransformersIncrementalDecoder:
         return self._forward(self._tokens)[len(earlier) :, -1]
 
     def decode_step(self, tokens: Tensor) -> Tensor:
-        """Compute the next token of every sequence, int64 [sequences]; returns hidden states [sequences, hidden_size]."""
+        """Compute the next token of every sequence, int64 [sequences]; returns hidden states
+        [sequences, hidden_size].
+        """
         self._tokens = torch.cat([self._tokens, tokens[:, None]], dim=1)
         self._lengths = [length + 1 for length in self._lengths]
         return self._forward(tokens[:, None])[:, 0]
@@ -285,7 +347,10 @@ class TransformersIncrementalDecoder:
     def select_sequences(self, indices: Sequence[int]) -> None:
         """Keep only these sequences; they become 0, 1, … in this order."""
         chosen = torch.tensor(indices, dtype=torch.long, device=self._device)
-        self._tokens, self._lengths = self._tokens[chosen], [self._lengths[index] for index in indices]
+        self._tokens, self._lengths = (
+            self._tokens[chosen],
+            [self._lengths[index] for index in indices],
+        )
         if indices:
             self._cache.batch_select_indices(chosen)
         else:  # a step that failed has filled a part of its layers

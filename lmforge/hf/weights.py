@@ -1,8 +1,11 @@
-"""Weights of a folder in Hugging Face's layout (model.safetensors, or its shards and their index) into a model.
+"""Weights of a folder in Hugging Face's layout (model.safetensors, or its shards and their index)
+into a model.
 
-Our tensor names are Hugging Face's, so nothing is converted, except for wrapped models whose stored tensors are in other pieces
-than the computed ones (transformers_causal_lm.py). Missing and unexpected tensors are refused. For a sharded model only this
-rank's bytes are read (safetensors_file.py). Nothing is unpickled. Writing is in export.py, our checkpoints in core/checkpoint/.
+Our tensor names are Hugging Face's, so nothing is converted, except for wrapped models whose stored
+tensors are in other pieces than the computed ones (transformers_causal_lm.py). Missing and
+unexpected tensors are refused. For a sharded model only this rank's bytes are read
+(safetensors_file.py). Nothing is unpickled. Writing is in export.py, our checkpoints in
+core/checkpoint/.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -14,7 +17,12 @@ from torch import Tensor, nn
 
 from lmforge.core.errors import UserError, name_some
 from lmforge.core.model.config import base_model_type
-from lmforge.core.model.config_json import fp8_block, is_nf4_folder, is_supported_family, read_config_json
+from lmforge.core.model.config_json import (
+    fp8_block,
+    is_nf4_folder,
+    is_supported_family,
+    read_config_json,
+)
 from lmforge.core.model.family import load_family
 from lmforge.core.model.init_weights import LORA_SUFFIXES, local_part, named_tensors
 from lmforge.core.model.layers import LanguageModel
@@ -30,7 +38,8 @@ from lmforge.hf.transformers_causal_lm import TensorConversion, map_stored_names
 from lmforge.hf.transformers_model import TransformersModel
 
 SCALE_SUFFIX = "_scale_inv"  # of the scales of a tensor in float8, beside its name
-StoredFiles = dict[str, tuple[SafetensorsFile, str]]  # our name of a tensor → its file, and its name there
+# Our name of a tensor → its file, and its name there.
+StoredFiles = dict[str, tuple[SafetensorsFile, str]]
 CLASSIFIER_HEAD_WEIGHT = "score.weight"  # of a classifier of transformers
 LM_HEAD_BIAS = "lm_head.bias"
 # Which field of config.json says that there are tensors of these names.
@@ -45,26 +54,32 @@ _CONSTANT_SUFFIXES = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 @torch.no_grad()
 def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str] = ()) -> None:
-    """Fill a model's parameters, in place and in their own dtype, from the safetensors files of a folder.
+    """Fill a model's parameters, in place and in their own dtype, from the safetensors files of a
+    folder.
 
-    Adapters and `new_names` (such as a new head) are not in the folder and stay as they are. The model must be allocated
-    (not on meta) and may be sharded: of a DTensor each rank reads only its own part, in few long reads, and holds little
-    more than that. Where its vocabulary is not that of the folder's config.json, rows are left out, or further ones become the
-    mean of those there; where only the folder ties embedding and head, both begin as its one matrix. A pipeline stage may lack
-    parameters: the folder must hold the full model, and the local part is filled. Matrices that are quantized (lora.base_dtype)
-    are read whole on each rank, one after another, or taken as a folder in NF4 has them. What `describe_folder` says is done.
-    Raises UserError where a file is missing or damaged, or where names or shapes differ, naming the first few.
+    Adapters and `new_names` (such as a new head) are not in the folder and stay as they are. The
+    model must be allocated (not on meta) and may be sharded: of a DTensor each rank reads only its
+    own part, in few long reads, and holds little more than that. Where its vocabulary is not that
+    of the folder's config.json, rows are left out, or further ones become the mean of those there;
+    where only the folder ties embedding and head, both begin as its one matrix. A pipeline stage
+    may lack parameters: the folder must hold the full model, and the local part is filled. Matrices
+    that are quantized (lora.base_dtype) are read whole on each rank, one after another, or taken as
+    a folder in NF4 has them. What `describe_folder` says is done. Raises UserError where a file is
+    missing or damaged, or where names or shapes differ, naming the first few.
     """
     folder = Path(folder)
     local = dict(named_tensors(model))
     full_model = full_model_of(model)
     absent = (*LORA_SUFFIXES, *new_names)
-    expected, matrices = dict[str, Tensor](), quantized_matrices(full_model)  # a wrapped model's own
+    # A wrapped model's own.
+    expected, matrices = dict[str, Tensor](), quantized_matrices(full_model)
     for name, each in named_tensors(full_model):
         if name in matrices:
             each = torch.empty(matrices[name].shape, device="meta")
         if not name.endswith(absent):
-            stack = {piece.name: piece.cut(each) for piece in pieces(name, each.shape, full_model.config)}
+            stack = {
+                piece.name: piece.cut(each) for piece in pieces(name, each.shape, full_model.config)
+            }
             expected |= stack or {stored_name(name, full_model.config): each}
     opened = [SafetensorsFile(path) for path in _weight_files(folder)]
     file_of = {name: file for file in opened for name in file.entries}
@@ -75,30 +90,53 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
         prefix: Any = model.config.family.optional_prefix  # type: ignore[union-attr]
         our_names = {stored: _our_name(stored, prefix) for stored in file_of}
     ignored = (*_CONSTANT_SUFFIXES, *new_names)
-    stored = {ours: (file_of[name], name) for name, ours in our_names.items() if not ours.endswith(ignored)}
+    stored = {
+        ours: (file_of[name], name)
+        for name, ours in our_names.items()
+        if not ours.endswith(ignored)
+    }
     content = read_config_json(folder / "config.json")
     unread = tuple(f"{model.blocks_name}.{layer}." for layer in _unread_layers(content))
     if is_nf4_folder(content) and full_model.config.family.transposed:
-        raise UserError(f"{folder}: quantization_config: not of {full_model.config.model_type}, whose matrices are transposed")
+        raise UserError(
+            f"{folder}: quantization_config: not of {full_model.config.model_type}, whose matrices"
+            " are transposed"
+        )
     nf4, beside = stored_matrices(file_of) if is_nf4_folder(content) else ({}, ())
     stored = {ours: each for ours, each in stored.items() if each[1] not in beside}
     block = fp8_block(content)
     scales = {name for name in file_of if block and name.endswith(SCALE_SUFFIX)}
-    stored = {ours: each for ours, each in stored.items() if not ours.startswith(unread) and each[1] not in scales}
+    stored = {
+        ours: each
+        for ours, each in stored.items()
+        if not ours.startswith(unread) and each[1] not in scales
+    }
     ends = [f"{name}.weight" for name in (model.embedding_names[0], "lm_head")]  # type: ignore[index]
-    if {*ends} <= expected.keys() and not {*ends} <= stored.keys() and _ties(folder, model.config):  # and the model does not
-        stored |= {ours: stored[name] for ours, name in zip(ends, ends[::-1], strict=True) if name in stored} | stored
+    # And the model does not.
+    if {*ends} <= expected.keys() and not {*ends} <= stored.keys() and _ties(folder, model.config):
+        stored |= {
+            ours: stored[name]
+            for ours, name in zip(ends, ends[::-1], strict=True)
+            if name in stored
+        } | stored
     tied, head = _resolve_tied_head(full_model, expected, stored)
     for conversion in conversions:
-        _check_converted(folder, expected, conversion.convert(lambda name: file_of[name].entries[name].meta))
+        _check_converted(
+            folder, expected, conversion.convert(lambda name: file_of[name].entries[name].meta)
+        )
     shapes = {ours: file.entries[name].shape for ours, (file, name) in stored.items()}
     shapes |= {ours: nf4[name].shape for ours, (_, name) in stored.items() if name in nf4}
     _reject_differences(folder, expected, shapes, rows := _rows_to_resize(folder, model))
-    resized = {name for ours, (_, name) in stored.items() if ours in rows} | {*rows}  # as they are stored
+    # As they are stored.
+    resized = {name for ours, (_, name) in stored.items() if ours in rows} | {*rows}
 
     def read(parts: dict[str, tuple[Tensor, tuple[slice, ...]]]) -> None:
         for file in opened:
-            targets = [(name, parts[ours]) for ours, (source, name) in stored.items() if source is file and ours in parts]
+            targets = [
+                (name, parts[ours])
+                for ours, (source, name) in stored.items()
+                if source is file and ours in parts
+            ]
             for name, (target, part) in [each for each in targets if each[0] in nf4]:
                 target.copy_(nf4[name].dequantize()[part])
             targets = [each for each in targets if each[0] not in nf4]
@@ -113,8 +151,14 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
                 elif file.entries[name].dtype == torch.float8_e4m3fn:
                     raise _mismatch(folder, f"missing {scale}, against its quantization_config")
 
-    quantized = {name: matrix for name, matrix in quantized_matrices(model).items() if name in local}
-    read(_local_parts({name: each for name, each in local.items() if name not in quantized}, full_model))
+    quantized = {
+        name: matrix for name, matrix in quantized_matrices(model).items() if name in local
+    }
+    read(
+        _local_parts(
+            {name: each for name, each in local.items() if name not in quantized}, full_model
+        )
+    )
     for name, matrix in quantized.items():
         as_stored = nf4.get(stored[name][1]) if name in stored else None
         if as_stored is not None and as_stored.stored == matrix.stored:
@@ -139,50 +183,80 @@ def describe_folder(folder: Path) -> list[str]:
     """What is done with the weights of a Hugging Face folder besides reading them, in words."""
     content = read_config_json(folder / "config.json")
     names = [name for path in _weight_files(folder) for name in SafetensorsFile(path).entries]
-    layers = [str(each) for each in _unread_layers(content) if any(f".layers.{each}." in name for name in names)]
+    layers = [
+        str(each)
+        for each in _unread_layers(content)
+        if any(f".layers.{each}." in name for name in names)
+    ]
     unread = [f"without layer {', '.join(layers)}, which predicts further tokens"] if layers else []
     nf4 = ["stored in NF4 by bitsandbytes"] if is_nf4_folder(content) else []
     return [*(["dequantized from float8"] if fp8_block(content) else nf4), *unread]
 
 
 def _unread_layers(content: dict[str, Any]) -> range:
-    """Layers after the last one that a folder may have and nothing reads (family.Family.unread_layers)."""
+    """Layers after the last one that a folder may have and nothing reads
+    (family.Family.unread_layers).
+    """
     if not is_supported_family(content):
         return range(0)
     field, default = load_family(base_model_type(str(content["model_type"]))).unread_layers
     layers, count = content.get("num_hidden_layers"), content.get(field, default)
-    return range(layers, layers + count) if isinstance(layers, int) and isinstance(count, int) else range(0)
+    return (
+        range(layers, layers + count)
+        if isinstance(layers, int) and isinstance(count, int)
+        else range(0)
+    )
 
 
 def _dequantize(
-    folder: Path, target: Tensor, part: tuple[slice, ...], name: str, scale: Tensor, block: tuple[int, int]
+    folder: Path,
+    target: Tensor,
+    part: tuple[slice, ...],
+    name: str,
+    scale: Tensor,
+    block: tuple[int, int],
 ) -> None:
     """Multiply a `part` of a matrix by the `scale` of each block of rows and columns, in place."""
-    rows, columns = (torch.arange(cut.start, cut.stop) // size for cut, size in zip(part, block, strict=True))
-    if scale.ndim != 2 or any(len(each) and each[-1] >= size for each, size in zip((rows, columns), scale.shape, strict=True)):
+    rows, columns = (
+        torch.arange(cut.start, cut.stop) // size for cut, size in zip(part, block, strict=True)
+    )
+    if scale.ndim != 2 or any(
+        len(each) and each[-1] >= size
+        for each, size in zip((rows, columns), scale.shape, strict=True)
+    ):
         raise _mismatch(folder, f"{name} is {list(scale.shape)}, against its quantization_config")
     target.copy_(target.float() * scale.float()[rows][:, columns].to(target.device))
 
 
-def _local_parts(local: Mapping[str, Tensor], full_model: Any) -> dict[str, tuple[Tensor, tuple[slice, ...]]]:
-    """What to read, by names on disk: a tensor of this rank, and the part of the one on disk that belongs into it."""
+def _local_parts(
+    local: Mapping[str, Tensor], full_model: Any
+) -> dict[str, tuple[Tensor, tuple[slice, ...]]]:
+    """What to read, by names on disk: a tensor of this rank, and the part of the one on disk that
+    belongs into it.
+    """
     parts = {}
     for name, parameter in local.items():
         target, part = local_part(parameter)
         stack = [*pieces(name, parameter.shape, full_model.config)]
         if not stack:
             parts[stored_name(name, full_model.config)] = target, part
-        parts |= {piece.name: cut for piece in stack if (cut := piece.cut_part(target, part)) is not None}
+        parts |= {
+            piece.name: cut for piece in stack if (cut := piece.cut_part(target, part)) is not None
+        }
     return parts
 
 
 def _ties(folder: Path, config: Any) -> bool:
     """Whether a folder's config.json says that embedding and head are one matrix."""
-    return resolve_model_config(folder, {}, implementation=config.implementation).tie_word_embeddings
+    return resolve_model_config(
+        folder, {}, implementation=config.implementation
+    ).tie_word_embeddings
 
 
 def _rows_to_resize(folder: Path, model: Any) -> dict[str, int]:
-    """How many rows a folder has of the parameters that have one for each token, where the model has more or fewer of them."""
+    """How many rows a folder has of the parameters that have one for each token, where the model
+    has more or fewer of them.
+    """
     rows = read_config_json(folder / "config.json").get("vocab_size")
     if not isinstance(rows, int) or rows == model.config.vocab_size:
         return {}
@@ -190,8 +264,14 @@ def _rows_to_resize(folder: Path, model: Any) -> dict[str, int]:
     return dict.fromkeys((f"{model.embedding_names[0]}.weight", *head), rows)
 
 
-def _read_parts(file: SafetensorsFile, requests: list[tuple[str, Tensor, tuple[slice, ...]]], resized: Collection[str]) -> None:
-    """As `read_parts`; those that are `resized` get the mean of their rows as the ones that they lack."""
+def _read_parts(
+    file: SafetensorsFile,
+    requests: list[tuple[str, Tensor, tuple[slice, ...]]],
+    resized: Collection[str],
+) -> None:
+    """As `read_parts`; those that are `resized` get the mean of their rows as the ones that they
+    lack.
+    """
     file.read_parts([each for each in requests if each[0] not in resized])
     for name, target, (wanted, *columns) in requests:
         if name in resized:
@@ -205,10 +285,12 @@ def _read_parts(file: SafetensorsFile, requests: list[tuple[str, Tensor, tuple[s
 def continue_adapters(
     model: LanguageModel, lora_config: LoraConfig, tensors: Mapping[str, Tensor], source: str
 ) -> dict[str, Tensor]:
-    """Fill a model's own adapters, beside its quantized matrices, with adapters of these, so that nothing is rounded with them.
-    Returns the other tensors, for `merge_adapters`: without quantized matrices, all.
+    """Fill a model's own adapters, beside its quantized matrices, with adapters of these, so that
+    nothing is rounded with them. Returns the other tensors, for `merge_adapters`: without quantized
+    matrices, all.
 
-    Arguments and errors are those of `merge_adapters`. Raises UserError too where the model's adapters are others.
+    Arguments and errors are those of `merge_adapters`. Raises UserError too where the model's
+    adapters are others.
     """
     own, full_model = model.lora_config, full_model_of(model)
     if own is None or own.stored is None:
@@ -226,28 +308,54 @@ def continue_adapters(
             continue
         stored = f"lora.base_dtype = {own.base_dtype}: {source}"
         if layer is None:
-            raise UserError(f"{stored} replaces {name}, which would be rounded; merge it first (lmforge.save_model)")
+            raise UserError(
+                f"{stored} replaces {name}, which would be rounded; merge it first"
+                " (lmforge.save_model)"
+            )
         if name not in shapes:
-            raise UserError(f"{stored} has adapters of {matrix}; add it to lora.target_modules or lora.target_parameters")
+            raise UserError(
+                f"{stored} has adapters of {matrix}; add it to lora.target_modules or"
+                " lora.target_parameters"
+            )
         if shapes[name] != [*value.shape]:
-            raise UserError(f"{stored} has {name} as {[*value.shape]} and the run {shapes[name]}; give lora.rank its rank")
+            raise UserError(
+                f"{stored} has {name} as {[*value.shape]} and the run {shapes[name]}; give"
+                " lora.rank its rank"
+            )
         if name in local:
-            copy_part(local[name], value * (lora_config.scaling / own.scaling) if name.endswith(LORA_SUFFIXES[1]) else value)
+            copy_part(
+                local[name],
+                (
+                    value * (lora_config.scaling / own.scaling)
+                    if name.endswith(LORA_SUFFIXES[1])
+                    else value
+                ),
+            )
     return left
 
 
-def _check_converted(folder: Path, expected: dict[str, Tensor], converted: Mapping[str, Tensor]) -> None:
-    """Remove the converted tensors from `expected`. Raises UserError where one is not expected, or of another shape."""
+def _check_converted(
+    folder: Path, expected: dict[str, Tensor], converted: Mapping[str, Tensor]
+) -> None:
+    """Remove the converted tensors from `expected`.
+
+    Raises UserError where one is not expected, or of another shape.
+    """
     for name, value in converted.items():
         parameter = expected.pop(name, None)
         if parameter is None or parameter.shape != value.shape:
-            should = "is not in this model" if parameter is None else f"should be {list(parameter.shape)}"
+            should = (
+                "is not in this model"
+                if parameter is None
+                else f"should be {list(parameter.shape)}"
+            )
             raise _mismatch(folder, f"{name} is {list(value.shape)} and {should}")
 
 
 def _mismatch(folder: Path, difference: str) -> UserError:
     return UserError(
-        f"{folder / 'config.json'}: does not fit the weights: {difference}; use the config.json that belongs to them"
+        f"{folder / 'config.json'}: does not fit the weights: {difference}; use the config.json"
+        " that belongs to them"
     )
 
 
@@ -258,19 +366,27 @@ def _weight_files(folder: Path) -> list[Path]:
     if not index.is_file():
         pickled = next(iter(sorted(folder.glob("pytorch_model*.bin"))), None)
         if pickled is not None:
-            raise UserError(f"{pickled}: pickled weights are not opened; convert the folder to safetensors first")
+            raise UserError(
+                f"{pickled}: pickled weights are not opened; convert the folder to safetensors"
+                " first"
+            )
         raise UserError(
-            f"{folder}: has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}; give a folder in Hugging Face's layout"
+            f"{folder}: has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}; give a"
+            " folder in Hugging Face's layout"
         )
     names = indexed_weight_files(folder)
     for name in names:
         if Path(name).name != name or not (folder / name).is_file():
-            raise UserError(f"{index}: names {name}, which is not in {folder}; copy the missing file")
+            raise UserError(
+                f"{index}: names {name}, which is not in {folder}; copy the missing file"
+            )
     return [folder / name for name in names]
 
 
 def _our_name(stored: str, optional_prefix: str) -> str:
-    """GPT-2's first releases leave out the leading `transformer.`; the head of a classifier has another name."""
+    """GPT-2's first releases leave out the leading `transformer.`; the head of a classifier has
+    another name.
+    """
     if stored == CLASSIFIER_HEAD_WEIGHT:
         return LM_HEAD_WEIGHT
     return stored if stored.startswith((optional_prefix, "lm_head.")) else optional_prefix + stored
@@ -279,16 +395,25 @@ def _our_name(stored: str, optional_prefix: str) -> str:
 def _resolve_tied_head(
     model: nn.Module, expected: Mapping[str, Tensor], files: StoredFiles
 ) -> tuple[str, tuple[SafetensorsFile, str] | None]:
-    """A tied matrix may be stored under the embedding's name, the head's, or both: then returns the former, and the latter."""
+    """A tied matrix may be stored under the embedding's name, the head's, or both: then returns the
+    former, and the latter.
+    """
     if LM_HEAD_WEIGHT in expected or LM_HEAD_WEIGHT not in files:
         return "", None
-    tied = next(name for name, parameter in expected.items() if parameter is model.get_parameter(LM_HEAD_WEIGHT))
+    tied = next(
+        name
+        for name, parameter in expected.items()
+        if parameter is model.get_parameter(LM_HEAD_WEIGHT)
+    )
     head = files.pop(LM_HEAD_WEIGHT)
     return tied, None if files.setdefault(tied, head) is head else head
 
 
 def _reject_differences(
-    folder: Path, expected: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]], rows: Mapping[str, int]
+    folder: Path,
+    expected: Mapping[str, Tensor],
+    shapes: Mapping[str, Sequence[int]],
+    rows: Mapping[str, int],
 ) -> None:
     """`shapes` of the tensors in the folder, by our names."""
     for kind, names in (
@@ -297,7 +422,10 @@ def _reject_differences(
     ):
         if names:
             flag = next((flag for end, flag in _FLAGS.items() if names[0].endswith(end)), None)
-            raise _mismatch(folder, f"{kind} {name_some(names, limit=3)}" + (f", against its {flag}" if flag else ""))
+            raise _mismatch(
+                folder,
+                f"{kind} {name_some(names, limit=3)}" + (f", against its {flag}" if flag else ""),
+            )
     misshaped = [
         f"{name} is {list(shape)} and should be {list(expected[name].shape)}"
         for name, shape in shapes.items()
@@ -309,4 +437,6 @@ def _reject_differences(
 
 def _reject_quantized(dtype: torch.dtype, where: str) -> None:
     if not dtype.is_floating_point:
-        raise UserError(f"{where}: is {dtype}; quantized weights cannot be trained, use the unquantized model")
+        raise UserError(
+            f"{where}: is {dtype}; quantized weights cannot be trained, use the unquantized model"
+        )

@@ -1,4 +1,6 @@
-"""The inputs of fine-tuning and preference methods: files of examples, tokenized once by the tokenizer of the model."""
+"""The inputs of fine-tuning and preference methods: files of examples, tokenized once by the
+tokenizer of the model.
+"""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -45,7 +47,15 @@ from lmforge.text.sources.records import (
 )
 
 # Options of the data section on which tokenized examples do not depend; files are hashed.
-NOT_OF_EXAMPLES = {"files", "validation_files", "sources", "weights_by", "folder", "packing", "stage_to"}
+NOT_OF_EXAMPLES = {
+    "files",
+    "validation_files",
+    "sources",
+    "weights_by",
+    "folder",
+    "packing",
+    "stage_to",
+}
 COUNT_LABELS = {
     "overlong": "left out as too long",
     "truncated": "truncated",
@@ -57,11 +67,22 @@ COUNT_LABELS = {
 def read_examples(
     options: ExampleOptions, kind: str, path: Path, tokenizer: Tokenizer, unusable: UnusableRecords
 ) -> Iterator[ExampleGroup]:
-    """The examples of a file. Raises UserError naming a record that is not valid, unless `unusable` leaves it out."""
-    reading: dict[str, Any] = {"fields": options.renamed, "ignore_media": options.ignore_media, "unusable": unusable}
+    """The examples of a file.
+
+    Raises UserError naming a record that is not valid, unless `unusable` leaves it out.
+    """
+    reading: dict[str, Any] = {
+        "fields": options.renamed,
+        "ignore_media": options.ignore_media,
+        "unusable": unusable,
+    }
     reading["parse_special_tokens"] = options.parse_special_tokens
     if isinstance(options, ConversationOptions):
-        reading |= {"split_turns": options.split_turns, "format": options.format, "mask": options.mask}
+        reading |= {
+            "split_turns": options.split_turns,
+            "format": options.format,
+            "mask": options.mask,
+        }
         for example in read_conversations(path, tokenizer, **reading):
             yield ExampleGroup((example,))
         return
@@ -75,17 +96,28 @@ def read_examples(
             yield ExampleGroup((pair.chosen, pair.rejected))
     else:
         for pair in read_preference_pairs(path, tokenizer, with_margins=True, **reading):
-            yield ExampleGroup((repeat_last_token(pair.chosen), repeat_last_token(pair.rejected)), {"margins": pair.margin})
+            yield ExampleGroup(
+                (repeat_last_token(pair.chosen), repeat_last_token(pair.rejected)),
+                {"margins": pair.margin},
+            )
 
 
 def repeat_last_token(example: TokenizedExample) -> TokenizedExample:
-    """The example with its last token repeated. The last token of a sequence is only a label, and a reward model reads all
-    tokens."""
-    return TokenizedExample(np.append(example.tokens, example.tokens[-1:]), np.append(example.loss_mask, False))
+    """The example with its last token repeated.
+
+    The last token of a sequence is only a label, and a reward model reads all tokens.
+    """
+    return TokenizedExample(
+        np.append(example.tokens, example.tokens[-1:]), np.append(example.loss_mask, False)
+    )
 
 
-def _folder_and_plan(config: TunedConfig, source: FileSourceOptions, tokenizer: Tokenizer) -> tuple[Path, dict[str, object]]:
-    """The folder of a source's tokenized examples, and everything that they depend on. The folder is named by its hash.
+def _folder_and_plan(
+    config: TunedConfig, source: FileSourceOptions, tokenizer: Tokenizer
+) -> tuple[Path, dict[str, object]]:
+    """The folder of a source's tokenized examples, and everything that they depend on.
+
+    The folder is named by its hash.
 
     Raises UserError where a file cannot be read.
     """
@@ -94,16 +126,23 @@ def _folder_and_plan(config: TunedConfig, source: FileSourceOptions, tokenizer: 
         "algorithm": EXAMPLES_VERSION,
         "kind": config.kind,
         "tokenizer": tokenizer.hash,
-        "beside": {name: text for name, text in tokenizer.files.items() if name != "tokenizer.json"},
+        "beside": {
+            name: text for name, text in tokenizer.files.items() if name != "tokenizer.json"
+        },
         **options.model_dump(mode="json", exclude=NOT_OF_EXAMPLES),
         "files": hash_files(source.files),
         "validation": hash_files(source.validation_files, "validation"),
     }
-    return options.folder / xxhash.xxh3_64_hexdigest(json.dumps(plan, sort_keys=True).encode()), plan
+    return (
+        options.folder / xxhash.xxh3_64_hexdigest(json.dumps(plan, sort_keys=True).encode()),
+        plan,
+    )
 
 
 def prepare_examples(config: TunedConfig, dist_ctx: DistributedContext) -> None:
-    """Make a recipe's model and its tokenized examples available on every host. Every rank calls it.
+    """Make a recipe's model and its tokenized examples available on every host.
+
+    Every rank calls it.
 
     Raises UserError where there is no such model, or an example is not valid.
     """
@@ -113,7 +152,11 @@ def prepare_examples(config: TunedConfig, dist_ctx: DistributedContext) -> None:
 
 
 def _tokenize_examples(config: TunedConfig) -> None:
-    tokenizer, options, length = find_required_pretrained(config).tokenizer(), config.data, config.data.sequence_length
+    tokenizer, options, length = (
+        find_required_pretrained(config).tokenizer(),
+        config.data,
+        config.data.sequence_length,
+    )
     # An unpaired completion shares its sequence with another one of the same prompt.
     limit, half = (length // 2, "half of ") if config.kind == "unpaired" else (length, "")
 
@@ -141,13 +184,17 @@ def _tokenize_examples(config: TunedConfig) -> None:
 
 
 def open_example_inputs(config: TunedConfig, world_size: int) -> RunInputs:
-    """Open what `prepare_examples` has written, and the model. Raises UserError where they do not fit together."""
+    """Open what `prepare_examples` has written, and the model.
+
+    Raises UserError where they do not fit together.
+    """
     batch_plan = plan_batches(config, world_size)
     pretrained, tokenizer, model_config = open_tuned_model(config)
     if config.kind == "pairs-with-margins":
         if model_config.implementation == "transformers":
             raise UserError(
-                f"{config.model.source}: transformers computes it, and gives it no head for rewards; import it first"
+                f"{config.model.source}: transformers computes it, and gives it no head for"
+                " rewards; import it first"
             )
         model_config = replace(model_config, reward=True)
     check_model(config, model_config, batch_plan, tokenizer)
@@ -159,29 +206,48 @@ def open_example_inputs(config: TunedConfig, world_size: int) -> RunInputs:
         length = config.data.sequence_length
         if 2 * single > count:
             raise UserError(
-                f"data.sequence_length = {length}: {single} of {count} sequences hold one completion, and kto compares the"
-                f" completions of a sequence; use a longer one, such as {4 * length}"
+                f"data.sequence_length = {length}: {single} of {count} sequences hold one"
+                " completion, and kto compares the completions of a sequence; use a longer one,"
+                f" such as {4 * length}"
             )
-    named = {source.label: folder for source, folder in zip(config.data.file_sources, folders, strict=True)}
+    named = {
+        source.label: folder
+        for source, folder in zip(config.data.file_sources, folders, strict=True)
+    }
     validation = {
-        name: _open_split(config, folder, "validation") for name, folder in named.items() if folder.num_examples("validation")
+        name: _open_split(config, folder, "validation")
+        for name, folder in named.items()
+        if folder.num_examples("validation")
     }
     return RunInputs(
         tokenizer,
         train,
-        (join_datasets(validation) if len(folders) > 1 else next(iter(validation.values()))) if validation else None,
+        (
+            (join_datasets(validation) if len(folders) > 1 else next(iter(validation.values())))
+            if validation
+            else None
+        ),
         model_config,
         batch_plan,
         data_source=", ".join(str(folder.path) for folder in folders),
         data_summary="; ".join(map(_describe_examples, config.data.file_sources, folders, splits)),
         load_weights=pretrained.load_weights,
-        source_folders={name: str(folder.path) for name, folder in named.items()} if len(named) > 1 else {},
+        source_folders=(
+            {name: str(folder.path) for name, folder in named.items()} if len(named) > 1 else {}
+        ),
     )
 
 
-def open_training_examples(config: TunedConfig, global_batch_size: int) -> tuple[Tokenizer, TrainingDataset]:
-    """The tokenizer and the samples to train on, of a recipe whose examples are prepared. Raises UserError."""
-    folders, _, train = _open_train(config, find_required_pretrained(config).tokenizer(), global_batch_size)
+def open_training_examples(
+    config: TunedConfig, global_batch_size: int
+) -> tuple[Tokenizer, TrainingDataset]:
+    """The tokenizer and the samples to train on, of a recipe whose examples are prepared.
+
+    Raises UserError.
+    """
+    folders, _, train = _open_train(
+        config, find_required_pretrained(config).tokenizer(), global_batch_size
+    )
     return folders[0].tokenizer, train
 
 
@@ -195,7 +261,10 @@ def _open_train(
 
 
 def mix_examples(
-    config: TunedConfig, folders: Sequence[ExampleFolder], datasets: Sequence[PackedDataset], global_batch_size: int
+    config: TunedConfig,
+    folders: Sequence[ExampleFolder],
+    datasets: Sequence[PackedDataset],
+    global_batch_size: int,
 ) -> TrainingDataset:
     """The samples of the folder of each source, mixed by their weights."""
     if len(datasets) == 1:
@@ -207,33 +276,54 @@ def mix_examples(
         counts = [folder.manifest["splits"]["train"]["tokens"] for folder in folders]
         # Whole tokens: exact fractions of many sources have thousands of digits.
         tokens = [
-            Fraction(max(1, round(count / each.sequences_per_epoch))) for count, each in zip(counts, datasets, strict=True)
+            Fraction(max(1, round(count / each.sequences_per_epoch)))
+            for count, each in zip(counts, datasets, strict=True)
         ]
     with prefix_errors("data.sources"):
         if len({dataset.name for dataset in datasets}) < len(datasets):
-            raise UserError("two sources have the same examples; name them once, with a higher weight")
+            raise UserError(
+                "two sources have the same examples; name them once, with a higher weight"
+            )
         phase = Phase(None, proportions_of(weights, tokens), tuple(datasets))
     return MixedDataset(tuple(weights), [phase], unit=global_batch_size, seed=config.train.seed)
 
 
 def example_folder_paths(config: TunedConfig, tokenizer: Tokenizer) -> list[Path]:
-    """Where a recipe's tokenized examples are kept, one folder a source. Raises UserError where a file cannot be read."""
+    """Where a recipe's tokenized examples are kept, one folder a source.
+
+    Raises UserError where a file cannot be read.
+    """
     return [_folder_and_plan(config, source, tokenizer)[0] for source in config.data.file_sources]
 
 
 def _open_split(config: TunedConfig, folder: ExampleFolder, split: str) -> PackedDataset:
     length, pack = config.data.sequence_length, config.data.packing == "best-fit"
-    return example_dataset(folder, split, sequence_length=length, pack=pack, seed=config.train.seed, shuffle=split == "train")
+    return example_dataset(
+        folder,
+        split,
+        sequence_length=length,
+        pack=pack,
+        seed=config.train.seed,
+        shuffle=split == "train",
+    )
 
 
-def _describe_examples(source: FileSourceOptions, folder: ExampleFolder, train: PackedDataset) -> str:
+def _describe_examples(
+    source: FileSourceOptions, folder: ExampleFolder, train: PackedDataset
+) -> str:
     counts, splits = folder.manifest["counts"], folder.manifest["splits"]
     in_train, in_validation = splits["train"], splits["validation"]
-    left_out = [f"; {counts[name]:,} {words}" for name, words in COUNT_LABELS.items() if counts.get(name)]
+    left_out = [
+        f"; {counts[name]:,} {words}" for name, words in COUNT_LABELS.items() if counts.get(name)
+    ]
     examples = in_train["examples"] + in_validation["examples"]
-    left_out.append(describe_special_text(counts.get("special_text", 0), examples, "data.parse_special_tokens"))
+    left_out.append(
+        describe_special_text(counts.get("special_text", 0), examples, "data.parse_special_tokens")
+    )
     return (
-        f"{folder.path}: {in_train['examples']:,} examples in {train.sequences_per_epoch:,} sequences per epoch,"
-        f" {in_train['scored']:,} of {in_train['tokens']:,} tokens scored; {in_validation['examples']:,} for validation"
+        f"{folder.path}: {in_train['examples']:,} examples in {train.sequences_per_epoch:,}"
+        " sequences per epoch,"
+        f" {in_train['scored']:,} of {in_train['tokens']:,} tokens scored;"
+        f" {in_validation['examples']:,} for validation"
         f"{''.join(left_out)}{describe_folders(source.files, validation_paths=source.validation_files)}"
     )

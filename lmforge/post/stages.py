@@ -1,6 +1,8 @@
-"""What fine-tuning, distillation and alignment do in their own way, with the batches of preference methods.
+"""What fine-tuning, distillation and alignment do in their own way, with the batches of preference
+methods.
 
-Those of policy optimization are in rl/rollouts.py; what is prepared and opened in examples.py and rl/prompt_inputs.py.
+Those of policy optimization are in rl/rollouts.py; what is prepared and opened in examples.py and
+rl/prompt_inputs.py.
 """
 
 from dataclasses import replace
@@ -22,7 +24,11 @@ from lmforge.post.objectives.preference import reference_mismatch_warning
 from lmforge.post.options.align import AlignConfig
 from lmforge.post.options.tuning import DistillConfig, SftConfig
 from lmforge.post.rl.prompt_inputs import open_prompt_inputs, prepare_prompts
-from lmforge.post.rl.reference import PackingWithReference, build_reference, precompute_reference_logprobs
+from lmforge.post.rl.reference import (
+    PackingWithReference,
+    build_reference,
+    precompute_reference_logprobs,
+)
 from lmforge.post.rl.rollouts import Rollouts
 
 
@@ -41,7 +47,10 @@ def align_stage(config: AlignConfig) -> StageSpec:
 
 
 def build_preference_batches(ctx: RunContext, inputs: RunInputs, built: BuiltModel) -> BatchSource:
-    """The batches of a preference method, with the reference's log-probabilities where it has one. Every rank calls it."""
+    """The batches of a preference method, with the reference's log-probabilities where it has one.
+
+    Every rank calls it.
+    """
     config = ctx.config
     assert isinstance(config, AlignConfig)
     if config.reference is None:
@@ -54,7 +63,9 @@ def build_preference_batches(ctx: RunContext, inputs: RunInputs, built: BuiltMod
             dataset.packing = PackingWithReference(dataset.packing, logprobs)
         batches = DatasetBatches(ctx, inputs, built)
     else:
-        batches = DatasetBatches(ctx, inputs, built, build_reference(ctx, inputs, built).add_logprobs)
+        batches = DatasetBatches(
+            ctx, inputs, built, build_reference(ctx, inputs, built).add_logprobs
+        )
     if built.point.step == 0:
         _check_reference_agrees(ctx, built, batches)
     return batches
@@ -70,4 +81,6 @@ def _check_reference_agrees(ctx: RunContext, built: BuiltModel, batches: Dataset
     if mismatch := reference_mismatch_warning(means):
         ctx.console.warn(mismatch)
     else:
-        ctx.console.info(f"reference  agrees with the policy before the first update (loss {means['loss']:.4f})")
+        ctx.console.info(
+            f"reference  agrees with the policy before the first update (loss {means['loss']:.4f})"
+        )

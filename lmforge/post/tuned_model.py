@@ -9,17 +9,30 @@ from lmforge.post.options.tuning import TunedConfig
 
 
 def open_tuned_model(config: TunedConfig) -> tuple[Pretrained, Tokenizer, ModelConfig]:
-    """The model that a recipe tunes, its tokenizer and its model config. Raises UserError where there are no weights."""
+    """The model that a recipe tunes, its tokenizer and its model config.
+
+    Raises UserError where there are no weights.
+    """
     pretrained = find_required_pretrained(config)
     pretrained.check_has_weights()
     pretrained.check_base(config.lora)
-    if config.lora.base_dtype and pretrained.adapters and isinstance(config, AlignConfig) and config.reference is not None:
+    if (
+        config.lora.base_dtype
+        and pretrained.adapters
+        and isinstance(config, AlignConfig)
+        and config.reference is not None
+    ):
         way = "use a method without one (orpo, simpo), or merge them first (lmforge.save_model)"
         raise UserError(
-            f"align.reference = {config.reference}: {pretrained.adapters} is adapters, which the reference would lack; {way}"
+            f"align.reference = {config.reference}: {pretrained.adapters} is adapters, which the"
+            f" reference would lack; {way}"
         )
     tokenizer = pretrained.tokenizer()
-    return pretrained, tokenizer, pretrained.resolve_model_config(config.model, tokenizer.vocab_size)
+    return (
+        pretrained,
+        tokenizer,
+        pretrained.resolve_model_config(config.model, tokenizer.vocab_size),
+    )
 
 
 def find_required_pretrained(config: TunedConfig) -> Pretrained:

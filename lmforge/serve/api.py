@@ -1,7 +1,9 @@
-"""The routes of the OpenAI-compatible API: a request is parsed, its prompts go to a batcher, and the text goes back.
+"""The routes of the OpenAI-compatible API: a request is parsed, its prompts go to a batcher, and
+the text goes back.
 
-Responses are sent as one JSON object or as a stream of server-sent events. The wire format is in protocol.py, generation in
-batching.py, loading in model_registry.py; server.py checks keys and hosts before requests come here.
+Responses are sent as one JSON object or as a stream of server-sent events. The wire format is in
+protocol.py, generation in batching.py, loading in model_registry.py; server.py checks keys and
+hosts before requests come here.
 """
 
 import asyncio
@@ -47,8 +49,8 @@ from lmforge.serve.token_api import T, token_routes, unless_disconnected
 from lmforge.text.chat.messages import unread_variable
 from lmforge.text.chat.tool_calls import AnswerReader, ToolCallFormat, marker_ids, tool_call_format
 
-# How long a body may take to arrive; and how much of a body that is too large is read, in multiples of the limit, so that
-# the client reads the refusal instead of a closed connection.
+# How long a body may take to arrive; and how much of a body that is too large is read, in multiples
+# of the limit, so that the client reads the refusal instead of a closed connection.
 BODY_TIMEOUT_SECONDS = 30
 MAX_DISCARDED_BODIES = 16
 # More of them at once, as of a prompt, are made into JSON in a thread.
@@ -59,12 +61,18 @@ AnyRequest = ChatCompletionRequest | CompletionRequest
 Encode = Callable[[ServedModel, Any], tuple[list[list[int]], ToolCallFormat | None]]
 
 
-def create_app(registry: ModelRegistry, max_body_bytes: int, weight_updates: bool = False) -> Starlette:
-    """The routes, for the models of a registry; `weight_updates`: also those of token_api.py that change weights."""
+def create_app(
+    registry: ModelRegistry, max_body_bytes: int, weight_updates: bool = False
+) -> Starlette:
+    """The routes, for the models of a registry; `weight_updates`: also those of token_api.py that
+    change weights.
+    """
 
     async def health(request: Request) -> Response:
         running, waiting = registry.request_counts()
-        return JSONResponse({"status": "ok", "version": __version__, "running": running, "waiting": waiting})
+        return JSONResponse(
+            {"status": "ok", "version": __version__, "running": running, "waiting": waiting}
+        )
 
     async def models(request: Request) -> Response:
         infos = await asyncio.to_thread(registry.list_models)
@@ -95,19 +103,30 @@ def create_app(registry: ModelRegistry, max_body_bytes: int, weight_updates: boo
             Route("/v1/models/{name:path}", model),
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/chat/completions", chat, methods=["POST"]),
-            *token_routes(registry, partial(read_json_body, max_bytes=max_body_bytes), weight_updates),
+            *token_routes(
+                registry, partial(read_json_body, max_bytes=max_body_bytes), weight_updates
+            ),
         ],
-        exception_handlers=dict.fromkeys([ApiError, UserError, ClientDisconnect, 404, 405, Exception], _on_error),
+        exception_handlers=dict.fromkeys(
+            [ApiError, UserError, ClientDisconnect, 404, 405, Exception], _on_error
+        ),
     )
 
 
-async def read_json_body(request: Request, parse: Callable[[dict[str, Any]], T], max_bytes: int) -> T:
-    """What `parse` makes of the JSON object in the body of a request, in a thread: of a large one that takes long.
+async def read_json_body(
+    request: Request, parse: Callable[[dict[str, Any]], T], max_bytes: int
+) -> T:
+    """What `parse` makes of the JSON object in the body of a request, in a thread: of a large one
+    that takes long.
 
-    Raises ApiError where the body is too large, too late, or not a JSON object, and what `parse` raises.
+    Raises ApiError where the body is too large, too late, or not a JSON object, and what `parse`
+    raises.
     """
     # Browsers let web pages elsewhere send other content types without asking the server first.
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+    if (
+        request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        != "application/json"
+    ):
         raise ApiError(415, "expected a body with the header Content-Type: application/json")
     content, seen = bytearray(), 0
     try:
@@ -119,7 +138,9 @@ async def read_json_body(request: Request, parse: Callable[[dict[str, Any]], T],
                 elif seen > MAX_DISCARDED_BODIES * max_bytes:
                     break
     except TimeoutError:
-        raise ApiError(408, f"the body did not arrive within {BODY_TIMEOUT_SECONDS} seconds") from None
+        raise ApiError(
+            408, f"the body did not arrive within {BODY_TIMEOUT_SECONDS} seconds"
+        ) from None
     if seen > max_bytes:
         raise ApiError(413, f"the body is larger than {max_bytes:,} bytes", code="body_too_large")
     read = partial(parse_json, max_bytes=max_bytes, error=partial(ApiError, 400))
@@ -131,37 +152,71 @@ def _model_object(info: ModelInfo) -> dict[str, Any]:
 
 
 def _encode_prompts(served: ServedModel, body: CompletionRequest) -> tuple[list[list[int]], None]:
-    """Token ids of each prompt. Texts are put after the model's prefix ids, unless it is asked not to."""
+    """Token ids of each prompt.
+
+    Texts are put after the model's prefix ids, unless it is asked not to.
+    """
     prefix_ids = served.loaded.prefix_ids if body.add_special_tokens else []
-    encode = partial(encode_prompt, served.loaded.tokenizer, prefix_ids=prefix_ids, max_length=served.max_length)
+    encode = partial(
+        encode_prompt, served.loaded.tokenizer, prefix_ids=prefix_ids, max_length=served.max_length
+    )
     prompts = [encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
     if not prompts or not all(prompts):
-        raise ApiError(400, "prompt: expected at least one prompt, and at least one token in each list of ids", param="prompt")
+        raise ApiError(
+            400,
+            "prompt: expected at least one prompt, and at least one token in each list of ids",
+            param="prompt",
+        )
     return prompts, None
 
 
-def _encode_messages(served: ServedModel, body: ChatCompletionRequest) -> tuple[list[list[int]], ToolCallFormat | None]:
+def _encode_messages(
+    served: ServedModel, body: ChatCompletionRequest
+) -> tuple[list[list[int]], ToolCallFormat | None]:
     """Token ids of the one prompt, and the format of the tool calls that answers may have."""
     try:
         template = served.loaded.chat_template
     except UserError as problem:
-        raise ApiError(400, f"{body.model}: {problem}; use /v1/completions to continue a text", param="model") from None
+        raise ApiError(
+            400, f"{body.model}: {problem}; use /v1/completions to continue a text", param="model"
+        ) from None
     if not (body.add_generation_prompt or body.continue_final_message):
-        raise ApiError(400, "add_generation_prompt: false only with continue_final_message", param="add_generation_prompt")
+        raise ApiError(
+            400,
+            "add_generation_prompt: false only with continue_final_message",
+            param="add_generation_prompt",
+        )
     if name := unread_variable(body.template_variables, template.jinja_source):
-        raise ApiError(400, f"{cut(name)}: the model's chat template reads no such variable", param="chat_template_kwargs")
-    tools = [tool.model_dump(exclude_unset=True) | {"type": tool.type} for tool in body.tools] or None
-    kwargs: dict[str, Any] = {"tools": tools, "variables": body.template_variables, "is_request": True}
-    prompt = template.encode_prompt(body.messages, continue_final_message=body.continue_final_message, **kwargs)
+        raise ApiError(
+            400,
+            f"{cut(name)}: the model's chat template reads no such variable",
+            param="chat_template_kwargs",
+        )
+    tools = [
+        tool.model_dump(exclude_unset=True) | {"type": tool.type} for tool in body.tools
+    ] or None
+    kwargs: dict[str, Any] = {
+        "tools": tools,
+        "variables": body.template_variables,
+        "is_request": True,
+    }
+    prompt = template.encode_prompt(
+        body.messages, continue_final_message=body.continue_final_message, **kwargs
+    )
     may_call = body.tools and body.tool_choice == "auto"
     return [prompt], tool_call_format(template) if may_call else None
 
 
-async def _respond(request: Request, body: AnyRequest, served: ServedModel, encode: Encode) -> Response:
+async def _respond(
+    request: Request, body: AnyRequest, served: ServedModel, encode: Encode
+) -> Response:
     num_prompts = len(body.prompts) if isinstance(body, CompletionRequest) else 1
     if (count := num_prompts * body.n) > served.batcher.max_batch_size:
         field = "n" if body.n > 1 else "prompt"
-        message = f"{count} texts in one request, and this server generates at most {served.batcher.max_batch_size}"
+        message = (
+            f"{count} texts in one request, and this server generates at most"
+            f" {served.batcher.max_batch_size}"
+        )
         raise ApiError(400, f"{field}: {message}", param=field)
     choices, call_format = await asyncio.to_thread(_prepare, served, body, encode)
     stream = GenerationStream(served.batcher, choices)
@@ -180,18 +235,30 @@ async def _respond(request: Request, body: AnyRequest, served: ServedModel, enco
     return await asyncio.to_thread(reply.whole, deltas)
 
 
-def _prepare(served: ServedModel, body: AnyRequest, encode: Encode) -> tuple[list[ChoiceStream], ToolCallFormat | None]:
-    """`n` choices for each prompt, each with its own seed, and the format of their calls. Raises ApiError and UserError."""
+def _prepare(
+    served: ServedModel, body: AnyRequest, encode: Encode
+) -> tuple[list[ChoiceStream], ToolCallFormat | None]:
+    """`n` choices for each prompt, each with its own seed, and the format of their calls.
+
+    Raises ApiError and UserError.
+    """
     loaded, tokenizer = served.loaded, served.loaded.tokenizer
     completion = body if isinstance(body, CompletionRequest) else None
     top, echo = body.num_top_logprobs, completion is not None and completion.echo
     max_tokens = getattr(body, "max_completion_tokens", None) or body.max_tokens
     if max_tokens == 0 and not echo:
-        raise ApiError(400, "max_tokens: 0 only with echo, for the log-probabilities of a prompt", param="max_tokens")
+        raise ApiError(
+            400,
+            "max_tokens: 0 only with echo, for the log-probabilities of a prompt",
+            param="max_tokens",
+        )
     seed = secrets.randbelow(SEED["le"]) if body.seed is None else body.seed
     top_k = None if body.top_k is None else max(0, body.top_k)
     try:
-        given = {name: getattr(body, name) for name in ("temperature", "top_p", "min_p", "repetition_penalty")}
+        given = {
+            name: getattr(body, name)
+            for name in ("temperature", "top_p", "min_p", "repetition_penalty")
+        }
         sampling = loaded.sampling(1.0, top_k=top_k, **given)
     except UserError as problem:
         raise ApiError(400, str(problem), param="model") from None
@@ -213,9 +280,15 @@ def _prepare(served: ServedModel, body: AnyRequest, encode: Encode) -> tuple[lis
         for _ in range(body.n):
             own_seed = derive_key(seed, "choice", len(choices))
             scored = echo and top is not None
-            generation = GenerationRequest(prompt, room, sampling, own_seed, stop_ids, top or 0, scored)
+            generation = GenerationRequest(
+                prompt, room, sampling, own_seed, stop_ids, top or 0, scored
+            )
             streamer = TextStreamer(tokenizer, stops, continues, shown)
-            choices.append(ChoiceStream(streamer, tokenizer, generation, text if echo else None, max_tokens == 0))
+            choices.append(
+                ChoiceStream(
+                    streamer, tokenizer, generation, text if echo else None, max_tokens == 0
+                )
+            )
     return choices, call_format
 
 
@@ -230,32 +303,57 @@ class _Reply:
         readers: list[AnswerReader],
     ) -> None:
         """`readers`: one for each choice."""
-        self._body, self._stream, self._prompt_tokens, self._readers = body, stream, prompt_tokens, readers
+        self._body, self._stream, self._prompt_tokens, self._readers = (
+            body,
+            stream,
+            prompt_tokens,
+            readers,
+        )
         self._chat = isinstance(body, ChatCompletionRequest)
         prefix = "chatcmpl" if self._chat else "cmpl"
-        self._head = {"id": f"{prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": body.model}
+        self._head = {
+            "id": f"{prefix}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": body.model,
+        }
 
     def object(self, choices: list[dict[str, Any]], chunk: bool = False) -> dict[str, Any]:
         """The whole response without its usage, or one event of a stream."""
         chat_type = "chat.completion.chunk" if chunk else "chat.completion"
-        return {"object": chat_type if self._chat else "text_completion", **self._head, "choices": choices}
+        return {
+            "object": chat_type if self._chat else "text_completion",
+            **self._head,
+            "choices": choices,
+        }
 
     @property
     def usage(self) -> dict[str, int]:
         """Token counts: each prompt once, and all generated tokens, stop tokens included."""
         prompt, completion = self._prompt_tokens, self._stream.num_generated_tokens
-        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+        }
 
     def _choice(self, deltas: list[TextDelta], delta: bool = False) -> dict[str, Any]:
         """A choice, or with `delta` a part of it, from what came of it."""
         index, ends = deltas[-1].choice_index, deltas[-1].finish_reason
-        text, calls = self._readers[index].add("".join(each.text for each in deltas), ended=ends is not None)
+        text, calls = self._readers[index].add(
+            "".join(each.text for each in deltas), ended=ends is not None
+        )
         if not getattr(self._body, "parallel_tool_calls", True):
             calls = calls[:1]
-        return choice_object(self._chat, index, text, self._logprobs(deltas), ends, calls, delta=delta)
+        return choice_object(
+            self._chat, index, text, self._logprobs(deltas), ends, calls, delta=delta
+        )
 
     def _logprobs(self, deltas: list[TextDelta]) -> list[TokenLogprob] | None:
-        return None if self._body.num_top_logprobs is None else [each for delta in deltas for each in delta.logprobs]
+        return (
+            None
+            if self._body.num_top_logprobs is None
+            else [each for delta in deltas for each in delta.logprobs]
+        )
 
     async def collect_deltas(self) -> list[list[TextDelta]]:
         """What comes of each choice."""
@@ -265,7 +363,9 @@ class _Reply:
         return deltas
 
     def whole(self, deltas: list[list[TextDelta]]) -> Response:
-        return JSONResponse(self.object([self._choice(each) for each in deltas]) | {"usage": self.usage})
+        return JSONResponse(
+            self.object([self._choice(each) for each in deltas]) | {"usage": self.usage}
+        )
 
     async def events(self) -> AsyncIterator[str]:
         """The lines of a stream. An error after its beginning is an error object in it."""
@@ -279,9 +379,15 @@ class _Reply:
             async for delta in self._stream.deltas():
 
                 def event(delta: TextDelta = delta) -> str:
-                    return _format_event(self.object([self._choice([delta], delta=True)], chunk=True) | no_usage)
+                    return _format_event(
+                        self.object([self._choice([delta], delta=True)], chunk=True) | no_usage
+                    )
 
-                yield await asyncio.to_thread(event) if len(delta.logprobs) > MANY_LOGPROBS else event()
+                yield (
+                    await asyncio.to_thread(event)
+                    if len(delta.logprobs) > MANY_LOGPROBS
+                    else event()
+                )
         except Exception as problem:
             yield _format_event(_engine_error(problem).body)
             return
@@ -298,7 +404,9 @@ class _EventStreamResponse(StreamingResponse):
     """Server-sent events. Generation is cancelled when the response ends, whoever ended it."""
 
     def __init__(self, events: AsyncIterator[str], stream: GenerationStream) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={"cache-control": "no-store"})
+        super().__init__(
+            events, media_type="text/event-stream", headers={"cache-control": "no-store"}
+        )
         self._generation_stream = stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -315,11 +423,16 @@ def _engine_error(error: Exception) -> ApiError:
     if isinstance(error, torch.OutOfMemoryError):
         message = "out of memory; serve with a smaller --max_batch_size or --max_length"
         return ApiError(503, message, error_type="server_error", code="memory")
-    return ApiError(500, "generation failed; the server's stderr says why", error_type="server_error")
+    return ApiError(
+        500, "generation failed; the server's stderr says why", error_type="server_error"
+    )
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    """The response to what a route raised. The traceback of an internal error is on the server's stderr."""
+    """The response to what a route raised.
+
+    The traceback of an internal error is on the server's stderr.
+    """
     match error:
         case ClientDisconnect():
             return Response(status_code=499)
@@ -334,7 +447,9 @@ async def _on_error(request: Request, error: Exception) -> Response:
             message = "no such route" if status == 404 else "method not allowed"
             refusal = ApiError(status, f"{cut(request.method)} {cut(request.url.path)}: {message}")
         case _:
-            refusal = ApiError(500, "internal error; the server's stderr says why", error_type="server_error")
+            refusal = ApiError(
+                500, "internal error; the server's stderr says why", error_type="server_error"
+            )
     headers = {"retry-after": "1"} if refusal.status in (429, 503) else {}
     return JSONResponse(refusal.body, refusal.status, headers)
 
@@ -347,8 +462,9 @@ def chat_page() -> HTMLResponse:
         [inline] = re.findall(rf"<{tag}>(.*?)</{tag}>", text, re.S)
         hashes[tag] = base64.b64encode(hashlib.sha256(inline.encode()).digest()).decode()
     policy = (
-        f"default-src 'none'; style-src 'sha256-{hashes['style']}'; script-src 'sha256-{hashes['script']}'; "
-        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        f"default-src 'none'; style-src 'sha256-{hashes['style']}'; script-src"
+        f" 'sha256-{hashes['script']}'; connect-src 'self'; img-src data:; base-uri 'none';"
+        " form-action 'none'; frame-ancestors 'none'"
     )
     headers = {
         "content-security-policy": policy,

@@ -1,4 +1,6 @@
-"""The models that a server offers: listed at the start, loaded on first use, unloaded when others need the memory."""
+"""The models that a server offers: listed at the start, loaded on first use, unloaded when others
+need the memory.
+"""
 
 import asyncio
 from collections import OrderedDict
@@ -30,7 +32,9 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A loaded model, the thread that generates with it, and the maximum length of prompt and answer."""
+    """A loaded model, the thread that generates with it, and the maximum length of prompt and
+    answer.
+    """
 
     loaded: LoadedModel
     batcher: ContinuousBatcher
@@ -44,13 +48,20 @@ class ServedModel:
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         """Raise ApiError for ids of a prompt that the model does not read."""
         if (highest := max(ids)) >= self.vocab_size:
-            raise ApiError(400, f"{param}: token id {highest}, and this model reads ids below {self.vocab_size}", param=param)
+            raise ApiError(
+                400,
+                f"{param}: token id {highest}, and this model reads ids below {self.vocab_size}",
+                param=param,
+            )
 
 
 @dataclass(frozen=True)
 class ServingLimits:
-    """How much a server does at once. `max_batch_size`, `max_queue` and `max_length` (None: the model's own) are of each
-    model, `max_models` is how many are loaded."""
+    """How much a server does at once.
+
+    `max_batch_size`, `max_queue` and `max_length` (None: the model's own) are of each model,
+    `max_models` is how many are loaded.
+    """
 
     max_batch_size: int
     max_queue: int
@@ -60,7 +71,10 @@ class ServingLimits:
 
 
 class ModelRegistry:
-    """Models by name. The checkpoints of a run are offered as NAME/step-…; NAME itself is the newest of them."""
+    """Models by name.
+
+    The checkpoints of a run are offered as NAME/step-…; NAME itself is the newest of them.
+    """
 
     def __init__(
         self,
@@ -89,18 +103,30 @@ class ModelRegistry:
         return next(iter(self._paths))
 
     def list_models(self) -> list[ModelInfo]:
-        """All models that are on disk now, each run followed by its checkpoints, the newest first."""
+        """All models that are on disk now, each run followed by its checkpoints, the newest
+        first.
+        """
         paths: list[tuple[str, Path]] = []
         for name, path in self._paths.items():
             paths.append((name, path))
             if path.exists() and kind_of(path) == Kind.RUN:
                 run = Run.open(path)
-                checkpoints = [run.checkpoint_path(step) for step in reversed(run.checkpoint_steps())]
+                checkpoints = [
+                    run.checkpoint_path(step) for step in reversed(run.checkpoint_steps())
+                ]
                 paths += [(f"{name}/{checkpoint.name}", checkpoint) for checkpoint in checkpoints]
-        return [ModelInfo(name, path, time) for name, path in paths if (time := _modified_time(path)) is not None]
+        return [
+            ModelInfo(name, path, time)
+            for name, path in paths
+            if (time := _modified_time(path)) is not None
+        ]
 
     async def get(self, name: str) -> ServedModel:
-        """A loaded model. Raises ApiError where there is none or no other can be unloaded, UserError where loading fails."""
+        """A loaded model.
+
+        Raises ApiError where there is none or no other can be unloaded, UserError where loading
+        fails.
+        """
         if not self._is_ready(name):
             async with self._load_lock:
                 if not self._is_ready(name):
@@ -113,22 +139,37 @@ class ModelRegistry:
         return name in self._served and (self._stopped or not self._served[name].batcher.stopped)
 
     async def _load(self, name: str) -> None:
-        path = {info.name: info.path for info in await asyncio.to_thread(self.list_models)}.get(name)
+        path = {info.name: info.path for info in await asyncio.to_thread(self.list_models)}.get(
+            name
+        )
         if path is None:
             raise no_such_model(name)
         self._served.pop(name, None)
         if len(self._served) >= self._limits.max_models:
-            idle = next((name for name, served in self._served.items() if served.batcher.request_counts == (0, 0)), None)
+            idle = next(
+                (
+                    name
+                    for name, served in self._served.items()
+                    if served.batcher.request_counts == (0, 0)
+                ),
+                None,
+            )
             if idle is None:
-                message = f"{name}: not loaded, and all {len(self._served)} loaded models are busy; try again later"
+                message = (
+                    f"{name}: not loaded, and all {len(self._served)} loaded models are busy; try"
+                    " again later"
+                )
                 raise ApiError(503, message, error_type="server_error", code="models_busy")
             unloaded = self._served.pop(idle)
             unloaded.batcher.stop()
             await asyncio.to_thread(unloaded.batcher.join)
             del unloaded  # before the next one takes memory
         loaded, engine, max_length = await asyncio.to_thread(self._load_model, path)
-        # The thread starts here, on the event loop: if waiting for the model is cancelled, no thread is left running.
-        batcher = ContinuousBatcher(engine, max_queue=self._limits.max_queue, loop=asyncio.get_running_loop())
+        # The thread starts here, on the event loop: if waiting for the model is cancelled, no
+        # thread is left running.
+        batcher = ContinuousBatcher(
+            engine, max_queue=self._limits.max_queue, loop=asyncio.get_running_loop()
+        )
         self._served[name] = ServedModel(loaded, batcher, max_length)
         if self._stopped:
             batcher.stop()
@@ -138,8 +179,13 @@ class ModelRegistry:
         max_length = resolve_max_length(loaded, self._limits.max_length)
         returns_experts = self._limits.return_routed_experts
         if returns_experts and not loaded.config.num_experts:
-            raise UserError(f"--return_routed_experts: {path} is no mixture of experts; leave it out")
-        sizes: dict[str, Any] = {"max_batch_size": self._limits.max_batch_size, "max_length": max_length}
+            raise UserError(
+                f"--return_routed_experts: {path} is no mixture of experts; leave it out"
+            )
+        sizes: dict[str, Any] = {
+            "max_batch_size": self._limits.max_batch_size,
+            "max_length": max_length,
+        }
         sizes["return_routed_experts"] = returns_experts
         return loaded, Engine(loaded.model, vocab_size=_vocab_size(loaded), **sizes), max_length
 
@@ -165,7 +211,9 @@ def _vocab_size(loaded: LoadedModel) -> int:
 
 
 def _modified_time(folder: Path) -> int | None:
-    """When a folder was changed; None where it is gone: a run that trains deletes checkpoints while they are listed."""
+    """When a folder was changed; None where it is gone: a run that trains deletes checkpoints while
+    they are listed.
+    """
     try:
         return int(folder.stat().st_mtime)
     except FileNotFoundError:
@@ -173,8 +221,14 @@ def _modified_time(folder: Path) -> int | None:
 
 
 def _model_name(path: Path, folder: Path) -> str:
-    """The name of a model in requests: its hub name, RUN/step-… for a checkpoint, otherwise its folder's name."""
+    """The name of a model in requests: its hub name, RUN/step-… for a checkpoint, otherwise its
+    folder's name.
+    """
     if path != folder:
         return str(path)
     resolved = folder.resolve()
-    return f"{resolved.parents[1].name}/{resolved.name}" if resolved.name.startswith(STEP_PREFIX) else resolved.name
+    return (
+        f"{resolved.parents[1].name}/{resolved.name}"
+        if resolved.name.startswith(STEP_PREFIX)
+        else resolved.name
+    )

@@ -1,7 +1,7 @@
 """OpenAI's wire format: the fields of a request, the errors, and the objects of a response.
 
-Names and structure are those of the completions and chat-completions endpoints. A parameter that is not supported is refused
-by name, never ignored. Nothing here knows of models, threads or sockets.
+Names and structure are those of the completions and chat-completions endpoints. A parameter that is
+not supported is refused by name, never ignored. Nothing here knows of models, threads or sockets.
 """
 
 import secrets
@@ -18,24 +18,76 @@ from lmforge.text.chat.messages import NO_TEMPLATE_VARIABLES, REASONING_FIELDS
 from lmforge.text.chat.tool_calls import ToolCall
 
 _LAST_SAMPLERS = ["top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"]
-# Values with which parameters of OpenAI's API and of other servers (vLLM, SGLang, TGI, llama.cpp, Ollama) have no effect or are
-# as if they were not given, and the names of these parameters; they are not supported with other values. None: all values.
+# Values with which parameters of OpenAI's API and of other servers (vLLM, SGLang, TGI, llama.cpp,
+# Ollama) have no effect or are as if they were not given, and the names of these parameters; they
+# are not supported with other values. None: all values.
 _NEUTRAL_VALUES: list[tuple[tuple[Any, ...] | None, str]] = [
-    (None, "cache_prompt cache_salt id_slot keep_alive metadata n_keep prompt_cache_key prompt_cache_retention"),
+    (
+        None,
+        (
+            "cache_prompt cache_salt id_slot keep_alive metadata n_keep prompt_cache_key"
+            " prompt_cache_retention"
+        ),
+    ),
     (None, "num_keep safety_identifier service_tier store user"),
     # These change something only beside others that are not supported.
-    (None, "dry_allowed_length dry_base dry_penalty_last_n dry_sequence_breakers dynatemp_exponent mirostat_eta"),
+    (
+        None,
+        (
+            "dry_allowed_length dry_base dry_penalty_last_n dry_sequence_breakers dynatemp_exponent"
+            " mirostat_eta"
+        ),
+    ),
     (None, "mirostat_tau penalize_nl repeat_last_n smoothing_curve tool_prompt xtc_threshold"),
-    ((0,), "dry_multiplier dynatemp_range frequency_penalty min_keep min_new_tokens min_tokens mirostat mirostat_mode n_probs"),
-    ((0,), "no_repeat_ngram_size presence_penalty priority smoothing_factor top_a top_n_tokens xtc_probability"),
+    (
+        (0,),
+        (
+            "dry_multiplier dynatemp_range frequency_penalty min_keep min_new_tokens min_tokens"
+            " mirostat mirostat_mode n_probs"
+        ),
+    ),
+    (
+        (0,),
+        (
+            "no_repeat_ngram_size presence_penalty priority smoothing_factor top_a top_n_tokens"
+            " xtc_probability"
+        ),
+    ),
     ((1,), "best_of guidance_scale length_penalty repeat_penalty tfs tfs_z typical typical_p"),
     ((0, -1), "t_max_predict_ms t_max_prompt_ms top_n_sigma"),
-    ((False,), "add_special_tokens decoder_input_details details early_stopping echo ignore_eos include_stop_str_in_output"),
-    ((False,), "no_stop_trim post_sampling_probs raw return_full_text return_hidden_states return_progress return_token_ids"),
-    ((False,), "return_tokens return_tokens_as_token_ids timings_per_token use_beam_search watermark"),
-    ((True,), "detokenize include_reasoning skip_special_tokens spaces_between_special_tokens stream_reasoning"),
+    (
+        (False,),
+        (
+            "add_special_tokens decoder_input_details details early_stopping echo ignore_eos"
+            " include_stop_str_in_output"
+        ),
+    ),
+    (
+        (False,),
+        (
+            "no_stop_trim post_sampling_probs raw return_full_text return_hidden_states"
+            " return_progress return_token_ids"
+        ),
+    ),
+    (
+        (False,),
+        "return_tokens return_tokens_as_token_ids timings_per_token use_beam_search watermark",
+    ),
+    (
+        (True,),
+        (
+            "detokenize include_reasoning skip_special_tokens spaces_between_special_tokens"
+            " stream_reasoning"
+        ),
+    ),
     ((True, False), "parse_tool_calls separate_reasoning"),
-    (([],), "bad_words documents functions image_data logits_processors lora response_fields stop_token_ids"),
+    (
+        ([],),
+        (
+            "bad_words documents functions image_data logits_processors lora response_fields"
+            " stop_token_ids"
+        ),
+    ),
     (({}, []), "logit_bias mm_processor_kwargs options"),
     (("",), "format grammar negative_prompt suffix"),
     (("none", "auto"), "function_call reasoning_format"),
@@ -44,19 +96,43 @@ _NEUTRAL_VALUES: list[tuple[tuple[Any, ...] | None, str]] = [
     ((["text"],), "modalities"),
     (({"type": "text"},), "response_format"),
     ((["dry", *_LAST_SAMPLERS], ["penalties", "dry", "top_n_sigma", *_LAST_SAMPLERS]), "samplers"),
-    ((), "allowed_token_ids audio chat_template ebnf guided_choice guided_grammar guided_json guided_regex json_schema"),
-    ((), "prediction prompt_logprobs regex structured_outputs truncate_prompt_tokens web_search_options"),
+    (
+        (),
+        (
+            "allowed_token_ids audio chat_template ebnf guided_choice guided_grammar guided_json"
+            " guided_regex json_schema"
+        ),
+    ),
+    (
+        (),
+        (
+            "prediction prompt_logprobs regex structured_outputs truncate_prompt_tokens"
+            " web_search_options"
+        ),
+    ),
 ]
 UNSUPPORTED_UNLESS = {name: values for values, names in _NEUTRAL_VALUES for name in names.split()}
 # Keys of a message that are read.
-MESSAGE_KEYS = {"role", "content", "name", "tool_calls", "tool_call_id", "function_call", *REASONING_FIELDS}
+MESSAGE_KEYS = {
+    "role",
+    "content",
+    "name",
+    "tool_calls",
+    "tool_call_id",
+    "function_call",
+    *REASONING_FIELDS,
+}
 PART_KEYS = {"type", "text", "cache_control"}
 PART_TYPES = ["text", "input_text", "output_text"]
 MAX_TOP_LOGPROBS = 20
-# Bounds of what is read of a request: an error for each of a million items or keys would hold all threads.
+# Bounds of what is read of a request: an error for each of a million items or keys would hold all
+# threads.
 MAX_ITEMS, MAX_KEYS = 1 << 14, 1000
 EXPECTED_VALUES = {
-    "prompt": f"a text, a list of texts, a list of token ids, or a list of such lists; at most {MAX_ITEMS:,} prompts",
+    "prompt": (
+        "a text, a list of texts, a list of token ids, or a list of such lists; at most"
+        f" {MAX_ITEMS:,} prompts"
+    ),
     "stop": "a text, or a list of at most 16 texts, none of them empty",
 }
 
@@ -66,7 +142,9 @@ StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
 class ApiError(Exception):
-    """An error response: HTTP status, a message of one line, and OpenAI's `type`, `param` and `code`."""
+    """An error response: HTTP status, a message of one line, and OpenAI's `type`, `param` and
+    `code`.
+    """
 
     def __init__(
         self,
@@ -79,7 +157,9 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.body = {"error": {"message": message, "type": error_type, "param": param, "code": code}}
+        self.body = {
+            "error": {"message": message, "type": error_type, "param": param, "code": code}
+        }
 
 
 class QueueFull(ApiError):
@@ -99,7 +179,12 @@ class EngineStopped(ApiError):
 
 
 def no_such_model(name: str) -> ApiError:
-    return ApiError(404, f"{cut(name)}: no such model; GET /v1/models lists them", param="model", code="model_not_found")
+    return ApiError(
+        404,
+        f"{cut(name)}: no such model; GET /v1/models lists them",
+        param="model",
+        code="model_not_found",
+    )
 
 
 class StrictModel(BaseModel):
@@ -114,8 +199,11 @@ class StrictModel(BaseModel):
 
 
 class StreamOptions(StrictModel):
-    """`include_usage` adds token counts at the end of a stream. `include_obfuscation` is accepted and has no effect, and so is
-    vLLM's `continuous_usage_stats` where it is false."""
+    """`include_usage` adds token counts at the end of a stream.
+
+    `include_obfuscation` is accepted and has no effect, and so is vLLM's `continuous_usage_stats`
+    where it is false.
+    """
 
     include_usage: bool = False
     include_obfuscation: bool = False
@@ -123,8 +211,11 @@ class StreamOptions(StrictModel):
 
 
 class BaseCompletionRequest(StrictModel):
-    """The fields of both endpoints. `top_k` (-1 is 0), `min_p` and `repetition_penalty` are extensions; others are OpenAI's.
-    How to sample is the model's own where it is None."""
+    """The fields of both endpoints.
+
+    `top_k` (-1 is 0), `min_p` and `repetition_penalty` are extensions; others are OpenAI's. How to
+    sample is the model's own where it is None.
+    """
 
     model: str
     max_tokens: int | None = Field(None, ge=1)
@@ -145,8 +236,11 @@ class BaseCompletionRequest(StrictModel):
 
 
 class CompletionRequest(BaseCompletionRequest):
-    """The body of /v1/completions: one prompt or several, each as text or as token ids. `echo`: they are in the answer too.
-    `add_special_tokens`: what texts begin with is put before them, as in vLLM."""
+    """The body of /v1/completions: one prompt or several, each as text or as token ids.
+
+    `echo`: they are in the answer too.
+    `add_special_tokens`: what texts begin with is put before them, as in vLLM.
+    """
 
     prompt: str | Annotated[list[str], Items] | TokenIds | Annotated[list[TokenIds], Items] = ""
     max_tokens: int | None = Field(16, ge=0)
@@ -161,7 +255,9 @@ class CompletionRequest(BaseCompletionRequest):
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """How many of the likeliest tokens are reported with each token; None for no log-probabilities at all."""
+        """How many of the likeliest tokens are reported with each token; None for no
+        log-probabilities at all.
+        """
         return self.logprobs
 
 
@@ -182,7 +278,8 @@ class Tool(StrictModel):
 class ChatCompletionRequest(BaseCompletionRequest):
     """The body of /v1/chat/completions. The model's chat template checks the messages.
 
-    `continue_final_message`, `chat_template_kwargs` and `enable_thinking`, one of these, are vLLM's.
+    `continue_final_message`, `chat_template_kwargs` and `enable_thinking`, one of these, are
+    vLLM's.
     """
 
     messages: Annotated[list[dict[str, Any]], Items] = Field(min_length=1)
@@ -211,12 +308,20 @@ RequestType = TypeVar("RequestType", bound=BaseCompletionRequest)
 
 
 def parse_request(request_type: type[RequestType], body: dict[str, Any]) -> RequestType:
-    """The JSON object of a request as a `request_type`. Raises ApiError naming the parameter and what was expected."""
+    """The JSON object of a request as a `request_type`.
+
+    Raises ApiError naming the parameter and what was expected.
+    """
     fields = {name: value for name, value in body.items() if value is not None}
     for name in UNSUPPORTED_UNLESS.keys() & fields.keys() - request_type.model_fields.keys():
         value, neutral = fields.pop(name), UNSUPPORTED_UNLESS[name]
         if neutral is not None and value not in neutral:
-            raise ApiError(400, f"{name}: not supported, got {quoted(value)}", param=name, code="unsupported_parameter")
+            raise ApiError(
+                400,
+                f"{name}: not supported, got {quoted(value)}",
+                param=name,
+                code="unsupported_parameter",
+            )
     try:
         request = request_type.model_validate(fields)
     except ValidationError as problem:
@@ -236,7 +341,10 @@ def _parts_without_effect(request: BaseCompletionRequest) -> Iterator[tuple[str,
         yield "tool_choice", f"not supported, got {quoted(request.tool_choice)}; none and auto are"
     if request.top_logprobs and not request.logprobs:
         yield "top_logprobs", "only with logprobs: true"
-    if request.max_completion_tokens and request.max_tokens not in (None, request.max_completion_tokens):
+    if request.max_completion_tokens and request.max_tokens not in (
+        None,
+        request.max_completion_tokens,
+    ):
         yield "max_completion_tokens", "another value than max_tokens; give one of them"
     for name in NO_TEMPLATE_VARIABLES & request.chat_template_kwargs.keys():
         yield "chat_template_kwargs", f"{name} is not a variable of a template; leave it out"
@@ -244,10 +352,17 @@ def _parts_without_effect(request: BaseCompletionRequest) -> Iterator[tuple[str,
         yield "enable_thinking", "another value than in chat_template_kwargs; give one of them"
     for number, message in enumerate(request.messages, start=1):
         content = message.get("content")
-        parts = [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+        parts = (
+            [part for part in content if isinstance(part, dict)]
+            if isinstance(content, list)
+            else []
+        )
         for known, each in [(MESSAGE_KEYS, message), *((PART_KEYS, part) for part in parts)]:
             for name in (name for name, value in each.items() if value and name not in known):
-                yield "messages", f"message {number}: {cut(name)}: not supported, got {quoted(each[name])}"
+                yield (
+                    "messages",
+                    f"message {number}: {cut(name)}: not supported, got {quoted(each[name])}",
+                )
         for name in ("name", "tool_call_id", *REASONING_FIELDS):
             if not isinstance(value := message.get(name), str | None):
                 yield "messages", f"message {number}: {name}: expected a text, got {quoted(value)}"
@@ -265,14 +380,22 @@ def validation_error(problem: ValidationError) -> ApiError:
     if error["type"] == "missing":
         return ApiError(400, f"{path}: missing", param=name, code="missing_required_parameter")
     if name in EXPECTED_VALUES:  # a union: pydantic reports one error for each of its types
-        return ApiError(400, f"{name}: expected {EXPECTED_VALUES[name]}", param=name, code="invalid_value")
-    return ApiError(400, f"{path}: {error['msg'][0].lower()}{error['msg'][1:]}", param=name, code="invalid_value")
+        return ApiError(
+            400, f"{name}: expected {EXPECTED_VALUES[name]}", param=name, code="invalid_value"
+        )
+    return ApiError(
+        400,
+        f"{path}: {error['msg'][0].lower()}{error['msg'][1:]}",
+        param=name,
+        code="invalid_value",
+    )
 
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token, its log-probability in nats, the likeliest tokens at its position, and where its text begins. The first of a
-    prompt has no log-probability."""
+    """A token, its log-probability in nats, the likeliest tokens at its position, and where its
+    text begins. The first of a prompt has no log-probability.
+    """
 
     token_bytes: bytes
     logprob: float | None
@@ -291,7 +414,10 @@ def choice_object(
     delta: bool = False,
     first: bool = False,
 ) -> dict[str, Any]:
-    """One choice of a response, or with `delta` a part of it. In a chat's stream, the `first` part has the role."""
+    """One choice of a response, or with `delta` a part of it.
+
+    In a chat's stream, the `first` part has the role.
+    """
     finish_reason = "tool_calls" if calls and finish_reason == "stop" else finish_reason
     choice: dict[str, Any] = {"index": index, "finish_reason": finish_reason, "logprobs": None}
     if token_logprobs is not None:
@@ -299,11 +425,23 @@ def choice_object(
         choice["logprobs"] = logprobs if chat else _completion_logprobs(token_logprobs)
     if not chat:
         return choice | {"text": text}
-    called: dict[str, Any] = {"tool_calls": [_call_object(call, at, delta) for at, call in enumerate(calls)]} if calls else {}
+    called: dict[str, Any] = (
+        {"tool_calls": [_call_object(call, at, delta) for at, call in enumerate(calls)]}
+        if calls
+        else {}
+    )
     if not delta:
         content = None if calls and not text else text
-        return choice | {"message": {"role": "assistant", "content": content, "refusal": None} | called}
-    return choice | {"delta": ({"role": "assistant"} if first else {}) | ({"content": text} if text or first else {}) | called}
+        return choice | {
+            "message": {"role": "assistant", "content": content, "refusal": None} | called
+        }
+    return choice | {
+        "delta": (
+            ({"role": "assistant"} if first else {})
+            | ({"content": text} if text or first else {})
+            | called
+        )
+    }
 
 
 def _call_object(call: ToolCall, index: int, delta: bool) -> dict[str, Any]:
@@ -317,7 +455,11 @@ def _completion_logprobs(token_logprobs: Sequence[TokenLogprob]) -> dict[str, An
         "tokens": [_token_text(token.token_bytes) for token in token_logprobs],
         "token_logprobs": [token.logprob for token in token_logprobs],
         "top_logprobs": [
-            None if token.top_logprobs is None else {_token_text(piece): logprob for piece, logprob in token.top_logprobs}
+            (
+                None
+                if token.top_logprobs is None
+                else {_token_text(piece): logprob for piece, logprob in token.top_logprobs}
+            )
             for token in token_logprobs
         ],
         "text_offset": [token.text_offset for token in token_logprobs],
@@ -330,11 +472,17 @@ def _chat_logprob(token: TokenLogprob) -> dict[str, Any]:
 
 
 def _token_object(token_bytes: bytes, logprob: float | None) -> dict[str, Any]:
-    return {"token": token_bytes.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(token_bytes)}
+    return {
+        "token": token_bytes.decode("utf-8", "replace"),
+        "logprob": logprob,
+        "bytes": list(token_bytes),
+    }
 
 
 def _token_text(token_bytes: bytes) -> str:
-    """A token's text where its bytes are not listed: an incomplete character is written as OpenAI writes it."""
+    """A token's text where its bytes are not listed: an incomplete character is written as OpenAI
+    writes it.
+    """
     try:
         return token_bytes.decode("utf-8")
     except UnicodeDecodeError:

@@ -1,4 +1,5 @@
-"""The server process: bind, load the first model, check keys and hosts, serve until a signal, stop generation first.
+"""The server process: bind, load the first model, check keys and hosts, serve until a signal, stop
+generation first.
 
 The routes are in api.py, the chat page in web/.
 """
@@ -40,12 +41,15 @@ def is_loopback(host: str) -> bool:
 
 
 class AuthMiddleware:
-    """Refuses requests without the key, of web pages elsewhere, or with a foreign Host header. The page and /health need no
-    key."""
+    """Refuses requests without the key, of web pages elsewhere, or with a foreign Host header.
+
+    The page and /health need no key.
+    """
 
     def __init__(self, app: ASGIApp, *, api_key: str | None, loopback_hosts_only: bool) -> None:
-        """With `loopback_hosts_only`, requests whose Host is not this machine are refused: a web page elsewhere can send them
-        by DNS rebinding."""
+        """With `loopback_hosts_only`, requests whose Host is not this machine are refused: a web
+        page elsewhere can send them by DNS rebinding.
+        """
         self._app = app
         self._api_key = api_key
         self._loopback_hosts_only = loopback_hosts_only
@@ -59,22 +63,38 @@ class AuthMiddleware:
         headers = Headers(scope=scope)
         host = re.sub(r":\d*$", "", headers.get("host", ""))  # IPv6 addresses are in brackets
         if self._loopback_hosts_only and not is_loopback(host.strip("[]")):
-            return ApiError(403, f"Host {cut(host)!r} is not this machine; use http://localhost, or serve with --api_key")
+            return ApiError(
+                403,
+                f"Host {cut(host)!r} is not this machine; use http://localhost, or serve with"
+                " --api_key",
+            )
         if scope["method"] not in ("GET", "HEAD") and _is_foreign(headers):
-            message = "a web page of another origin sends this; use the page of this server, or another program"
-            return ApiError(403, f"{message}; a proxy before this server must pass on the header Host")
+            message = (
+                "a web page of another origin sends this; use the page of this server, or another"
+                " program"
+            )
+            return ApiError(
+                403, f"{message}; a proxy before this server must pass on the header Host"
+            )
         if self._api_key is None or scope["path"] in OPEN_PATHS:
             return None
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and secrets.compare_digest(key.strip().encode(), self._api_key.encode()):
+        if scheme.lower() == "bearer" and secrets.compare_digest(
+            key.strip().encode(), self._api_key.encode()
+        ):
             return None
-        message = "not the API key of this server" if key else "no API key: send it as `Authorization: Bearer KEY`"
+        message = (
+            "not the API key of this server"
+            if key
+            else "no API key: send it as `Authorization: Bearer KEY`"
+        )
         return ApiError(401, message, code="invalid_api_key")
 
 
 def _is_foreign(headers: Headers) -> bool:
-    """Whether a request comes from a web page elsewhere: browsers say so, by Sec-Fetch-Site where that is safe to say (it holds
-    behind a proxy too), else by Origin. Other programs send neither."""
+    """Whether a request comes from a web page elsewhere: browsers say so, by Sec-Fetch-Site where
+    that is safe to say (it holds behind a proxy too), else by Origin. Other programs send neither.
+    """
     if site := headers.get("sec-fetch-site"):
         return site not in ("same-origin", "none")
     scheme, _, origin = headers.get("origin", "").lower().rpartition("://")
@@ -102,19 +122,24 @@ def serve(
     max_body_bytes: int,
     weight_updates: bool = False,
 ) -> None:
-    """Serve on the socket until SIGTERM or SIGINT; a second signal does not wait for connections. Raises UserError, and
-    RunFailed where no connection can be accepted any more.
+    """Serve on the socket until SIGTERM or SIGINT; a second signal does not wait for connections.
 
-    `host` is the address as the user wrote it. Once the first model is loaded, prints the server's URL and the models.
+    Raises UserError, and RunFailed where no connection can be accepted any more.
+
+    `host` is the address as the user wrote it. Once the first model is loaded, prints the server's
+    URL and the models.
     """
-    # Without a key, a web page could point its own host name at this machine and read the responses.
+    # Without a key, a web page could point its own host name at this machine and read the
+    # responses.
     loopback_only = api_key is None and is_loopback(host)
     routes = create_app(registry, max_body_bytes, weight_updates)
     app = AuthMiddleware(routes, api_key=api_key, loopback_hosts_only=loopback_only)
     asyncio.run(_run_server(app, registry, bound, host))
 
 
-async def _run_server(app: AuthMiddleware, registry: ModelRegistry, bound: socket.socket, host: str) -> None:
+async def _run_server(
+    app: AuthMiddleware, registry: ModelRegistry, bound: socket.socket, host: str
+) -> None:
     config = uvicorn.Config(
         app,
         http="h11",
@@ -145,14 +170,18 @@ async def _run_server(app: AuthMiddleware, registry: ModelRegistry, bound: socke
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stop)
         bound.listen(LISTEN_BACKLOG)  # a client that reads the next line may connect at once
-        accepting = asyncio.ensure_future(accept_connections(bound, config, server, max_connections()))
+        accepting = asyncio.ensure_future(
+            accept_connections(bound, config, server, max_connections())
+        )
         accepting.add_done_callback(stop_accepting)
         url = f"http://[{host}]" if ":" in host else f"http://{host}"
         names = ", ".join(info.name for info in registry.list_models())
         print(f"{url}:{bound.getsockname()[1]}  {names}", flush=True)
         await server.serve(sockets=[])
         if not accepting.cancelled():
-            raise RunFailed(f"no connection can be accepted any more: {accepting.exception()!r}") from accepting.exception()
+            raise RunFailed(
+                f"no connection can be accepted any more: {accepting.exception()!r}"
+            ) from accepting.exception()
     finally:
         registry.stop()
         await asyncio.to_thread(registry.join)

@@ -1,8 +1,10 @@
-"""The routes for a trainer, as vLLM's: ids in and out with log-probabilities and versions, and weights replaced in place.
+"""The routes for a trainer, as vLLM's: ids in and out with log-probabilities and versions, and
+weights replaced in place.
 
-Paths, fields and answers are those of vLLM's /inference/v1/generate, its /tokenize and, with `lmforge serve --weight_updates`,
-its development mode; `starts_with` is an extension. Requests that run while weights are replaced go on, and keep the keys and
-values that the earlier weights computed.
+Paths, fields and answers are those of vLLM's /inference/v1/generate, its /tokenize and, with
+`lmforge serve --weight_updates`, its development mode; `starts_with` is an extension. Requests that
+run while weights are replaced go on, and keep the keys and values that the earlier weights
+computed.
 """
 
 import asyncio
@@ -47,7 +49,10 @@ T = TypeVar("T")
 
 
 class TokenSampling(StrictModel):
-    """How tokens are sampled: vLLM's names and defaults. The log-probabilities are those of the distribution drawn from."""
+    """How tokens are sampled: vLLM's names and defaults.
+
+    The log-probabilities are those of the distribution drawn from.
+    """
 
     temperature: float = Field(1.0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
@@ -63,7 +68,9 @@ class TokenSampling(StrictModel):
 
 
 class StartsWith(StrictModel):
-    """A request waits until all `count` of this `id` have come; then they are queued in the order of their `index`."""
+    """A request waits until all `count` of this `id` have come; then they are queued in the order
+    of their `index`.
+    """
 
     id: str = Field(max_length=100)
     count: int = Field(ge=1, le=1 << 16)
@@ -96,13 +103,17 @@ class WorkerCall(StrictModel):
 
 
 def token_routes(registry: ModelRegistry, read_body: ReadBody, weight_updates: bool) -> list[Route]:
-    """The routes, for the first model of a registry; only with `weight_updates` those that pause it and change its weights."""
+    """The routes, for the first model of a registry; only with `weight_updates` those that pause it
+    and change its weights.
+    """
     gathering: dict[tuple[str, int], dict[int, QueuedRequest]] = {}
 
     async def parse(schema: type[Body], request: Request) -> Body:
         def check(body: dict[str, Any]) -> Body:
             try:
-                return schema.model_validate({name: value for name, value in body.items() if value is not None})
+                return schema.model_validate(
+                    {name: value for name, value in body.items() if value is not None}
+                )
             except ValidationError as problem:
                 raise validation_error(problem) from None
 
@@ -112,7 +123,9 @@ def token_routes(registry: ModelRegistry, read_body: ReadBody, weight_updates: b
     async def batcher() -> ContinuousBatcher:
         return (await registry.get(registry.default_model)).batcher
 
-    def release(batcher: ContinuousBatcher, group: tuple[str, int], waiting: dict[int, QueuedRequest]) -> None:
+    def release(
+        batcher: ContinuousBatcher, group: tuple[str, int], waiting: dict[int, QueuedRequest]
+    ) -> None:
         if gathering.get(group) is waiting:
             del gathering[group]
             requests = [waiting[index] for index in sorted(waiting)]
@@ -127,33 +140,50 @@ def token_routes(registry: ModelRegistry, read_body: ReadBody, weight_updates: b
         served = await registry.get(registry.default_model)
         params, together = body.sampling_params, body.starts_with
         if (total := len(body.token_ids) + params.max_tokens) > served.max_length:
-            message = f"{total} tokens of prompt and answer, and this server was started with --max_length {served.max_length}"
+            message = (
+                f"{total} tokens of prompt and answer, and this server was started with"
+                f" --max_length {served.max_length}"
+            )
             raise ApiError(400, message, param="token_ids", code="context_length_exceeded")
         served.check_ids(body.token_ids, "token_ids")
-        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else served.loaded.text_stop_ids)
-        sampling = SamplingParams(params.temperature, max(0, params.top_k), params.top_p, params.min_p)
+        stop_ids = frozenset(params.stop_token_ids) | (
+            frozenset() if params.ignore_eos else served.loaded.text_stop_ids
+        )
+        sampling = SamplingParams(
+            params.temperature, max(0, params.top_k), params.top_p, params.min_p
+        )
         queue: asyncio.Queue[tuple[int, GeneratedToken | Exception]] = asyncio.Queue()
-        queued = QueuedRequest(GenerationRequest(body.token_ids, params.max_tokens, sampling, params.seed, stop_ids), 0, queue)
+        queued = QueuedRequest(
+            GenerationRequest(body.token_ids, params.max_tokens, sampling, params.seed, stop_ids),
+            0,
+            queue,
+        )
         waiting: dict[int, QueuedRequest] = {}
         if together is None:
             served.batcher.submit([queued], is_bounded=False)
         else:
             group = together.id, together.count
             if together.index in gathering.get(group, ()) or together.index >= together.count:
-                message = f"starts_with: index {together.index}: expected each from 0 to {together.count - 1} once"
+                message = (
+                    f"starts_with: index {together.index}: expected each from 0 to"
+                    f" {together.count - 1} once"
+                )
                 raise ApiError(400, message, param="starts_with")
             waiting = gathering.setdefault(group, waiting)
             waiting[together.index] = queued
             if len(waiting) == together.count:
                 release(served.batcher, group, waiting)
             elif len(waiting) == 1:
-                asyncio.get_running_loop().call_later(GATHER_SECONDS, release, served.batcher, group, waiting)
+                asyncio.get_running_loop().call_later(
+                    GATHER_SECONDS, release, served.batcher, group, waiting
+                )
         try:
             tokens = await unless_disconnected(request, _tokens(queued))
         finally:
             served.batcher.cancel(queued)
             if together is not None:
-                waiting.pop(together.index)  # where it still waits for others, it is not started with them
+                # Where it still waits for others, it is not started with them.
+                waiting.pop(together.index)
                 if not waiting and gathering.get(group) is waiting:
                     del gathering[group]
         scored = None
@@ -162,7 +192,9 @@ def token_routes(registry: ModelRegistry, read_body: ReadBody, weight_updates: b
             scored = await unless_disconnected(request, served.batcher.between_steps(score))
 
         def answer() -> Response:
-            answer: dict[str, Any] = {"choices": [_choice(queued, tokens, params.logprobs is not None)]}
+            answer: dict[str, Any] = {
+                "choices": [_choice(queued, tokens, params.logprobs is not None)]
+            }
             if scored is not None:
                 answer["prompt_logprobs"] = _prompt_logprobs(*scored)
             return JSONResponse(answer)
@@ -175,13 +207,17 @@ def token_routes(registry: ModelRegistry, read_body: ReadBody, weight_updates: b
 
         def answer() -> Response:
             ids = served.loaded.tokenizer.encode(body.prompt)
-            return JSONResponse({"count": len(ids), "max_model_len": served.max_length, "tokens": ids})
+            return JSONResponse(
+                {"count": len(ids), "max_model_len": served.max_length, "tokens": ids}
+            )
 
         return await asyncio.to_thread(answer)
 
     async def pause(request: Request) -> Response:
         if (mode := request.query_params.get("mode")) != "keep":
-            raise ApiError(400, f"mode: {cut(mode or 'abort')} is not supported; use ?mode=keep", param="mode")
+            raise ApiError(
+                400, f"mode: {cut(mode or 'abort')} is not supported; use ?mode=keep", param="mode"
+            )
         (await batcher()).pause()
         return JSONResponse({"status": "paused"})
 
@@ -196,10 +232,13 @@ def token_routes(registry: ModelRegistry, read_body: ReadBody, weight_updates: b
         def load() -> None:
             try:
                 verify_weights(folder)
-                served.batcher.weight_version = "being replaced"  # this call may come late, after a name was given
+                # This call may come late, after a name was given.
+                served.batcher.weight_version = "being replaced"
                 load_folder(folder, served.loaded.model)
             except OSError as problem:
-                raise UserError(f"{folder}: {problem.strerror}; is it a folder that this host sees?") from None
+                raise UserError(
+                    f"{folder}: {problem.strerror}; is it a folder that this host sees?"
+                ) from None
 
         await served.batcher.between_steps(load)
         return JSONResponse({"results": [None]})
@@ -236,18 +275,27 @@ def token_routes(registry: ModelRegistry, read_body: ReadBody, weight_updates: b
 
 @torch.no_grad()
 def _score_prompt(served: ServedModel, token_ids: list[int], k: int) -> tuple[Tensor, Tensor]:
-    """The ids of the `k` likeliest tokens after each of a prompt, and their logarithms at temperature 1."""
+    """The ids of the `k` likeliest tokens after each of a prompt, and their logarithms at
+    temperature 1.
+    """
     model, vocab_size = served.loaded.model, served.vocab_size
     batch = Batch.from_token_lists([token_ids]).to(model.lm_head.weight.device)
-    hidden = model(batch.tokens, batch.positions, batch.document_ids, document_starts=batch.document_starts)
-    ids, values = model.lm_head(hidden, partial(top_log_probs, k=min(k, vocab_size), vocab_size=vocab_size))
+    hidden = model(
+        batch.tokens, batch.positions, batch.document_ids, document_starts=batch.document_starts
+    )
+    ids, values = model.lm_head(
+        hidden, partial(top_log_probs, k=min(k, vocab_size), vocab_size=vocab_size)
+    )
     return ids[0], values[0]
 
 
 def _prompt_logprobs(ids: Tensor, values: Tensor) -> list[dict[str, Any] | None]:
     """Of each token of a prompt the likeliest there, by id; None of the first."""
     places = [
-        {str(id): {"logprob": value, "rank": rank} for rank, (id, value) in enumerate(zip(*place, strict=False), start=1)}
+        {
+            str(id): {"logprob": value, "rank": rank}
+            for rank, (id, value) in enumerate(zip(*place, strict=False), start=1)
+        }
         for place in zip(ids[:-1].tolist(), values[:-1].tolist(), strict=True)
     ]
     return [None, *places]
@@ -265,9 +313,13 @@ async def _tokens(queued: QueuedRequest) -> list[GeneratedToken]:
 
 
 async def unless_disconnected(request: Request, coroutine: Coroutine[Any, Any, T]) -> T:
-    """The result of `coroutine`. Raises ClientDisconnect as soon as the client closes the connection."""
+    """The result of `coroutine`.
+
+    Raises ClientDisconnect as soon as the client closes the connection.
+    """
     work = asyncio.ensure_future(coroutine)
-    disconnect = asyncio.ensure_future(request.receive())  # the body has been read: only a disconnect can come
+    # The body has been read: only a disconnect can come.
+    disconnect = asyncio.ensure_future(request.receive())
     try:
         await asyncio.wait((work, disconnect), return_when=asyncio.FIRST_COMPLETED)
         if work.done():
@@ -278,9 +330,13 @@ async def unless_disconnected(request: Request, coroutine: Coroutine[Any, Any, T
         disconnect.cancel()
 
 
-def _choice(queued: QueuedRequest, tokens: list[GeneratedToken], with_logprobs: bool) -> dict[str, Any]:
+def _choice(
+    queued: QueuedRequest, tokens: list[GeneratedToken], with_logprobs: bool
+) -> dict[str, Any]:
     """The answer of a request."""
-    content = [{"token_id": each.token_id, "logprob": max(each.logprob, MIN_LOGPROB)} for each in tokens]
+    content = [
+        {"token_id": each.token_id, "logprob": max(each.logprob, MIN_LOGPROB)} for each in tokens
+    ]
     starts = [*queued.version_starts, ("", len(tokens))]
     return {
         "index": 0,
@@ -289,13 +345,16 @@ def _choice(queued: QueuedRequest, tokens: list[GeneratedToken], with_logprobs: 
         "logprobs": {"content": content} if with_logprobs else None,
         "routed_experts": _encode_experts([each.routed_experts for each in tokens]),
         "weight_versions": [
-            {"version": version, "start": start, "end": end} for (version, start), (_, end) in pairwise(starts)
+            {"version": version, "start": start, "end": end}
+            for (version, start), (_, end) in pairwise(starts)
         ],
     }
 
 
 def _encode_experts(parts: list[Tensor | None]) -> str | None:
-    """base64 of an array in numpy's format, int32 [tokens, layers, experts of a token]; None where the engine returns none."""
+    """base64 of an array in numpy's format, int32 [tokens, layers, experts of a token]; None where
+    the engine returns none.
+    """
     known = [part for part in parts if part is not None]
     if not known:
         return None

@@ -1,4 +1,5 @@
-"""What is measured of the model while it trains, besides its loss: scores of tasks, and generated samples.
+"""What is measured of the model while it trains, besides its loss: scores of tasks, and generated
+samples.
 
 Scores are the same as from `lmforge evaluate --tasks` on the checkpoint of that step.
 """
@@ -22,7 +23,8 @@ from lmforge.serve.decoding.sampling import SamplingParams
 from lmforge.serve.evaluate.tasks import TaskSettings, check_task, run_task
 from lmforge.text.questions import QuestionTask, load_task
 
-# Maximum sequences in a batch of a task. It does not depend on the number of ranks, or the last bits of scores would differ.
+# Maximum sequences in a batch of a task. It does not depend on the number of ranks, or the last
+# bits of scores would differ.
 MAX_TASK_BATCH_SIZE = 16
 # val/NAME/… are metrics of alignment, and of the sources of a mixture.
 RESERVED_TASK_NAMES = {"rewards": "alignment", "logps": "alignment", "tokens": "alignment"}
@@ -34,7 +36,8 @@ def open_validation_tasks(
 ) -> tuple[tuple[QuestionTask, int], ...]:
     """The tasks of a recipe, each with its batch size.
 
-    Raises UserError for files, few-shot examples and lengths that cannot be used; nothing of the run has been written.
+    Raises UserError for files, few-shot examples and lengths that cannot be used; nothing of the
+    run has been written.
     """
     options, opened = config.validation, dict[str, tuple[QuestionTask, int]]()
     prefix_ids, _ = prefix_and_stop_ids(tokenizer, config.of_stage)
@@ -42,13 +45,22 @@ def open_validation_tasks(
         task = load_task(path)
         if task.name in opened:
             other = opened[task.name][0].path
-            raise UserError(f"validation.tasks: {other} and {path} would both be logged as val/{task.name}/…; rename one")
+            raise UserError(
+                f"validation.tasks: {other} and {path} would both be logged as val/{task.name}/…;"
+                " rename one"
+            )
         if task.name in RESERVED_TASK_NAMES:
             owner = RESERVED_TASK_NAMES[task.name]
-            raise UserError(f"validation.tasks: {path}: val/{task.name}/… are metrics of {owner}; give the file another name")
+            raise UserError(
+                f"validation.tasks: {path}: val/{task.name}/… are metrics of {owner}; give the file"
+                " another name"
+            )
         settings = TaskSettings(num_fewshot=options.num_fewshot, limit=options.task_limit)
         longest = check_task(task, tokenizer, model_config, prefix_ids, settings)
-        opened[task.name] = task, max(1, min(MAX_TASK_BATCH_SIZE, COMFORTABLE_MICRO_BATCH_TOKENS // longest))
+        opened[task.name] = (
+            task,
+            max(1, min(MAX_TASK_BATCH_SIZE, COMFORTABLE_MICRO_BATCH_TOKENS // longest)),
+        )
     return tuple(opened.values())
 
 
@@ -56,7 +68,9 @@ class TaskObserver(Observer):
     """Scores the tasks of validation.tasks at each validation."""
 
     @classmethod
-    def open(cls, config: StageConfig, inputs: RunInputs, resumes: bool) -> tuple[tuple[QuestionTask, int], ...]:
+    def open(
+        cls, config: StageConfig, inputs: RunInputs, resumes: bool
+    ) -> tuple[tuple[QuestionTask, int], ...]:
         return open_validation_tasks(config, inputs.tokenizer, inputs.model_config)
 
     def __init__(self, run: ObservedRun) -> None:
@@ -71,7 +85,9 @@ class TaskObserver(Observer):
         options = ctx.config.validation
         with unsharded_for_decoding(self._run.built.parallel_model) as model:
             prefix_and_stop = prefix_and_stop_ids(inputs.tokenizer, ctx.config.of_stage)
-            loaded = LoadedModel(model, inputs.model_config, inputs.tokenizer, ctx.run.path, None, *prefix_and_stop)
+            loaded = LoadedModel(
+                model, inputs.model_config, inputs.tokenizer, ctx.run.path, None, *prefix_and_stop
+            )
             for task, batch_size in self._tasks:
                 settings = TaskSettings(
                     num_fewshot=options.num_fewshot,
@@ -81,7 +97,10 @@ class TaskObserver(Observer):
                     on_batch=partial(ctx.watch.set_phase, "evaluate", step),
                 )
                 result = run_task(task, loaded, ctx.dist_ctx, settings)["metrics"]
-                ctx.console.info(f"  {task.name}: {', '.join(f'{name} {score:.4f}' for name, score in result.items())}")
+                ctx.console.info(
+                    f"  {task.name}:"
+                    f" {', '.join(f'{name} {score:.4f}' for name, score in result.items())}"
+                )
                 scores |= {f"val/{task.name}/{name}": score for name, score in result.items()}
         return scores
 
@@ -101,8 +120,13 @@ class SampleObserver(Observer):
                 write_samples(run.ctx, run.built.parallel_model, run.inputs.tokenizer, step)
 
 
-def write_samples(ctx: RunContext, parallel_model: ParallelModel, tokenizer: Tokenizer, step: int) -> None:
-    """Log what the model writes after the prompts of the recipe. Every rank calls it and generates the same text."""
+def write_samples(
+    ctx: RunContext, parallel_model: ParallelModel, tokenizer: Tokenizer, step: int
+) -> None:
+    """Log what the model writes after the prompts of the recipe.
+
+    Every rank calls it and generates the same text.
+    """
     config = ctx.config
     with unsharded_for_decoding(parallel_model) as model:
         completions = generate(

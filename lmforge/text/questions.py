@@ -1,9 +1,12 @@
-"""Questions from JSON lines: multiple choice, and written answers that are compared with the expected ones.
+"""Questions from JSON lines: multiple choice, and written answers that are compared with the
+expected ones.
 
 A record is an object, and all of a file are of one type:
 
-    {"question": "…", "choices": ["…", "…"], "answer": 1}     the number of a choice, from 0; or its text; or its letter
-    {"prompt": "…", "answer": "…"}                            or "answers": ["…", "…"], or "pattern": a regular expression
+    {"question": "…", "choices": ["…", "…"], "answer": 1}     the number of a choice, from 0; or its
+                                                              text; or its letter
+    {"prompt": "…", "answer": "…"}                            or "answers": ["…", "…"], or
+                                                              "pattern": a regular expression
 
 A `prompt` is used as it is, a `question` becomes `Question: …`, `Answer:`. Other keys are ignored.
 """
@@ -24,8 +27,11 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 @dataclass(frozen=True)
 class Question:
-    """One question. `record` is its number in the file, from 1. Without choices, a written answer is compared with
-    `answers` and `pattern`."""
+    """One question.
+
+    `record` is its number in the file, from 1. Without choices, a written answer is compared with
+    `answers` and `pattern`.
+    """
 
     record: int
     prompt: str
@@ -55,22 +61,38 @@ class QuestionTask:
 
 
 def load_task(path: str | Path) -> QuestionTask:
-    """The task of a file. Raises UserError, with file and record, for one that is not as described above."""
-    questions = [_parse_question(record, number, where) for number, (where, record) in enumerate(read_records(path), start=1)]
+    """The task of a file.
+
+    Raises UserError, with file and record, for one that is not as described above.
+    """
+    questions = [
+        _parse_question(record, number, where)
+        for number, (where, record) in enumerate(read_records(path), start=1)
+    ]
     if not questions:
         raise UserError(f"{path}: no questions; give one JSON object per line")
     for each in questions:
         if bool(each.choices) != bool(questions[0].choices):
             first, other = ("choices", "none") if questions[0].choices else ("no choices", "some")
-            raise UserError(f"{path}: record 1 has {first} and record {each.record} has {other}; put them in two files")
+            raise UserError(
+                f"{path}: record 1 has {first} and record {each.record} has {other}; put them in"
+                " two files"
+            )
     return QuestionTask(Path(path), tuple(questions))
 
 
 def load_texts(path: str | Path) -> list[str]:
-    """The questions of a file and their answers, unchanged. Raises UserError as `load_task` does."""
+    """The questions of a file and their answers, unchanged.
+
+    Raises UserError as `load_task` does.
+    """
     texts = []
     for question, (_, record) in zip(load_task(path).questions, read_records(path), strict=True):
-        texts += [str(record.get("question", record.get("prompt"))), *question.choices, *question.answers]
+        texts += [
+            str(record.get("question", record.get("prompt"))),
+            *question.choices,
+            *question.answers,
+        ]
     return texts
 
 
@@ -79,7 +101,12 @@ class _Record(BaseModel, strict=True):
 
     question: str | None = None
     prompt: str | None = None
-    choices: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=2, strict=False)] | None = None
+    choices: (
+        Annotated[
+            tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=2, strict=False)
+        ]
+        | None
+    ) = None
     answer: str | int | None = None
     answers: Annotated[tuple[str, ...], Field(strict=False)] = ()
     pattern: str | None = None
@@ -91,14 +118,21 @@ def _parse_question(content: dict[str, Any], number: int, where: str) -> Questio
         raise UserError(f'{where}: expected either a "question" or a "prompt"')
     prompt = record.prompt if record.prompt is not None else f"Question: {record.question}\nAnswer:"
     if record.choices is not None:
-        return Question(number, prompt, record.choices, _parse_correct_choice(record.answer, record.choices, where))
+        return Question(
+            number,
+            prompt,
+            record.choices,
+            _parse_correct_choice(record.answer, record.choices, where),
+        )
     if record.pattern is not None:
         compile_pattern(record.pattern, f"{where}: pattern")
     if isinstance(record.answer, int):
         raise UserError(f'{where}: "answer" is not text: {record.answer}')
     answers = record.answers or (() if record.answer is None else (record.answer,))
     if not answers and record.pattern is None:
-        raise UserError(f'{where}: nothing to compare with; give "answer", "answers", "pattern" or "choices"')
+        raise UserError(
+            f'{where}: nothing to compare with; give "answer", "answers", "pattern" or "choices"'
+        )
     return Question(number, prompt, answers=answers, pattern=record.pattern)
 
 
@@ -110,4 +144,6 @@ def _parse_correct_choice(answer: Any, choices: tuple[str, ...], where: str) -> 
         return letters.index(answer)
     if isinstance(answer, int) and 0 <= answer < len(choices):
         return answer
-    raise UserError(f'{where}: "answer" is {json.dumps(answer)}, which is none of its {len(choices)} choices')
+    raise UserError(
+        f'{where}: "answer" is {json.dumps(answer)}, which is none of its {len(choices)} choices'
+    )

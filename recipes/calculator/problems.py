@@ -2,9 +2,10 @@
 
     python recipes/calculator/problems.py data/calculator
 
-Files: texts.jsonl, {"text": …}, for pretraining: calls and results, so that a model learns to copy both; chats.jsonl,
-{"messages": …}, for fine-tuning, of which one in `--calls` calls the calculator and the others answer at once; prompts.jsonl
-and validation.jsonl, {"prompt": …, "answer": …}, for rewards. All answers are right. No problem is in two of the files.
+Files: texts.jsonl, {"text": …}, for pretraining: calls and results, so that a model learns to copy
+both; chats.jsonl, {"messages": …}, for fine-tuning, of which one in `--calls` calls the calculator
+and the others answer at once; prompts.jsonl and validation.jsonl, {"prompt": …, "answer": …}, for
+rewards. All answers are right. No problem is in two of the files.
 """
 
 import argparse
@@ -21,7 +22,8 @@ from lmforge.post.environments.tool_schema import tool_schema
 
 NUM_TEXTS, NUM_CHATS, NUM_PROMPTS, NUM_VALIDATION = 4000, 5000, 2000, 200
 TOOL = tool_schema(Calculator().calculate)
-# The tokenizer reads no number: each digit is a token. The words of a call, a result and the tool's schema are tokens.
+# The tokenizer reads no number: each digit is a token. The words of a call, a result and the tool's
+# schema are tokens.
 WORDS = """<tools>
 {}
 </tools>What is ?It is .<tool_call>
@@ -39,7 +41,9 @@ ANSWER = """<|user|><tool_response>
 
 
 def problems(rng: random.Random) -> Iterator[tuple[str, str]]:
-    """Different sums and differences of numbers of three digits, each with its value, which has three digits too."""
+    """Different sums and differences of numbers of three digits, each with its value, which has
+    three digits too.
+    """
     seen = set[str]()
     while True:
         expression = f"{rng.randint(100, 999)}{rng.choice('+-')}{rng.randint(100, 999)}"
@@ -57,13 +61,25 @@ def chat(expression: str, value: str, calls: bool) -> dict[str, Any]:
     """A conversation for fine-tuning."""
     turns = [question(expression)]
     if calls:
-        call = {"type": "function", "function": {"name": "calculate", "arguments": {"expression": expression}}}
-        turns += [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": value}]
-    return {"messages": [*turns, {"role": "assistant", "content": f"It is {value}."}], "tools": [TOOL]}
+        call = {
+            "type": "function",
+            "function": {"name": "calculate", "arguments": {"expression": expression}},
+        }
+        turns += [
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": value},
+        ]
+    return {
+        "messages": [*turns, {"role": "assistant", "content": f"It is {value}."}],
+        "tools": [TOOL],
+    }
 
 
 def text(expression: str, value: str, rng: random.Random) -> dict[str, Any]:
-    """A text for pretraining. More results are read out than asked for: to copy them is what takes longest to learn."""
+    """A text for pretraining.
+
+    More results are read out than asked for: to copy them is what takes longest to learn.
+    """
     results = [value, *(str(rng.randint(100, 999)) for _ in range(4))]
     return {"text": CALL.format(expression) + "".join(map(ANSWER.format, results))}
 
@@ -73,9 +89,13 @@ def write(path: Path, records: Sequence[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Problems, conversations and a tokenizer for the calculator recipe.")
+    parser = argparse.ArgumentParser(
+        description="Problems, conversations and a tokenizer for the calculator recipe."
+    )
     parser.add_argument("out", type=Path)
-    parser.add_argument("--calls", type=int, default=3, help="one in so many conversations calls the calculator")
+    parser.add_argument(
+        "--calls", type=int, default=3, help="one in so many conversations calls the calculator"
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     rng = random.Random(options.seed)
@@ -85,14 +105,24 @@ def main() -> None:
         return list(islice(found, count))
 
     options.out.mkdir(parents=True, exist_ok=True)
-    train_tokenizer([WORDS.format(json.dumps(TOOL))] * 2, MAX_VOCABULARY).save(options.out / "tokenizer")
-    chats = [chat(*each, calls=number % options.calls == 0) for number, each in enumerate(take(NUM_CHATS))]
+    train_tokenizer([WORDS.format(json.dumps(TOOL))] * 2, MAX_VOCABULARY).save(
+        options.out / "tokenizer"
+    )
+    chats = [
+        chat(*each, calls=number % options.calls == 0)
+        for number, each in enumerate(take(NUM_CHATS))
+    ]
     write(options.out / "chats.jsonl", chats)
     for name, count in (("prompts", NUM_PROMPTS), ("validation", NUM_VALIDATION)):
-        rows = [{"prompt": [question(expression)], "answer": value} for expression, value in take(count)]
+        rows = [
+            {"prompt": [question(expression)], "answer": value} for expression, value in take(count)
+        ]
         write(options.out / f"{name}.jsonl", rows)
     write(options.out / "texts.jsonl", [text(*each, rng) for each in take(NUM_TEXTS)])
-    print(f"{options.out}: {len(chats):,} conversations, {NUM_PROMPTS:,} prompts, {NUM_VALIDATION:,} for validation")
+    print(
+        f"{options.out}: {len(chats):,} conversations, {NUM_PROMPTS:,} prompts, {NUM_VALIDATION:,}"
+        " for validation"
+    )
 
 
 if __name__ == "__main__":

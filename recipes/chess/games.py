@@ -1,11 +1,12 @@
-"""Chess games to train on, played by an engine against itself, and validation positions of other games.
+"""Chess games to train on, played by an engine against itself, and validation positions of other
+games.
 
     python recipes/chess/games.py data/chess --games 10000
 
-writes games.jsonl ({"text": a game}), prompts.jsonl (one position of each game, for fine-tuning or rewards: {"prompt",
-"completion", "engine_move", "fen"}) and validation.jsonl (positions of other games). `completion` is the engine's move in the
-position. The engine is Stockfish. Without one, both sides play random legal moves, `completion` is the game's next move, and
-`engine_move` is null.
+writes games.jsonl ({"text": a game}), prompts.jsonl (one position of each game, for fine-tuning or
+rewards: {"prompt", "completion", "engine_move", "fen"}) and validation.jsonl (positions of other
+games). `completion` is the engine's move in the position. The engine is Stockfish. Without one,
+both sides play random legal moves, `completion` is the game's next move, and `engine_move` is null.
 """
 
 import argparse
@@ -35,7 +36,9 @@ MAX_PLIES = 240
 
 @dataclass(frozen=True)
 class Game:
-    """Moves, result, and one position: the plies before it, its FEN, and the engine's move in it (None without an engine)."""
+    """Moves, result, and one position: the plies before it, its FEN, and the engine's move in it
+    (None without an engine).
+    """
 
     moves: list[str]
     result: str
@@ -55,11 +58,15 @@ class Game:
 
 
 def find_engine(name: str) -> str | None:
-    """The path of the engine `name`; of Stockfish for "", None if it is not installed; None for "random". Raises UserError."""
+    """The path of the engine `name`; of Stockfish for "", None if it is not installed; None for
+    "random". Raises UserError.
+    """
     if name == "random":
         return None
     # Debian installs it in /usr/games, which is not on the PATH of a service.
-    path = shutil.which(name or "stockfish", path=os.environ.get("PATH", "") + os.pathsep + "/usr/games")
+    path = shutil.which(
+        name or "stockfish", path=os.environ.get("PATH", "") + os.pathsep + "/usr/games"
+    )
     if name and path is None:
         raise UserError(f"{name}: no such engine: give its path, or random for games without one")
     return path
@@ -71,7 +78,8 @@ def play(numbers: range, *, seed: int, engine: str | None, nodes: int) -> list[G
         player = None
         if engine is not None:
             player = stack.enter_context(chess.engine.SimpleEngine.popen_uci(engine))
-            player.configure({"Threads": 1, "Hash": 16})  # deterministic, with one thread and a limit in nodes
+            # Deterministic, with one thread and a limit in nodes.
+            player.configure({"Threads": 1, "Hash": 16})
         return [_game(random.Random(f"{seed} {number}"), player, nodes) for number in numbers]
 
 
@@ -102,21 +110,35 @@ def _game(rng: random.Random, player: chess.engine.SimpleEngine | None, nodes: i
 
 
 def write_games(
-    out: Path, *, games: int, positions: int, seed: int = 0, engine: str | None = None, nodes: int = 400, workers: int = 1
+    out: Path,
+    *,
+    games: int,
+    positions: int,
+    seed: int = 0,
+    engine: str | None = None,
+    nodes: int = 400,
+    workers: int = 1,
 ) -> dict[str, int]:
-    """Write the three files to `out`, and return the numbers of "games", "plies" and "validation" positions.
+    """Write the three files to `out`, and return the numbers of "games", "plies" and "validation"
+    positions.
 
-    The files are the same for any number of `workers`. Validation positions are of further games, and left out if one of the
-    training games begins with the same moves. Raises UserError if a file exists.
+    The files are the same for any number of `workers`. Validation positions are of further games,
+    and left out if one of the training games begins with the same moves. Raises UserError if a file
+    exists.
     """
     for name in (GAMES, PROMPTS, VALIDATION):
         if (out / name).exists():
             raise UserError(f"{out / name}: exists; name another folder, or delete it")
     out.mkdir(parents=True, exist_ok=True)
-    jobs = [range(start, min(start + GAMES_PER_JOB, games + positions)) for start in range(0, games + positions, GAMES_PER_JOB)]
+    jobs = [
+        range(start, min(start + GAMES_PER_JOB, games + positions))
+        for start in range(0, games + positions, GAMES_PER_JOB)
+    ]
     by_job: dict[int, list[Game]] = {}
     with WorkerPool(workers) as pool:
-        for index, played in pool.map_unordered(partial(play, seed=seed, engine=engine, nodes=nodes), jobs):
+        for index, played in pool.map_unordered(
+            partial(play, seed=seed, engine=engine, nodes=nodes), jobs
+        ):
             by_job[index] = played
             _print_progress(sum(map(len, by_job.values())), games + positions)
     all_games = [game for index in range(len(jobs)) for game in by_job[index]]
@@ -124,10 +146,16 @@ def write_games(
     texts = [text_of(game.moves, game.result) for game in training]
     _write(out / GAMES, ({"text": text} for text in texts))
     _write(out / PROMPTS, (game.position() for game in training))
-    prefixes = {" ".join(text.split()[:length]) for text in texts for length in range(len(text.split()))}
+    prefixes = {
+        " ".join(text.split()[:length]) for text in texts for length in range(len(text.split()))
+    }
     unseen = [line for game in others if (line := game.position())["prompt"] not in prefixes]
     _write(out / VALIDATION, unseen)
-    return {"games": games, "plies": sum(len(game.moves) for game in training), "validation": len(unseen)}
+    return {
+        "games": games,
+        "plies": sum(len(game.moves) for game in training),
+        "validation": len(unseen),
+    }
 
 
 def _write(path: Path, lines: Any) -> None:
@@ -142,26 +170,40 @@ def _print_progress(done: int, total: int) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(description="Chess games to train on, and positions to measure by.")
+    parser = argparse.ArgumentParser(
+        description="Chess games to train on, and positions to measure by."
+    )
     parser.add_argument("out", type=Path)
     parser.add_argument("--games", type=int, default=10_000)
     parser.add_argument("--positions", type=int, default=500, help="for validation")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--nodes", type=int, default=400, help="that the stronger side searches for a move")
-    parser.add_argument("--engine", default="", help="path of a UCI engine, or random (default: Stockfish, if installed)")
+    parser.add_argument(
+        "--nodes", type=int, default=400, help="that the stronger side searches for a move"
+    )
+    parser.add_argument(
+        "--engine",
+        default="",
+        help="path of a UCI engine, or random (default: Stockfish, if installed)",
+    )
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     options = vars(parser.parse_args(arguments))
     try:
         engine = options["engine"] = find_engine(options["engine"])
         if engine is None:
-            print("no engine: both sides play random legal moves, and the move to learn is the game's own", file=sys.stderr)
+            print(
+                "no engine: both sides play random legal moves, and the move to learn is the"
+                " game's own",
+                file=sys.stderr,
+            )
         counts = write_games(**options)
     except UserError as error:
         print(f"games.py: {error}", file=sys.stderr)
         return 2
     games, plies, positions = (f"{counts[name]:,}" for name in ("games", "plies", "validation"))
     by = Path(engine).name if engine else "chance"
-    print(f"{options['out']}: {games} games by {by}, {plies} moves, {positions} validation positions")
+    print(
+        f"{options['out']}: {games} games by {by}, {plies} moves, {positions} validation positions"
+    )
     return 0
 
 

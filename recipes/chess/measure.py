@@ -1,4 +1,5 @@
-"""How well a model plays chess in text: the fractions of its moves that are legal, and that are the engine's.
+"""How well a model plays chess in text: the fractions of its moves that are legal, and that are the
+engine's.
 
     python recipes/chess/measure.py runs/chess data/chess/validation.jsonl
 
@@ -22,14 +23,21 @@ from lmforge.serve.decoding.model_loading import load_model
 from lmforge.serve.decoding.sampling import SamplingParams
 
 BATCH_SIZE = 32
-MAX_TOKENS = 12  # enough for the longest move, "Qa1xb2+", and the space before it, at a byte a token
+# Enough for the longest move, "Qa1xb2+", and the space before it, at a byte a token.
+MAX_TOKENS = 12
 
 
-def rates(positions: Sequence[dict[str, Any]], completions: Sequence[str]) -> dict[str, float | int | None]:
-    """{"positions", "legal", "agrees"}: a count and two fractions; "agrees" is None without an engine's moves."""
+def rates(
+    positions: Sequence[dict[str, Any]], completions: Sequence[str]
+) -> dict[str, float | int | None]:
+    """{"positions", "legal", "agrees"}: a count and two fractions; "agrees" is None without an
+    engine's moves.
+    """
     prompts = [position["prompt"] for position in positions]
     legal = _mean(legal_move(prompts, completions))
-    agrees = _mean(engine_move(prompts, completions, [position.get("engine_move") for position in positions]))
+    agrees = _mean(
+        engine_move(prompts, completions, [position.get("engine_move") for position in positions])
+    )
     return {"positions": len(positions), "legal": legal, "agrees": agrees}
 
 
@@ -41,7 +49,12 @@ def _mean(rewards: Sequence[float | None]) -> float | None:
 def complete(path: Path, prompts: Sequence[str], device_name: str) -> list[str]:
     """The completions of a model by greedy decoding. Raises UserError."""
     device = choose_device(device_name)
-    loaded = load_model(path, device, choose_dtype("auto", device)[0], warn=lambda line: print(line, file=sys.stderr))
+    loaded = load_model(
+        path,
+        device,
+        choose_dtype("auto", device)[0],
+        warn=lambda line: print(line, file=sys.stderr),
+    )
     completions: list[str] = []
     for start in range(0, len(prompts), BATCH_SIZE):
         results = generate(
@@ -67,7 +80,9 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         positions = [json.loads(line) for line in options.positions.read_text("utf-8").splitlines()]
-        completions = complete(options.model, [position["prompt"] for position in positions], options.device)
+        completions = complete(
+            options.model, [position["prompt"] for position in positions], options.device
+        )
     except OSError as error:
         print(f"measure.py: {options.positions}: {error.strerror}", file=sys.stderr)
         return 2

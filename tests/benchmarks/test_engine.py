@@ -12,8 +12,23 @@ PROGRAMS = Path(__file__).parents[2] / "benchmarks"
 
 @pytest.mark.slow
 def test_both_write_in_every_round_and_greedy_tokens_are_compared(tmp_path: Path) -> None:
-    command = [sys.executable, PROGRAMS / "engine.py", "--tiny", "--rounds", "2", "--rows", "3", "--new_tokens", "5"]
-    ended = subprocess.run([*command, "--threads", "1", "--out", str(tmp_path)], capture_output=True, text=True, check=False)
+    command = [
+        sys.executable,
+        PROGRAMS / "engine.py",
+        "--tiny",
+        "--rounds",
+        "2",
+        "--rows",
+        "3",
+        "--new_tokens",
+        "5",
+    ]
+    ended = subprocess.run(
+        [*command, "--threads", "1", "--out", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert ended.returncode == 0, ended.stderr
     (record,) = (json.loads(path.read_text()) for path in tmp_path.glob("engine-*.json"))
     (table,) = (path.read_text() for path in tmp_path.glob("engine-*.md"))

@@ -16,8 +16,20 @@ pytestmark = pytest.mark.slow  # five contenders, each started in a process of i
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     out = tmp_path_factory.mktemp("results")
-    command = [sys.executable, PROGRAMS / "train_cpu.py", "--tiny", "--rounds", "2", "--seconds", "0.2", "--threads", "1"]
-    ended = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, check=False)
+    command = [
+        sys.executable,
+        PROGRAMS / "train_cpu.py",
+        "--tiny",
+        "--rounds",
+        "2",
+        "--seconds",
+        "0.2",
+        "--threads",
+        "1",
+    ]
+    ended = subprocess.run(
+        [*command, "--out", str(out)], capture_output=True, text=True, check=False
+    )
     assert ended.returncode == 0, ended.stderr
     (record,) = (json.loads(path.read_text()) for path in out.glob("train_cpu-*.json"))
     (table,) = (path.read_text() for path in out.glob("train_cpu-*.md"))
@@ -37,7 +49,10 @@ def test_every_contender_is_measured_in_every_round(finished):
 
 
 def test_contenders_do_the_same_work(finished):
-    """Same weights, rows and steps. They differ in whether attention and targets cross documents, which is small here."""
+    """Same weights, rows and steps.
+
+    They differ in whether attention and targets cross documents, which is small here.
+    """
     contenders = finished[1]["dtypes"]["fp32"]["contenders"]
     losses = [row["loss_of_first_steps"] for row in contenders.values()]
     assert max(losses) - min(losses) < 0.02

@@ -68,11 +68,18 @@ class Hung(Exception):
 
 
 def await_moment(fault: Fault, attempt: Attempt, tracks: Tracks, victim: int) -> bool:
-    """Whether the moment of a fault came before the attempt ended. Raises Hung where neither comes."""
+    """Whether the moment of a fault came before the attempt ended.
+
+    Raises Hung where neither comes.
+    """
     if fault.moment == "start":
         limit = START_OF_COMMAND_SECONDS if attempt.launched else START_SECONDS
-        return _until(lambda: time.monotonic() > attempt.began + fault.delay * limit, attempt, limit)
-    if not _until(lambda: len(tracks.trained()) >= fault.steps, attempt, HANG_SECONDS, hangs=True, every=0.003):
+        return _until(
+            lambda: time.monotonic() > attempt.began + fault.delay * limit, attempt, limit
+        )
+    if not _until(
+        lambda: len(tracks.trained()) >= fault.steps, attempt, HANG_SECONDS, hangs=True, every=0.003
+    ):
         return False
     before = {name for name in tracks.names() if not name.endswith(PARTIAL_SUFFIX)}
 
@@ -81,12 +88,18 @@ def await_moment(fault: Fault, attempt: Attempt, tracks: Tracks, victim: int) ->
             return tracks.heartbeats().get(victim, {}).get("phase") == fault.phase
         there = tracks.names() - before
         if fault.moment == "renamed":
-            return any(name.startswith("step-") and not name.endswith(PARTIAL_SUFFIX) for name in there)
+            return any(
+                name.startswith("step-") and not name.endswith(PARTIAL_SUFFIX) for name in there
+            )
         if fault.moment == "deleting":
             return any(name.endswith(".dropped") for name in there)
         writing = [name for name in there if name.endswith(PARTIAL_SUFFIX)]
         if fault.moment == "sealing":
-            return any(MANIFEST in name for each in writing for name in _listed(tracks.run.checkpoints_folder / each))
+            return any(
+                MANIFEST in name
+                for each in writing
+                for name in _listed(tracks.run.checkpoints_folder / each)
+            )
         return bool(writing)
 
     if fault.moment != "step" and not _until(has_come, attempt, MOMENT_SECONDS, every=0.0003):
@@ -102,7 +115,13 @@ def _listed(folder: Path) -> list[str]:
         return []
 
 
-def _until(condition: Callable[[], bool], attempt: Attempt, seconds: float, hangs: bool = False, every: float = 0.002) -> bool:
+def _until(
+    condition: Callable[[], bool],
+    attempt: Attempt,
+    seconds: float,
+    hangs: bool = False,
+    every: float = 0.002,
+) -> bool:
     deadline = time.monotonic() + seconds
     looked = 0.0
     while not condition():
@@ -124,12 +143,17 @@ def draw_outlet(fault: Fault, folder: Path, may_mount: bool) -> Outlet | None:
     """The outlet of an attempt whose output is to be lost."""
     if fault.kind not in LOSES_OUTPUT:
         return None
-    how = fault.chance.choice(("closed", "reader", "reader", *(("disk", "disk") if may_mount else ())))
+    how = fault.chance.choice(
+        ("closed", "reader", "reader", *(("disk", "disk") if may_mount else ()))
+    )
     return Outlet(how, fault.chance.choice(((1, 2), (1, 2), (1,), (2,))), folder)
 
 
 def lose_output(fault: Fault, attempt: Attempt, tracks: Tracks, victim: int) -> None:
-    """Nothing takes the output any more: the run goes on, and ends or stops as it would have. Raises Hung."""
+    """Nothing takes the output any more: the run goes on, and ends or stops as it would have.
+
+    Raises Hung.
+    """
     assert attempt.outlet
     attempt.outlet.lose()
     steps = len(tracks.trained()) + 3
@@ -142,10 +166,16 @@ def lose_output(fault: Fault, attempt: Attempt, tracks: Tracks, victim: int) -> 
 
 
 def untold_loss(attempt: Attempt, tracks: Tracks) -> str:
-    """What the log of the first rank should say of the standard output that was lost, and does not; empty where it does."""
+    """What the log of the first rank should say of the standard output that was lost, and does not;
+    empty where it does.
+    """
     assert attempt.outlet
-    log = max(tracks.run.path.glob("logs/attempt-*/rank-0.log"), key=lambda path: path.stat().st_mtime)
-    reason = {"closed": "closed", "reader": "Broken pipe", "disk": "No space left on device"}[attempt.outlet.how]
+    log = max(
+        tracks.run.path.glob("logs/attempt-*/rank-0.log"), key=lambda path: path.stat().st_mtime
+    )
+    reason = {"closed": "closed", "reader": "Broken pipe", "disk": "No space left on device"}[
+        attempt.outlet.how
+    ]
     words = f"standard output: {reason}; from now on it is written to this log only"
     return "" if 1 not in attempt.outlet.streams or words in log.read_text() else words
 
@@ -176,7 +206,8 @@ class Damage:
 def damage(kind: str, folder: Path, chance: Random) -> Damage:
     """Spoil one file of a checkpoint, in place."""
     files = sorted(path for path in folder.iterdir() if path.name != MANIFEST)
-    # A tokenizer is not read on resuming: a bit of it that flips is for those that read it to notice.
+    # A tokenizer is not read on resuming: a bit of it that flips is for those that read it to
+    # notice.
     tensors = [path for path in files if path.suffix == ".distcp" or path.name == ".metadata"]
     if "manifest" in kind:
         path = folder / MANIFEST
@@ -209,7 +240,9 @@ def _flip(content: bytes, chance: Random, of_json: bool) -> tuple[int, int]:
         if not of_json:
             return at, bit
         try:
-            if json.loads(content[:at] + bytes([content[at] ^ bit]) + content[at + 1 :]) != json.loads(content):
+            if json.loads(
+                content[:at] + bytes([content[at] ^ bit]) + content[at + 1 :]
+            ) != json.loads(content):
                 return at, bit
         except ValueError:
             return at, bit

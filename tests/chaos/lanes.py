@@ -23,9 +23,12 @@ from tests.text import write_documents
 DISK_BYTES = 48 * 2**20
 
 
-def lead_lanes(folder: Path, seed: int, faults: int, lanes: int, until: float, may_mount: bool) -> Figures:
-    """Run lives in this many lanes until they have had this many faults together, or until the time `until`
-    (time.monotonic)."""
+def lead_lanes(
+    folder: Path, seed: int, faults: int, lanes: int, until: float, may_mount: bool
+) -> Figures:
+    """Run lives in this many lanes until they have had this many faults together, or until the time
+    `until` (time.monotonic).
+    """
     in_a_child(_prepare, str(folder))
     children = {}
     for lane in range(lanes):
@@ -49,23 +52,46 @@ def lead_lanes(folder: Path, seed: int, faults: int, lanes: int, until: float, m
         raise RuntimeError(f"lanes {failed} failed")
     for lane in children:
         result = json.loads((folder / f"lane-{lane}.json").read_text())
-        result["faults"], result["moments"] = (type(total.faults)(result[name]) for name in ("faults", "moments"))
+        result["faults"], result["moments"] = (
+            type(total.faults)(result[name]) for name in ("faults", "moments")
+        )
         total.add(Figures(**result))
     return total
 
 
-def _lead_lane(folder: Path, seed: int, quota: int, lane: int, lanes: int, until: float, may_mount: bool) -> Figures:
+def _lead_lane(
+    folder: Path, seed: int, quota: int, lane: int, lanes: int, until: float, may_mount: bool
+) -> Figures:
     disk = folder / f"lane-{lane}"
     disk.mkdir()
     if may_mount:
-        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "chaos", str(disk)], check=True)
+        subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "chaos", str(disk)], check=True
+        )
     figures, number = Figures(), lane
     try:
         while figures.faults.total() < quota and time.monotonic() < until:
             met = figures.faults.total()
-            life = Life(folder / "tokens", disk, folder / "references", seed, number, disk if may_mount else None)
-            figures.add(life.lead(lambda so_far, met=met: met + so_far.faults.total() < quota and time.monotonic() < until))
-            print(f"life {number}: {figures.faults.total()} of {quota} faults, {len(figures.findings)} findings", flush=True)
+            life = Life(
+                folder / "tokens",
+                disk,
+                folder / "references",
+                seed,
+                number,
+                disk if may_mount else None,
+            )
+            figures.add(
+                life.lead(
+                    lambda so_far, met=met: (
+                        met + so_far.faults.total() < quota and time.monotonic() < until
+                    )
+                )
+            )
+            print(
+                f"life {number}: {figures.faults.total()} of {quota} faults,"
+                f" {len(figures.findings)} findings",
+                flush=True,
+            )
             number += lanes
     finally:
         if may_mount:
@@ -81,8 +107,17 @@ def _prepare(folder: str) -> None:
 
 def report(figures: Figures, seed: int, seconds: float) -> dict[str, object]:
     """Print the figures, and return them with what they were measured on."""
-    counts = {name: value for name, value in vars(figures).items() if name not in ("faults", "moments", "findings")}
-    rows = {"faults": figures.faults.total(), **dict(figures.faults.most_common()), **counts, "seconds": round(seconds)}
+    counts = {
+        name: value
+        for name, value in vars(figures).items()
+        if name not in ("faults", "moments", "findings")
+    }
+    rows = {
+        "faults": figures.faults.total(),
+        **dict(figures.faults.most_common()),
+        **counts,
+        "seconds": round(seconds),
+    }
     width = max(map(len, rows))
     print("\n".join(f"{name.replace('_', ' '):<{width}}  {value}" for name, value in rows.items()))
     for result in figures.findings:

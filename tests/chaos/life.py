@@ -40,7 +40,8 @@ ENDING_SECONDS = 30.0
 ASKING = ("ask to stop", "kill the launcher", "ask the launcher", *LOSES_OUTPUT)
 # What is sent here. A rank that ends by another signal has crashed.
 SENT = (signal.SIGKILL, *STOP_SIGNALS)
-# A rank that is stopped is told after the limit and some heartbeats; a busy machine is late with either.
+# A rank that is stopped is told after the limit and some heartbeats; a busy machine is late with
+# either.
 NAMED_SECONDS = STALL_SECONDS + 15.0
 
 
@@ -76,9 +77,14 @@ class Figures:
 
 
 class Life:
-    """A run under `folder`, on a disk of its own if `disk` says so. `stays` keeps it on one topology from first to last."""
+    """A run under `folder`, on a disk of its own if `disk` says so.
 
-    def __init__(self, data: Path, folder: Path, references: Path, seed: int, number: int, disk: Path | None) -> None:
+    `stays` keeps it on one topology from first to last.
+    """
+
+    def __init__(
+        self, data: Path, folder: Path, references: Path, seed: int, number: int, disk: Path | None
+    ) -> None:
         self._data, self._folder, self._references, self._disk = data, folder, references, disk
         self._seed, self._number = seed, number
         self._chance = Random(f"{seed} {number}")
@@ -95,7 +101,9 @@ class Life:
         shutil.rmtree(self.run.path, ignore_errors=True)
 
     def lead(self, goes_on: Callable[[Figures], bool]) -> Figures:
-        """Disturb the run while `goes_on` and it is not at its end; then let it end, and compare."""
+        """Disturb the run while `goes_on` and it is not at its end; then let it end, and
+        compare.
+        """
         number = 0
         while True:
             if not self._stays and number and self._chance.random() < 0.4:
@@ -127,7 +135,9 @@ class Life:
         else:
             attempt = forked(words, topology.ranks, self._folder, limit, outlet)
         self._attempt = attempt
-        self._telling = f"life {self._number}, attempt {figures.attempts}: {topology}, {fault and fault.kind}"
+        self._telling = (
+            f"life {self._number}, attempt {figures.attempts}: {topology}, {fault and fault.kind}"
+        )
         self._telling += f" {outlet.streams} ({outlet.how}) at" if outlet else " at"
         self._telling += f" {fault and fault.moment}, from step {expected}"
         hurt = False
@@ -145,7 +155,7 @@ class Life:
             outlet.close()
         return is_over
 
-    # --- during an attempt -------------------------------------------------------------------------------------------
+    # --- during an attempt ------------------------------------------------------------------------
 
     def _hurt(self, fault: Fault, attempt: Attempt, tracks: Tracks, ranks: int) -> bool:
         """Do the harm and wait for what comes of it. Whether it was done."""
@@ -195,7 +205,13 @@ class Life:
         ranks = descendants(attempt.pids[-1])
         process = tracks.heartbeats().get(victim, {}).get("process")
         if fault.kind == "kill a launched rank":
-            attempt_pid = process if process in ranks else fault.chance.choice(ranks) if ranks else attempt.pids[-1]
+            attempt_pid = (
+                process
+                if process in ranks
+                else fault.chance.choice(ranks)
+                if ranks
+                else attempt.pids[-1]
+            )
             _kill(attempt_pid)
         elif fault.kind == "kill the launcher":
             attempt.send(signal.SIGKILL)
@@ -209,11 +225,18 @@ class Life:
                 raise Hung(f"launcher or ranks did not end after: {fault.kind}")
             time.sleep(0.02)
         named = f"rank {victim} was killed by SIGKILL" in attempt.said()
-        if process in ranks and fault.kind == "kill a launched rank" and attempt.ended[-1] and not named:
+        if (
+            process in ranks
+            and fault.kind == "kill a launched rank"
+            and attempt.ended[-1]
+            and not named
+        ):
             self._find("a killed rank was not named", attempt.said())
 
     def _sleep(self, victim: int, attempt: Attempt, tracks: Tracks) -> bool:
-        """Stop a rank until its peers have named it; the run then goes on, to its end or the next fault."""
+        """Stop a rank until its peers have named it; the run then goes on, to its end or the next
+        fault.
+        """
         pid, said = attempt.pids[victim], len(attempt.said())
         named = re.compile(rf"^  ranks? [\d, -]*{victim}\b.* stuck +process {pid} is stopped", re.M)
         ended_before = not attempt.look()
@@ -224,11 +247,14 @@ class Life:
             return bool(named.search(attempt.said())) or not attempt.look()
 
         stop_for(pid, is_over, NAMED_SECONDS)
-        # Ranks wait for each other before they end: once one is done, the victim has only its own end before it.
+        # Ranks wait for each other before they end: once one is done, the victim has only its own
+        # end before it.
         had_ended = ended_before or phases.get(victim) in FINAL_PHASES or "done" in phases.values()
         if not named.search(attempt.said()) and not had_ended:
             self.figures.unnamed_hangs += 1
-            self._find(f"rank {victim} (process {pid}) slept and was not named", attempt.said()[said:])
+            self._find(
+                f"rank {victim} (process {pid}) slept and was not named", attempt.said()[said:]
+            )
         # And on: what follows is the fault of another attempt.
         steps = len(tracks.trained()) + 2
         deadline = time.monotonic() + HANG_SECONDS
@@ -241,13 +267,19 @@ class Life:
         return True
 
     def _fill(self, fault: Fault, attempt: Attempt) -> bool:
-        """Fill the disk; where the fault is `patient` until it has been told, and then make room again."""
+        """Fill the disk; where the fault is `patient` until it has been told, and then make room
+        again.
+        """
         assert self._disk is not None
         ballast = Ballast(self._disk, int(fault.delay**2 * 900_000))
         try:
             if fault.patient:
                 deadline = time.monotonic() + 3.0
-                while attempt.look() and time.monotonic() < deadline and "saves failed in a row" not in attempt.said():
+                while (
+                    attempt.look()
+                    and time.monotonic() < deadline
+                    and "saves failed in a row" not in attempt.said()
+                ):
                     time.sleep(0.01)
                 ballast.drop()
             if not attempt.wait(4 * HANG_SECONDS):
@@ -262,9 +294,16 @@ class Life:
         self.figures.unnamed_hangs += not named
         self._find(f"hang ({'named' if named else 'not named'}): {problem}", attempt.said())
 
-    # --- after an attempt --------------------------------------------------------------------------------------------
+    # --- after an attempt -------------------------------------------------------------------------
 
-    def _look_over(self, fault: Fault | None, attempt: Attempt, tracks: Tracks, topology: Topology, expected: int) -> bool:
+    def _look_over(
+        self,
+        fault: Fault | None,
+        attempt: Attempt,
+        tracks: Tracks,
+        topology: Topology,
+        expected: int,
+    ) -> bool:
         """Judge what an attempt said and left. Whether the run is at its end."""
         figures, said, trained = self.figures, attempt.said(), tracks.trained()
         figures.steps_trained += len(trained)
@@ -275,7 +314,12 @@ class Life:
             self._find(f"statuses {attempt.ended} where nothing was done to it", said)
         if trained:
             self._history.append(topology)
-            self._check_start(attempt.said() if attempt.outlet else attempt.out(), trained, expected, bool(attempt.outlet))
+            self._check_start(
+                attempt.said() if attempt.outlet else attempt.out(),
+                trained,
+                expected,
+                bool(attempt.outlet),
+            )
             self._check_losses()
             self._position = trained[-1]
         self._damaged = [each for each in self._damaged if each.there]
@@ -286,16 +330,26 @@ class Life:
             self._find(f"a rank crashed: {attempt.ended}", said)
         # Asked when the last step is done there is nothing left to stop.
         if fault and fault.kind in ASKING and trained and trained[-1] < STEPS:
-            # A run that was only starting gets the launcher's SIGTERM too; all ranks follow the same signal.
+            # A run that was only starting gets the launcher's SIGTERM too; all ranks follow the
+            # same signal.
             requested = len(statuses) == 1 and statuses <= {128 + number for number in attempt.sent}
             if fault.kind in ("ask to stop", *LOSES_OUTPUT) and not requested:
-                self._find(f"asked by {signal_name(fault.signal)} it ended with {attempt.ended}", said)
+                self._find(
+                    f"asked by {signal_name(fault.signal)} it ended with {attempt.ended}", said
+                )
             if attempt.outlet and (words := untold_loss(attempt, tracks)):
                 self._find(f"nowhere in its log: {words}", said)
             if lost:
                 self._find(f"{lost} steps were lost though it was asked to stop", said)
-        left_alone = statuses <= {1, -signal.SIGKILL} and 1 in statuses  # a launcher's SIGTERM may end who was about to speak
-        if fault and fault.kind == "kill a rank" and trained and left_alone and not re.search(r"^lmforge: ", said, re.M):
+        # A launcher's SIGTERM may end who was about to speak.
+        left_alone = statuses <= {1, -signal.SIGKILL} and 1 in statuses
+        if (
+            fault
+            and fault.kind == "kill a rank"
+            and trained
+            and left_alone
+            and not re.search(r"^lmforge: ", said, re.M)
+        ):
             self._find(f"nobody said why it ended with {attempt.ended}", said)
         self._lose(lost, by_disk=fault is not None and fault.kind in ("full disk", "file limit"))
         self._position = min(self._position, newest)
@@ -308,7 +362,9 @@ class Life:
         figures = self.figures
         if by_disk:
             figures.lost_to_damage_or_full_disk += lost
-            figures.most_lost_to_damage_or_full_disk = max(figures.most_lost_to_damage_or_full_disk, lost)
+            figures.most_lost_to_damage_or_full_disk = max(
+                figures.most_lost_to_damage_or_full_disk, lost
+            )
             return
         figures.lost_steps += lost
         figures.most_lost_at_once = max(figures.most_lost_at_once, lost)
@@ -317,34 +373,57 @@ class Life:
             self._find(f"{lost} steps were lost", self._attempt.said() if self._attempt else "")
 
     def _newest(self) -> int:
-        """The step that the run has to go on from: its newest checkpoint that was not damaged here."""
+        """The step that the run has to go on from: its newest checkpoint that was not damaged
+        here.
+        """
         damaged = {each.folder for each in self._damaged if each.there}
-        return max((step for step in self.run.checkpoint_steps() if self.run.checkpoint_path(step) not in damaged), default=0)
+        return max(
+            (
+                step
+                for step in self.run.checkpoint_steps()
+                if self.run.checkpoint_path(step) not in damaged
+            ),
+            default=0,
+        )
 
     def _check_start(self, out: str, trained: list[int], expected: int, may_be_lost: bool) -> None:
-        """It went on from the newest sound checkpoint and said so, and what it passed over, unless that may be lost."""
+        """It went on from the newest sound checkpoint and said so, and what it passed over, unless
+        that may be lost.
+        """
         resumed = re.findall(r"^continuing .* from step (\d+)$", out, re.M)
         begun = int(resumed[-1]) if resumed else trained[0] - 1 if may_be_lost else 0
         if begun != expected or trained[0] != begun + 1:
-            self._find(f"it went on from step {begun} (first trained {trained[0]}) and not from {expected}", out)
-            self.figures.corrupt_loaded += any(self.run.checkpoint_path(begun) == each.folder for each in self._damaged)
+            self._find(
+                f"it went on from step {begun} (first trained {trained[0]}) and not from"
+                f" {expected}",
+                out,
+            )
+            self.figures.corrupt_loaded += any(
+                self.run.checkpoint_path(begun) == each.folder for each in self._damaged
+            )
         for each in self._damaged:
             if int(each.folder.name.removeprefix("step-")) > begun:
                 if re.search(rf"{each.folder.name}: .+; skipped$", out, re.M):
                     self.figures.passed_over_and_named += 1
                 elif not may_be_lost:
-                    self._find(f"{each.folder.name} ({each.what}) was passed over without a word", out)
+                    self._find(
+                        f"{each.folder.name} ({each.what}) was passed over without a word", out
+                    )
 
     def _check_losses(self) -> None:
         same = len(set(self._history)) == 1
-        theirs = undisturbed(self._data, self._references, self._history[0] if same else Topology(1, "single"))
+        theirs = undisturbed(
+            self._data, self._references, self._history[0] if same else Topology(1, "single")
+        )
         for record in self.run.read_metrics():
             for name in ("loss", "val/loss"):
                 if name in record:
                     mine, right = record[name], theirs[f"{name} {record['step']}"]
                     if mine != right if same else abs(mine - right) > FP32.loss * abs(right):
                         self.figures.wrong_losses += 1
-                        self._find(f"{name} of step {record['step']} is {mine!r} and not {right!r}", "")
+                        self._find(
+                            f"{name} of step {record['step']} is {mine!r} and not {right!r}", ""
+                        )
                         return
 
     def _check_final_names(self) -> None:
@@ -360,10 +439,17 @@ class Life:
                 self._find(f"{folder.name}: {problem}", "")
 
     def _spoil(self, fault: Fault) -> None:
-        """Damage the newest checkpoints. Where none is left the run must refuse, and the damage is undone."""
+        """Damage the newest checkpoints.
+
+        Where none is left the run must refuse, and the damage is undone.
+        """
         for kind in fault.damage:
             damaged = {each.folder for each in self._damaged}
-            sound = [step for step in self.run.checkpoint_steps() if self.run.checkpoint_path(step) not in damaged]
+            sound = [
+                step
+                for step in self.run.checkpoint_steps()
+                if self.run.checkpoint_path(step) not in damaged
+            ]
             if not sound:
                 return
             done = damage(kind, self.run.checkpoint_path(sound[-1]), fault.chance)
@@ -382,7 +468,9 @@ class Life:
     def _refused(self, done: Damage) -> None:
         """With no sound checkpoint a run does not begin again by itself."""
         alone = Topology(1, "single")
-        attempt = forked(recipe(self._data, self.run.path.parent, self.run.path.name, alone), 1, self._folder)
+        attempt = forked(
+            recipe(self._data, self.run.path.parent, self.run.path.name, alone), 1, self._folder
+        )
         if not attempt.wait(HANG_SECONDS):
             attempt.send(signal.SIGKILL)
             attempt.wait(ENDING_SECONDS)
@@ -409,7 +497,9 @@ class Life:
 
     def _count(self, fault: Fault) -> None:
         self.figures.faults[fault.kind] += 1
-        self.figures.moments[fault.moment if fault.moment != "phase" else f"phase {fault.phase}"] += 1
+        self.figures.moments[
+            fault.moment if fault.moment != "phase" else f"phase {fault.phase}"
+        ] += 1
 
 
 def _kill(pid: int) -> None:

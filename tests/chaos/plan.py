@@ -1,4 +1,6 @@
-"""Which faults happen, when, and on which ranks: drawn from a seed, so that the same seed gives the same faults."""
+"""Which faults happen, when, and on which ranks: drawn from a seed, so that the same seed gives the
+same faults.
+"""
 
 from dataclasses import dataclass
 from random import Random
@@ -14,8 +16,8 @@ ENGINES = {
     "fsdp2 no-shard": ["--parallel.engine", "fsdp2", "--parallel.sharding", "no-shard"],
 }
 PHASES = ("data", "forward", "backward", "reduce", "optimizer", "save", "barrier", "evaluate")
-# How often each kind of fault is drawn, and the moments that it may be drawn for. A damaged checkpoint comes on top, after
-# a fault that ended the ranks.
+# How often each kind of fault is drawn, and the moments that it may be drawn for. A damaged
+# checkpoint comes on top, after a fault that ended the ranks.
 ANY_MOMENT = ("start", "step", "phase", "writing", "sealing", "renamed", "deleting")
 RUNNING = ("step", "phase", "writing", "renamed")
 KINDS: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -31,9 +33,22 @@ KINDS: dict[str, tuple[int, tuple[str, ...]]] = {
     "lose the output": (8, ("start", *RUNNING)),
     "lose the launcher's output": (4, ("start", *RUNNING)),
 }
-BY_COMMAND = ("kill the launcher", "kill a launched rank", "ask the launcher", "lose the launcher's output")
+BY_COMMAND = (
+    "kill the launcher",
+    "kill a launched rank",
+    "ask the launcher",
+    "lose the launcher's output",
+)
 LOSES_OUTPUT = ("lose the output", "lose the launcher's output")
-DAMAGE = ("flipped bit", "truncated", "zeroed tail", "missing file", "flipped manifest", "missing manifest", "torn manifest")
+DAMAGE = (
+    "flipped bit",
+    "truncated",
+    "zeroed tail",
+    "missing file",
+    "flipped manifest",
+    "missing manifest",
+    "torn manifest",
+)
 DAMAGE_SHARE = 0.4
 
 
@@ -54,12 +69,15 @@ class Topology:
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing to go wrong. What depends on the run (which ranks there are, which files) is chosen by `chance` when it
-    comes to it.
+    """One thing to go wrong.
+
+    What depends on the run (which ranks there are, which files) is chosen by `chance` when it comes
+    to it.
 
     steps     so many steps are trained before the moment is waited for
     delay     seconds from 0 to 1, of as much as the moment has to spare
-    patient   whether ranks that lost a peer are left to notice it, or are ended by their launcher; whether a run that lost its
+    patient   whether ranks that lost a peer are left to notice it, or are ended by their launcher;
+              whether a run that lost its
               output is left to end, or is asked to stop
     damage    what is done to the newest checkpoints after it, each in turn
     """
@@ -78,7 +96,10 @@ class Fault:
 def topology(chance: Random, least: int = 1) -> Topology:
     """Any that there is, of at least so many ranks."""
     ranks = chance.choice([count for count in (1, 2, 2, 3, 4) if count >= least])
-    return Topology(ranks, "single" if ranks == 1 else chance.choice([name for name in ENGINES if name != "single"]))
+    return Topology(
+        ranks,
+        "single" if ranks == 1 else chance.choice([name for name in ENGINES if name != "single"]),
+    )
 
 
 def fault(seed: int, life: int, number: int) -> Fault:

@@ -1,6 +1,8 @@
-"""Real ranks: processes with their own rendezvous, gloo and files, forked from a process that has imported torch.
+"""Real ranks: processes with their own rendezvous, gloo and files, forked from a process that has
+imported torch.
 
-Importing torch takes longer than a life of these small runs. Some of the attempts use the command instead.
+Importing torch takes longer than a life of these small runs. Some of the attempts use the command
+instead.
 """
 
 import contextlib
@@ -24,15 +26,20 @@ COMMAND = [sys.executable, "-m", "lmforge"]
 
 
 class Outlet:
-    """Where standard output or error, or both, of an attempt go until they are lost: nowhere, since they were "closed" before;
-    to a "reader" that goes away; to a file on a "disk" of its own, which fills up."""
+    """Where standard output or error, or both, of an attempt go until they are lost: nowhere, since
+    they were "closed" before; to a "reader" that goes away; to a file on a "disk" of its own, which
+    fills up.
+    """
 
     def __init__(self, how: str, streams: tuple[int, ...], folder: Path) -> None:
         self.how, self.streams, self.path = how, streams, folder / "said before.txt"
         self._file = -1
         if how == "disk":
             (folder / "disk").mkdir(exist_ok=True)
-            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "chaos", str(folder / "disk")], check=True)
+            subprocess.run(
+                ["mount", "-t", "tmpfs", "-o", "size=128k", "chaos", str(folder / "disk")],
+                check=True,
+            )
             self.path = folder / "disk" / "said before.txt"
         self.path.write_bytes(b"")
         if how == "disk":
@@ -48,7 +55,8 @@ class Outlet:
         for stream in self.streams:
             if self.how == "closed":
                 os.close(stream)
-                setattr(sys, "stdout" if stream == 1 else "stderr", None)  # as Python finds it when it starts
+                # As Python finds it when it starts.
+                setattr(sys, "stdout" if stream == 1 else "stderr", None)
             else:
                 os.dup2(self._file, stream)
 
@@ -57,10 +65,14 @@ class Outlet:
             self._reader.kill()
             self._reader.wait()
         elif self.how == "disk":
-            with contextlib.suppress(OSError), open(self.path.with_name("ballast"), "wb", buffering=0) as ballast:
+            with (
+                contextlib.suppress(OSError),
+                open(self.path.with_name("ballast"), "wb", buffering=0) as ballast,
+            ):
                 while True:
                     ballast.write(bytes(512))
-            with contextlib.suppress(OSError):  # what is left of the last page, too much for some runs to fill
+            # What is left of the last page, too much for some runs to fill.
+            with contextlib.suppress(OSError):
                 while True:
                     os.write(self._file, b"\n")
 
@@ -74,9 +86,14 @@ class Outlet:
 
 
 class Attempt:
-    """The processes of one attempt at a run. `ended` has exit statuses by rank, negative for a signal; the launcher is -1."""
+    """The processes of one attempt at a run.
 
-    def __init__(self, pids: dict[int, int], outputs: dict[int, Path], outlet: Outlet | None = None) -> None:
+    `ended` has exit statuses by rank, negative for a signal; the launcher is -1.
+    """
+
+    def __init__(
+        self, pids: dict[int, int], outputs: dict[int, Path], outlet: Outlet | None = None
+    ) -> None:
         self.pids = pids
         self.outlet = outlet
         self.outputs = outputs
@@ -122,7 +139,11 @@ class Attempt:
 
 
 def forked(
-    words: list[str], ranks: int, folder: Path, largest_file: int | None = None, outlet: Outlet | None = None
+    words: list[str],
+    ranks: int,
+    folder: Path,
+    largest_file: int | None = None,
+    outlet: Outlet | None = None,
 ) -> Attempt:
     """A command line of lmforge on so many ranks, with what they say in FOLDER/said-R.txt."""
     port = free_port()
@@ -140,7 +161,13 @@ def forked(
     return Attempt(pids, outputs, outlet)
 
 
-def _be_rank(words: list[str], place: dict[str, str], outputs: Path, largest_file: int | None, outlet: Outlet | None) -> None:
+def _be_rank(
+    words: list[str],
+    place: dict[str, str],
+    outputs: Path,
+    largest_file: int | None,
+    outlet: Outlet | None,
+) -> None:
     """What a forked rank does, as `python -m lmforge` would."""
     status = 1
     try:
@@ -165,7 +192,9 @@ def _be_rank(words: list[str], place: dict[str, str], outputs: Path, largest_fil
 
 
 def launched(words: list[str], ranks: int, folder: Path, outlet: Outlet | None = None) -> Attempt:
-    """The same through the command, which starts its ranks itself: only the launcher is a child of ours."""
+    """The same through the command, which starts its ranks itself: only the launcher is a child of
+    ours.
+    """
     outputs = folder / "said-0.txt"
     for path in folder.glob("said-*.txt"):
         path.unlink()
@@ -173,13 +202,21 @@ def launched(words: list[str], ranks: int, folder: Path, outlet: Outlet | None =
         words = [*words, "--launch.processes", str(ranks)]
         variables = {**os.environ, "PYTHONUNBUFFERED": "1"}
         give = outlet and outlet.give
-        process = subprocess.Popen([*COMMAND, *words], stdout=file, stderr=subprocess.STDOUT, env=variables, preexec_fn=give)
+        process = subprocess.Popen(
+            [*COMMAND, *words],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=variables,
+            preexec_fn=give,
+        )
     process.returncode = 0  # it is waited for here, by its number
     return Attempt({-1: process.pid}, {-1: outputs}, outlet)
 
 
 def in_a_child(work: Callable[..., Any], *arguments: Any) -> Any:
-    """What `work` returns, as JSON can say it, from a process of its own: threads that it starts are not here at a fork."""
+    """What `work` returns, as JSON can say it, from a process of its own: threads that it starts
+    are not here at a fork.
+    """
     reading, writing = os.pipe()
     sys.stdout.flush()
     child = os.fork()
@@ -199,7 +236,9 @@ def in_a_child(work: Callable[..., Any], *arguments: Any) -> Any:
         text = answer.read()
     _, status = os.waitpid(child, 0)
     if status:
-        raise RuntimeError(f"{work.__name__} failed with status {os.waitstatus_to_exitcode(status)}")
+        raise RuntimeError(
+            f"{work.__name__} failed with status {os.waitstatus_to_exitcode(status)}"
+        )
     return json.loads(text)
 
 

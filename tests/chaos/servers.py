@@ -1,4 +1,6 @@
-"""Servers that are killed and started again, and proxies before them that spoil answers and write down all others."""
+"""Servers that are killed and started again, and proxies before them that spoil answers and write
+down all others.
+"""
 
 import json
 import secrets
@@ -15,7 +17,8 @@ from typing import NamedTuple
 from lmforge.core.distributed.rendezvous import free_port
 from tests.preloaded import Forked, preloaded
 
-# What a proxy does to answers with sampled tokens, and what the run says of it. An answer that is late is no failure.
+# What a proxy does to answers with sampled tokens, and what the run says of it. An answer that is
+# late is no failure.
 SPOILS = {
     "a server hangs": "no whole answer within",
     "a server answers late": "",
@@ -40,7 +43,18 @@ class Server:
     def __init__(self, model: Path, folder: Path, number: int) -> None:
         self.port, self._folder = free_port(), folder / f"server-{number}"
         self._folder.mkdir()
-        limits = ["--max_batch_size", 8, "--max_length", 80, "--device", "cpu", "--dtype", "fp32", "--port", self.port]
+        limits = [
+            "--max_batch_size",
+            8,
+            "--max_length",
+            80,
+            "--device",
+            "cpu",
+            "--dtype",
+            "fp32",
+            "--port",
+            self.port,
+        ]
         self._words = ["serve", model, "--weight_updates", *limits]
         self._process: Forked | None = None
         self._start_at: float | None = None
@@ -55,7 +69,9 @@ class Server:
                 urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5).close()
                 return
             time.sleep(0.05)
-        raise RuntimeError(f"the server does not start: {self._process and self._process.errors.read_text()}")
+        raise RuntimeError(
+            f"the server does not start: {self._process and self._process.errors.read_text()}"
+        )
 
     def kill(self) -> None:
         if self._process is not None:
@@ -82,8 +98,11 @@ class Server:
 
 
 class Proxy:
-    """The address of a server that does as it should, but for answers that are to be spoiled. `sampled` has what passed as it
-    was; `spoiled` is the first kind of fault that was done in this attempt."""
+    """The address of a server that does as it should, but for answers that are to be spoiled.
+
+    `sampled` has what passed as it was; `spoiled` is the first kind of fault that was done in this
+    attempt.
+    """
 
     def __init__(self, server: Server) -> None:
         self.sampled: list[SampledSpan] = []
@@ -105,7 +124,9 @@ class Proxy:
                 attempt = proxy._attempt
                 headers = {"content-type": "application/json"} if body is not None else {}
                 headers["authorization"] = self.headers.get("authorization", "")
-                request = urllib.request.Request(f"http://127.0.0.1:{server.port}{self.path}", body, headers)
+                request = urllib.request.Request(
+                    f"http://127.0.0.1:{server.port}{self.path}", body, headers
+                )
                 try:
                     with urllib.request.urlopen(request, timeout=60) as answer:
                         status, content = answer.status, answer.read()
@@ -162,13 +183,22 @@ class Proxy:
             for span in answer["choices"][0]["weight_versions"]:
                 name, _, version = span["version"].rpartition("-")
                 span["version"] = (
-                    f"{name}-{int(version) - older}" if version.isdecimal() and int(version) >= older else "default"
+                    f"{name}-{int(version) - older}"
+                    if version.isdecimal() and int(version) >= older
+                    else "default"
                 )
             return json.dumps(answer).encode()
         if kind:
             time.sleep(seconds)
-        names = [span["version"] for span in choice["weight_versions"] for _ in range(span["start"], span["end"])]
-        versions = tuple(int(name.rpartition("-")[2]) if name.rpartition("-")[2].isdecimal() else -1 for name in names)
+        names = [
+            span["version"]
+            for span in choice["weight_versions"]
+            for _ in range(span["start"], span["end"])
+        ]
+        versions = tuple(
+            int(name.rpartition("-")[2]) if name.rpartition("-")[2].isdecimal() else -1
+            for name in names
+        )
         with self._lock:
             self.sampled.append(SampledSpan(tuple(choice["token_ids"]), versions))
         return content

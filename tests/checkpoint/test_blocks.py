@@ -5,7 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from lmforge.core.checkpoint.storage import BLOCK_BYTES, HashingFileSystem, VerifyingFileSystem, digest_file
+from lmforge.core.checkpoint.storage import (
+    BLOCK_BYTES,
+    HashingFileSystem,
+    VerifyingFileSystem,
+    digest_file,
+)
 from lmforge.core.records.manifests import CorruptCheckpoint
 from tests.seeds import fresh_random
 
@@ -22,7 +27,10 @@ def written(path: Path, content: bytes, chance: random.Random) -> HashingFileSys
         at = 0
         while at < len(content):
             piece = content[
-                at : at + chance.choice((1, 1000, BLOCK_BYTES, 3 * BLOCK_BYTES, chance.randrange(1, 2 * BLOCK_BYTES)))
+                at : at
+                + chance.choice(
+                    (1, 1000, BLOCK_BYTES, 3 * BLOCK_BYTES, chance.randrange(1, 2 * BLOCK_BYTES))
+                )
             ]
             file.write(piece)
             at += len(piece)
@@ -31,7 +39,9 @@ def written(path: Path, content: bytes, chance: random.Random) -> HashingFileSys
 
 
 @pytest.mark.parametrize("size", [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, 2 * BLOCK_BYTES + 5])
-def test_blocks_hashed_while_writing_are_those_of_the_file(tmp_path: Path, chance: random.Random, size: int) -> None:
+def test_blocks_hashed_while_writing_are_those_of_the_file(
+    tmp_path: Path, chance: random.Random, size: int
+) -> None:
     path, content = tmp_path / "a", chance.randbytes(size)
     files = written(path, content, chance)
     assert path.read_bytes() == content
@@ -39,7 +49,9 @@ def test_blocks_hashed_while_writing_are_those_of_the_file(tmp_path: Path, chanc
     assert len(digest_file(path)["xxh3"]) == -(-size // BLOCK_BYTES)
 
 
-def test_any_part_is_read_as_it_was_written_and_none_that_a_flipped_bit_is_near(tmp_path: Path, chance: random.Random) -> None:
+def test_any_part_is_read_as_it_was_written_and_none_that_a_flipped_bit_is_near(
+    tmp_path: Path, chance: random.Random
+) -> None:
     path, content = tmp_path / "a", bytearray(chance.randbytes(3 * BLOCK_BYTES + 77))
     system = VerifyingFileSystem(written(path, bytes(content), chance).files)
 
@@ -57,7 +69,11 @@ def test_any_part_is_read_as_it_was_written_and_none_that_a_flipped_bit_is_near(
     path.write_bytes(spoiled)
     block = flipped // BLOCK_BYTES
     with pytest.raises(
-        CorruptCheckpoint, match=r"a does not hold what was written \(the block at byte \d+ does not match its checksum\)"
+        CorruptCheckpoint,
+        match=(
+            r"a does not hold what was written \(the block at byte \d+ does not match its"
+            r" checksum\)"
+        ),
     ):
         part(flipped, flipped + 1)
     for begin, end in parts:
@@ -68,17 +84,28 @@ def test_any_part_is_read_as_it_was_written_and_none_that_a_flipped_bit_is_near(
                 part(begin, end)
 
 
-def test_a_file_that_is_short_missing_or_unknown_is_not_read(tmp_path: Path, chance: random.Random) -> None:
+def test_a_file_that_is_short_missing_or_unknown_is_not_read(
+    tmp_path: Path, chance: random.Random
+) -> None:
     path = tmp_path / "a"
     files = written(path, chance.randbytes(1000), chance).files
     path.write_bytes(path.read_bytes()[:-1])
     with (
-        pytest.raises(CorruptCheckpoint, match=r"a does not hold what was written \(ends at byte 999 of 1000\)"),
+        pytest.raises(
+            CorruptCheckpoint,
+            match=r"a does not hold what was written \(ends at byte 999 of 1000\)",
+        ),
         VerifyingFileSystem(files).create_stream(path, "rb") as file,
     ):
         file.read()
     path.unlink()
-    with pytest.raises(CorruptCheckpoint, match="a is missing"), VerifyingFileSystem(files).create_stream(path, "rb"):
+    with (
+        pytest.raises(CorruptCheckpoint, match="a is missing"),
+        VerifyingFileSystem(files).create_stream(path, "rb"),
+    ):
         pass
-    with pytest.raises(CorruptCheckpoint, match="a is not in its manifest"), VerifyingFileSystem({}).create_stream(path, "rb"):
+    with (
+        pytest.raises(CorruptCheckpoint, match="a is not in its manifest"),
+        VerifyingFileSystem({}).create_stream(path, "rb"),
+    ):
         pass

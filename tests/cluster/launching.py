@@ -1,4 +1,6 @@
-"""For tests of `lmforge launch`: a folder to type commands in, with a recipe, and waiting for what was started there."""
+"""For tests of `lmforge launch`: a folder to type commands in, with a recipe, and waiting for what
+was started there.
+"""
 
 import json
 import os
@@ -48,11 +50,18 @@ class Desk:
         return preloaded().run(line, said, cwd=self.folder, variables=self.variables)
 
     def launch(self, *words: object) -> Run:
-        """Launch the recipe. Returns its run, named as the last --run.name says, or as the recipe."""
+        """Launch the recipe.
+
+        Returns its run, named as the last --run.name says, or as the recipe.
+        """
         done = self("launch", "recipe.toml", *words)
         assert done.returncode == 0, done.stdout + done.stderr
         line = list(words)
-        name = str(line[len(line) - 1 - line[::-1].index("--run.name") + 1]) if "--run.name" in line else "recipe"
+        name = (
+            str(line[len(line) - 1 - line[::-1].index("--run.name") + 1])
+            if "--run.name" in line
+            else "recipe"
+        )
         self._launched.append(name)
         return self.run(name)
 
@@ -110,7 +119,11 @@ def job_id(run: Run) -> str:
 
 
 def losses(run: Run) -> dict[int, float]:
-    return {record["step"]: record["loss"] for record in run.read_metrics() if record.get("loss") is not None}
+    return {
+        record["step"]: record["loss"]
+        for record in run.read_metrics()
+        if record.get("loss") is not None
+    }
 
 
 def assert_same_result(run: Run, reference: Run) -> None:

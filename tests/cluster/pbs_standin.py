@@ -1,7 +1,9 @@
-"""Stand-ins for qsub, qstat, qsig and qdel, since PBS is in no distribution's packages: `python pbs_standin.py qsub …`.
+"""Stand-ins for qsub, qstat, qsig and qdel, since PBS is in no distribution's packages: `python
+pbs_standin.py qsub …`.
 
-They do what `lmforge launch` counts on: qsub runs the script with PBS's variables without waiting for it, qstat says whether
-it still runs, qsig and qdel send signals to all of its processes. STANDIN_FOLDER keeps the jobs, STANDIN_HOSTS names the nodes.
+They do what `lmforge launch` counts on: qsub runs the script with PBS's variables without waiting
+for it, qstat says whether it still runs, qsig and qdel send signals to all of its processes.
+STANDIN_FOLDER keeps the jobs, STANDIN_HOSTS names the nodes.
 """
 
 import os
@@ -24,7 +26,11 @@ def submit(script: Path) -> int:
     number = os.getpid()  # of no other job here: ranks meet at a port that follows from it
     nodes = FOLDER / f"{number}.nodes"
     nodes.write_text("".join(f"{host}\n" for host in os.environ["STANDIN_HOSTS"].split()))
-    variables = {"PBS_JOBID": f"{number}.server", "PBS_NODEFILE": str(nodes), "PBS_ENVIRONMENT": "PBS_BATCH"}
+    variables = {
+        "PBS_JOBID": f"{number}.server",
+        "PBS_NODEFILE": str(nodes),
+        "PBS_ENVIRONMENT": "PBS_BATCH",
+    }
     process = subprocess.Popen(
         ["bash", str(script)],
         env={**os.environ, **variables},
@@ -43,7 +49,9 @@ def submit(script: Path) -> int:
 def processes(job: str) -> list[int]:
     """The processes of a job's session; empty where it has ended."""
     session = (FOLDER / f"{job.partition('.')[0]}.pid").read_text()
-    result = subprocess.run(["ps", "-o", "pid=,stat=", "-s", session], capture_output=True, text=True).stdout
+    result = subprocess.run(
+        ["ps", "-o", "pid=,stat=", "-s", session], capture_output=True, text=True
+    ).stdout
     return [int(line.split()[0]) for line in result.splitlines() if "Z" not in line.split()[1]]
 
 

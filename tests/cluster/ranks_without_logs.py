@@ -23,7 +23,8 @@ from lmforge.core.stages.custom_code import PluginCallbacks
 if __name__ == "__main__":
     folder, watch_seconds = Path(sys.argv[1]), float(sys.argv[2])
     config = validate_options(
-        PretrainConfig, {"run": {"folder": folder, "name": "a"}, "watch": {"timeout_seconds": watch_seconds}}
+        PretrainConfig,
+        {"run": {"folder": folder, "name": "a"}, "watch": {"timeout_seconds": watch_seconds}},
     )
     dist_ctx = cluster.init_distributed("cpu", threads=1, timeout=collective_timeout(config))
     group = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
@@ -34,7 +35,9 @@ if __name__ == "__main__":
             if thread.name == "joining":  # it closes its connection to the store at some time
                 thread.join()
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard))
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 1, hard)
+        )
         with suppress(OSError):
             while True:
                 os.dup(0)

@@ -1,4 +1,6 @@
-"""`lmforge doctor` on two hosts: one answer, in which the slow link, another clone and another disk are named."""
+"""`lmforge doctor` on two hosts: one answer, in which the slow link, another clone and another disk
+are named.
+"""
 
 import json
 import os
@@ -34,10 +36,29 @@ def throttled(laboratory: Laboratory, host: str) -> Iterator[None]:
         laboratory.run(host, "tc qdisc del dev eth0 root")
 
 
-def examined(laboratory: Laboratory, folder: Path, *words: object, status: int = 0) -> dict[str, list[dict[str, Any]]]:
-    """The findings by name, of a process of doctor on each host, with variables as a container hook exports them."""
-    line = [sys.executable, "-m", "lmforge", "doctor", "--device", "cpu", "--output", "json", *words]
-    common = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "node1", "MASTER_PORT": str(free_port())}
+def examined(
+    laboratory: Laboratory, folder: Path, *words: object, status: int = 0
+) -> dict[str, list[dict[str, Any]]]:
+    """The findings by name, of a process of doctor on each host, with variables as a container hook
+    exports them.
+    """
+    line = [
+        sys.executable,
+        "-m",
+        "lmforge",
+        "doctor",
+        "--device",
+        "cpu",
+        "--output",
+        "json",
+        *words,
+    ]
+    common = {
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "node1",
+        "MASTER_PORT": str(free_port()),
+    }
     in_folder = ["sh", "-c", f'cd {folder} && exec "$@"', "-", *line]
     processes = [
         laboratory.start(host, in_folder, stdout=-1, stderr=-1, **common, RANK=str(rank))
@@ -54,13 +75,18 @@ def examined(laboratory: Laboratory, folder: Path, *words: object, status: int =
 
 
 @pytest.mark.slow
-def test_two_hosts_give_one_answer_and_the_slow_link_is_named(laboratory: Laboratory, tmp_path: Path) -> None:
+def test_two_hosts_give_one_answer_and_the_slow_link_is_named(
+    laboratory: Laboratory, tmp_path: Path
+) -> None:
     tools.need("tc")
     findings = examined(laboratory, tmp_path)
     assert findings["ranks"][0]["description"].startswith("2 on 2 hosts met at ")
     for name in ("versions", "clocks", "checkpoints"):
         assert [finding["status"] for finding in findings[name]] == ["pass"], findings[name]
-    assert set(findings["link"][0]["values"]["bytes_per_second"]) == {"node1 → node2", "node2 → node1"}
+    assert set(findings["link"][0]["values"]["bytes_per_second"]) == {
+        "node1 → node2",
+        "node2 → node1",
+    }
     assert "bus bandwidth" in findings["all-reduce"][0]["description"]
     with throttled(laboratory, "node2"):
         link = examined(laboratory, tmp_path)["link"][0]  # the slowest first
@@ -68,7 +94,7 @@ def test_two_hosts_give_one_answer_and_the_slow_link_is_named(laboratory: Labora
     assert link["values"]["bytes_per_second"]["node2 → node1"] < 12e6
 
 
-# --- over the hosts of a job ------------------------------------------------------------------------------------------
+# --- over the hosts of a job ----------------------------------------------------------------------
 
 STANDIN = Path(__file__).with_name("pbs_standin.py")
 
@@ -80,14 +106,23 @@ def login(laboratory: Laboratory, tmp_path: Path, tiny_options: list[str]) -> De
     programs.mkdir()
     (tmp_path / "hosts").write_text("node1\nnode2\n")
     write_executable(programs / "remote", f'#!/bin/sh\nexec ssh -F {laboratory.ssh_config} "$@"\n')
-    options = f"-launcher ssh -launcher-exec {programs}/remote -localhost {laboratory.addresses[LOGIN]}"
+    options = (
+        f"-launcher ssh -launcher-exec {programs}/remote -localhost {laboratory.addresses[LOGIN]}"
+    )
     write_executable(
-        programs / "mpiexec", f'#!/bin/sh\nexec mpiexec.mpich {options} ${{PBS_NODEFILE:+-f "$PBS_NODEFILE"}} "$@"\n'
+        programs / "mpiexec",
+        f'#!/bin/sh\nexec mpiexec.mpich {options} ${{PBS_NODEFILE:+-f "$PBS_NODEFILE"}} "$@"\n',
     )
     for name in ("qsub", "qstat", "qsig", "qdel"):
-        write_executable(programs / name, f'#!/bin/sh\nexec {sys.executable} {STANDIN} {name} "$@"\n')
+        write_executable(
+            programs / name, f'#!/bin/sh\nexec {sys.executable} {STANDIN} {name} "$@"\n'
+        )
     (tmp_path / "pbs").mkdir()
-    variables = {"STANDIN_FOLDER": str(tmp_path / "pbs"), "STANDIN_HOSTS": "node1 node2", "PATH": with_programs(programs)}
+    variables = {
+        "STANDIN_FOLDER": str(tmp_path / "pbs"),
+        "STANDIN_HOSTS": "node1 node2",
+        "PATH": with_programs(programs),
+    }
     return Desk(tmp_path, tiny_options, **laboratory.environment, **variables)
 
 
@@ -104,14 +139,30 @@ def ways(laboratory: Laboratory) -> dict[str, list[str]]:
 def at_login(laboratory: Laboratory, desk: Desk, *words: str) -> subprocess.CompletedProcess[str]:
     """Type `lmforge doctor` on the login node, in the desk's folder."""
     line = [sys.executable, "-m", "lmforge", "doctor", *words]
-    return laboratory.run(LOGIN, ["sh", "-c", f'cd {desk.folder} && exec "$@"', "-", *line], timeout=140, **desk.variables)
+    return laboratory.run(
+        LOGIN,
+        ["sh", "-c", f'cd {desk.folder} && exec "$@"', "-", *line],
+        timeout=140,
+        **desk.variables,
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.needs("MPICH")
 @pytest.mark.parametrize("launcher", ["ssh", "slurm", "pbs", "mpi"])
-def test_every_launcher_examines_both_hosts_and_leaves_nothing(launcher: str, laboratory: Laboratory, login: Desk) -> None:
-    words = ["recipe.toml", "--on", launcher, *ways(laboratory)[launcher], "--device", "cpu", "--output", "json"]
+def test_every_launcher_examines_both_hosts_and_leaves_nothing(
+    launcher: str, laboratory: Laboratory, login: Desk
+) -> None:
+    words = [
+        "recipe.toml",
+        "--on",
+        launcher,
+        *ways(laboratory)[launcher],
+        "--device",
+        "cpu",
+        "--output",
+        "json",
+    ]
     before = sorted(login.folder.iterdir())
     done = at_login(laboratory, login, *words)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -129,11 +180,23 @@ def test_every_launcher_examines_both_hosts_and_leaves_nothing(launcher: str, la
 
 
 @pytest.mark.slow
-def test_a_host_that_cannot_reach_the_first_is_named_and_the_status_is_1(laboratory: Laboratory, login: Desk) -> None:
+def test_a_host_that_cannot_reach_the_first_is_named_and_the_status_is_1(
+    laboratory: Laboratory, login: Desk
+) -> None:
     route = f"unreachable {laboratory.addresses['node2']}"
     assert laboratory.run("node1", f"ip route add {route}").returncode == 0
     try:
-        done = at_login(laboratory, login, "--on", "ssh", *ways(laboratory)["ssh"], "--device", "cpu", "--timeout_seconds", "5")
+        done = at_login(
+            laboratory,
+            login,
+            "--on",
+            "ssh",
+            *ways(laboratory)["ssh"],
+            "--device",
+            "cpu",
+            "--timeout_seconds",
+            "5",
+        )
     finally:
         laboratory.run("node1", f"ip route del {route}")
     assert done.returncode == 1, done.stdout + done.stderr
@@ -143,14 +206,29 @@ def test_a_host_that_cannot_reach_the_first_is_named_and_the_status_is_1(laborat
 @pytest.mark.slow
 def test_an_interrupted_doctor_ends_its_job(laboratory: Laboratory, login: Desk) -> None:
     environment = {**os.environ, **login.variables}
-    line = [sys.executable, "-m", "lmforge", "doctor", "--on", "slurm", "--device", "cpu", "--directives", "begin=now+1hour"]
-    with subprocess.Popen(line, cwd=login.folder, env=environment, stderr=subprocess.PIPE, text=True) as process:
+    line = [
+        sys.executable,
+        "-m",
+        "lmforge",
+        "doctor",
+        "--on",
+        "slurm",
+        "--device",
+        "cpu",
+        "--directives",
+        "begin=now+1hour",
+    ]
+    with subprocess.Popen(
+        line, cwd=login.folder, env=environment, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stderr
         assert re.match(r"lmforge: job \d+ is pending \(BeginTime\)", process.stderr.readline())
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 128 + signal.SIGINT
     deadline = time.monotonic() + 30
-    while subprocess.run(["squeue", "--noheader"], env=environment, capture_output=True, text=True).stdout:
+    while subprocess.run(
+        ["squeue", "--noheader"], env=environment, capture_output=True, text=True
+    ).stdout:
         assert time.monotonic() < deadline
         time.sleep(0.2)
     assert not list(login.folder.glob(".lmforge-doctor-*"))
@@ -159,11 +237,32 @@ def test_an_interrupted_doctor_ends_its_job(laboratory: Laboratory, login: Desk)
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--nodes 2", "--nodes: applies to --on ssh, slurm, pbs and mpi only; add one of them, or leave it out"),
-        ("--on local --hosts hosts", "--hosts: applies to --on ssh, slurm, pbs and mpi only; add one of them, or leave it out"),
-        ("--on ssh", "launch.hosts: missing; with ssh give a file of hosts, one per line: --hosts hosts.txt"),
-        ("--on slurm", "sbatch refuses the job: sbatch is not installed here; use a login node of the cluster"),
-        ("--on pbs", "qsub refuses the job: qsub is not installed here; use a login node of the cluster"),
+        (
+            "--nodes 2",
+            (
+                "--nodes: applies to --on ssh, slurm, pbs and mpi only; add one of them, or leave"
+                " it out"
+            ),
+        ),
+        (
+            "--on local --hosts hosts",
+            (
+                "--hosts: applies to --on ssh, slurm, pbs and mpi only; add one of them, or leave"
+                " it out"
+            ),
+        ),
+        (
+            "--on ssh",
+            "launch.hosts: missing; with ssh give a file of hosts, one per line: --hosts hosts.txt",
+        ),
+        (
+            "--on slurm",
+            "sbatch refuses the job: sbatch is not installed here; use a login node of the cluster",
+        ),
+        (
+            "--on pbs",
+            "qsub refuses the job: qsub is not installed here; use a login node of the cluster",
+        ),
         ("--on mpi", "mpiexec is not installed here; load the cluster's module for MPI first"),
     ],
 )

@@ -17,7 +17,9 @@ from tests.tools import need
         ("rank 3 has none yet", ["0", "3"]),
     ],
 )
-def test_a_folder_is_filled_once_however_many_hosts_share_it(folders: str, expected: list[str], tmp_path: Path) -> None:
+def test_a_folder_is_filled_once_however_many_hosts_share_it(
+    folders: str, expected: list[str], tmp_path: Path
+) -> None:
     if folders != "all share it":
         need("the right to mount")
     folder, output = tmp_path / "mounted" / "folder", tmp_path / "output"
@@ -31,6 +33,8 @@ def test_a_folder_that_nobody_has_made_yet_is_filled_once(tmp_path: Path) -> Non
     output = tmp_path / "output"
     output.mkdir()
     missing = tmp_path / "not" / "there"
-    on_ranks(4, Path(__file__).with_name("folder_ranks.py"), tmp_path, missing, output, "all share it")
+    on_ranks(
+        4, Path(__file__).with_name("folder_ranks.py"), tmp_path, missing, output, "all share it"
+    )
     assert [each.name for each in output.iterdir()] == ["0"]
     assert not [*tmp_path.glob(".*")]

@@ -32,7 +32,8 @@ with report_missing_ranks(int(sys.argv[1]), 3, "test", patience_seconds=0.5):
         if thread.name == "joining":
             thread.join(timeout=10)
 """
-# One of two ranks, of which rank 1 is slow to connect for its report. Rank 0, which has the store, ends once rank 1 went on.
+# One of two ranks, of which rank 1 is slow to connect for its report. Rank 0, which has the store,
+# ends once rank 1 went on.
 SLOW = """
 import os, threading, time
 import torch.distributed as dist
@@ -57,13 +58,27 @@ else:
 def test_a_rank_that_does_not_join_is_named_by_one_that_waits(agent: str, tmp_path: Path) -> None:
     port, script = free_port(), tmp_path / "waiting.py"
     script.write_text(WAITING)
-    variables = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "3", "TORCHELASTIC_USE_AGENT_STORE": agent}
-    store = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False) if agent == "True" else None
-    waiting = [preloaded().start([], tmp_path, script=script, variables={**variables, "RANK": rank}) for rank in ("0", "2")]
+    variables = {
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "3",
+        "TORCHELASTIC_USE_AGENT_STORE": agent,
+    }
+    store = (
+        dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
+        if agent == "True"
+        else None
+    )
+    waiting = [
+        preloaded().start([], tmp_path, script=script, variables={**variables, "RANK": rank})
+        for rank in ("0", "2")
+    ]
     lines: list[str] = []
     try:
         while not lines:
-            assert all(rank.poll() is None for rank in waiting), [rank.errors.read_text() for rank in waiting]
+            assert all(rank.poll() is None for rank in waiting), [
+                rank.errors.read_text() for rank in waiting
+            ]
             time.sleep(0.02)
             errors = "".join(rank.errors.read_text() for rank in waiting)
             lines = [line for line in errors.splitlines() if line.startswith("lmforge: 1 of 3")]
@@ -86,7 +101,9 @@ def test_one_rank_looks_however_many_wait(rank: int, program: Command) -> None:
 
 
 def test_a_rank_continues_once_its_thread_has_connected(tmp_path: Path) -> None:
-    """A thread that connects while rank 0 ends, and the store with it, makes torch print the lost connection."""
+    """A thread that connects while rank 0 ends, and the store with it, makes torch print the lost
+    connection.
+    """
     script = tmp_path / "slow.py"
     script.write_text(SLOW)
     finished = preloaded().run([], tmp_path, script=script, ranks=2, timeout=60)
@@ -113,7 +130,12 @@ print(*resource.getrlimit(resource.RLIMIT_NOFILE), os.environ.get("TORCH_GLOO_LA
     ],
 )
 def test_the_limit_on_open_files_is_raised_to_what_all_ranks_need_or_connections_wait(
-    soft: int, hard: int, ranks: int, expected: str, program: Command, monkeypatch: pytest.MonkeyPatch
+    soft: int,
+    hard: int,
+    ranks: int,
+    expected: str,
+    program: Command,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("TORCH_GLOO_LAZY_INIT", raising=False)
     result = program(LIMITS, soft, hard, ranks)
@@ -129,11 +151,16 @@ def test_the_interface_is_that_of_the_route_and_never_the_loopback() -> None:
     assert interface_towards(OUTSIDE) in (defaults or [None])
 
 
-def test_a_rank_that_cannot_open_its_log_ends_all_and_collectives_wait_longer_than_the_watchdog(tmp_path: Path) -> None:
+def test_a_rank_that_cannot_open_its_log_ends_all_and_collectives_wait_longer_than_the_watchdog(
+    tmp_path: Path,
+) -> None:
     script = Path(__file__).parent / "ranks_without_logs.py"
     result = preloaded().run([str(tmp_path), "9000"], tmp_path, script=script, ranks=2, timeout=120)
     assert result.returncode == 0, result.stderr
     lines = sorted(result.stdout.splitlines())
     log = tmp_path / "a" / "logs" / "attempt-1" / "rank-1.log"
-    refusal = f"refused {log}: cannot be opened (Too many open files); all hosts need the folder of the run"
+    refusal = (
+        f"refused {log}: cannot be opened (Too many open files); all hosts need the folder of"
+        " the run"
+    )
     assert lines == [refusal, refusal, "time-out True", "time-out True"]

@@ -1,4 +1,6 @@
-"""The laboratory: hosts with their own names and addresses, Slurm and ssh between them, and no leftovers."""
+"""The laboratory: hosts with their own names and addresses, Slurm and ssh between them, and no
+leftovers.
+"""
 
 import os
 import signal
@@ -20,7 +22,9 @@ with Laboratory() as lab:
 """
 
 
-def test_srun_and_ssh_reach_both_hosts_from_the_process_of_the_tests(laboratory: Laboratory) -> None:
+def test_srun_and_ssh_reach_both_hosts_from_the_process_of_the_tests(
+    laboratory: Laboratory,
+) -> None:
     environment = {**os.environ, **laboratory.environment}
     srun = ["srun", "-N2", "--ntasks-per-node=2", "hostname"]
     done = subprocess.run(srun, env=environment, capture_output=True, text=True, timeout=60)
@@ -38,12 +42,17 @@ def test_a_host_that_is_cut_off_is_reached_again_when_it_is_healed(laboratory: L
         assert laboratory.run("node1", reach).returncode == 124
         assert laboratory.run("node2", "hostname").stdout == "node2\n"
     assert (
-        laboratory.run("node1", ["timeout", "30", "bash", "-c", "until echo > /dev/tcp/node2/22; do :; done"]).returncode == 0
+        laboratory.run(
+            "node1", ["timeout", "30", "bash", "-c", "until echo > /dev/tcp/node2/22; do :; done"]
+        ).returncode
+        == 0
     )
 
 
 def test_a_signal_reaches_the_process_on_the_host(laboratory: Laboratory) -> None:
-    process = laboratory.start("node1", "trap 'echo told; exit 7' USR1; echo up; while :; do sleep 0.05; done", stdout=-1)
+    process = laboratory.start(
+        "node1", "trap 'echo told; exit 7' USR1; echo up; while :; do sleep 0.05; done", stdout=-1
+    )
     assert process.stdout
     assert process.stdout.readline() == "up\n"
     process.send_signal(signal.SIGUSR1)

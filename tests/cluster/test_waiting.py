@@ -53,7 +53,8 @@ def test_a_free_port_is_not_one_that_an_outgoing_connection_could_take() -> None
     with listen(free_port()) as taken:
         port = taken.getsockname()[1]
         assert port in PORTS
-        assert len({free_port() for _ in range(20)} - {port}) > 10  # two programs that begin together have two
+        # Two programs that begin together have two.
+        assert len({free_port() for _ in range(20)} - {port}) > 10
 
 
 def test_the_ports_of_ranks_that_begin_later_are_such_ports() -> None:

@@ -23,7 +23,9 @@ def byte_tokenizer() -> Tokenizer:
 
 @pytest.fixture
 def folder_of(byte_tokenizer: Tokenizer) -> Callable[..., TokenFolder]:
-    """Write documents of chosen lengths straight into shards, their tokens drawn from a generator."""
+    """Write documents of chosen lengths straight into shards, their tokens drawn from a
+    generator.
+    """
 
     def write(path: Path, shards: Shards, seed: int = 0, split: str = "train") -> TokenFolder:
         generator = np.random.default_rng(seed)
@@ -36,7 +38,16 @@ def folder_of(byte_tokenizer: Tokenizer) -> Callable[..., TokenFolder]:
             entries.append(write_shard(path, name, tokens, np.array(lengths), byte_tokenizer.hash))
         byte_tokenizer.save(path / "tokenizer")
         manifest = TokenFolderManifest(
-            FORMAT_VERSION, "test", {}, byte_tokenizer.hash, byte_tokenizer.vocab_size, "uint16", 0, 0, {}, {split: entries}
+            FORMAT_VERSION,
+            "test",
+            {},
+            byte_tokenizer.hash,
+            byte_tokenizer.vocab_size,
+            "uint16",
+            0,
+            0,
+            {},
+            {split: entries},
         )
         (path / SHARDS_MANIFEST).write_text(json.dumps(asdict(manifest)))
         return TokenFolder.open(path)

@@ -1,4 +1,6 @@
-"""An HTTP server for a folder, with ranges, that is slow and fails as a test requests, on the network and not in the reader."""
+"""An HTTP server for a folder, with ranges, that is slow and fails as a test requests, on the
+network and not in the reader.
+"""
 
 import threading
 import time
@@ -10,14 +12,17 @@ from pathlib import Path
 
 
 class FaultyServer(ThreadingHTTPServer):
-    """`faults` are taken one by one by requests for the content of files: error, truncated, cut, short, stall or none."""
+    """`faults` are taken one by one by requests for the content of files: error, truncated, cut,
+    short, stall or none.
+    """
 
     daemon_threads = True
 
     def __init__(self, folder: Path) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.folder, self.faults, self.lock = folder, list[str](), threading.Lock()
-        self.requests = Counter[tuple[str, str]]()  # (path, range) of each GET that was answered in full
+        # (path, range) of each GET that was answered in full.
+        self.requests = Counter[tuple[str, str]]()
         self.stall_seconds = 0.0
 
     def handle_error(self, *args: object) -> None:

@@ -17,7 +17,10 @@ def test_extras_are_cut_joined_and_changed_with_the_sequences_they_belong_to() -
     full = batch(3, 0.5)
     assert torch.equal(full[1:].extra("reference_logprobs"), full.extra("reference_logprobs")[1:])
     joined = Batch.cat([full[:1], full[1:]])
-    assert all(torch.equal(joined.extra(name), full.extra(name)) for name in ("reference_logprobs", "kto_labels"))
+    assert all(
+        torch.equal(joined.extra(name), full.extra(name))
+        for name in ("reference_logprobs", "kto_labels")
+    )
     turned = full.map(lambda tensor: tensor.flip(1))
     assert torch.equal(turned.extra("reference_logprobs"), full.extra("reference_logprobs").flip(1))
     assert full.to("meta").extra("kto_labels").is_meta
@@ -35,7 +38,13 @@ def test_the_arrays_of_a_batch_are_one_piece_of_memory_and_its_tensors_are_no_co
     """In several pieces the memory of each batch would come from the system page by page."""
     sequences = PackedSequences.empty(3, 5, ["a", "b"], with_sources=True)
     assert sequences.source_ids is not None
-    arrays = [sequences.tokens, sequences.labels, sequences.positions, sequences.document_ids, sequences.source_ids]
+    arrays = [
+        sequences.tokens,
+        sequences.labels,
+        sequences.positions,
+        sequences.document_ids,
+        sequences.source_ids,
+    ]
     arrays += sequences.extras.values()
     assert [array.dtype for array in arrays] == [np.int64] * 3 + [np.int32] * 2 + [np.float32] * 2
     assert sum(array.nbytes for array in arrays) == arrays[0].base.nbytes

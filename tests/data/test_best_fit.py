@@ -1,4 +1,6 @@
-"""Best-fit packing against an independent oracle, and the messages about a missing or damaged index."""
+"""Best-fit packing against an independent oracle, and the messages about a missing or damaged
+index.
+"""
 
 import json
 import os
@@ -21,7 +23,13 @@ from hypothesis import strategies as st
 
 from lmforge.cli import run
 from lmforge.core.data.batch import Batch
-from lmforge.core.data.best_fit_index import BestFitIndex, IndexReader, manifest_name, pack_documents, write_index
+from lmforge.core.data.best_fit_index import (
+    BestFitIndex,
+    IndexReader,
+    manifest_name,
+    pack_documents,
+    write_index,
+)
 from lmforge.core.data.dataset import TokenDataset
 from lmforge.core.data.loader import BatchLoader
 from lmforge.core.data.mixture import MixedDataset
@@ -37,7 +45,13 @@ from lmforge.text.prepare.pack import pack_folder
 from lmforge.text.prepare.prepare import prepare
 from tests.conftest import Command, Refusal
 from tests.data.file_server import file_server
-from tests.data.test_dataset import as_lists, corpus_digest, read_corpus, shards_of_documents, slow_index
+from tests.data.test_dataset import (
+    as_lists,
+    corpus_digest,
+    read_corpus,
+    shards_of_documents,
+    slow_index,
+)
 from tests.data.test_prepare import content
 from tests.data.test_prepare_ranks import prepare_on_ranks
 from tests.data.test_shards import flip_bit
@@ -48,7 +62,9 @@ Sequences = list[dict[str, list[int]]]
 
 
 def packed(folder: Path, length: int) -> TokenFolder:
-    pack_folder(str(folder), length, workers=1, progress=lambda *step: None, dist_ctx=SingleProcessContext())
+    pack_folder(
+        str(folder), length, workers=1, progress=lambda *step: None, dist_ctx=SingleProcessContext()
+    )
     return TokenFolder.open(folder)
 
 
@@ -56,11 +72,13 @@ def dataset_of(folder: TokenFolder, length: int, **options: Any) -> TokenDataset
     return TokenDataset(folder, sequence_length=length, packing="best-fit", **options)
 
 
-# --- the oracle -------------------------------------------------------------------------------------------------------
+# --- the oracle -----------------------------------------------------------------------------------
 
 
 def slow_bins(sizes: list[int], capacity: int) -> list[list[int]]:
-    """Best fit decreasing as a text book has it; of bins with equal space the one that was filled last."""
+    """Best fit decreasing as a text book has it; of bins with equal space the one that was filled
+    last.
+    """
     bins: list[tuple[int, int, list[int]]] = []  # (space, when it was filled last, items)
     longest_first = sorted(range(len(sizes)), key=lambda item: (-sizes[item], item))
     for now, item in enumerate(longest_first):
@@ -74,7 +92,9 @@ def slow_bins(sizes: list[int], capacity: int) -> list[list[int]]:
     return [items for _, _, items in bins]
 
 
-def slow_sequences(shards: list[list[int]], tokens: list[int], length: int, group_sequences: int) -> Sequences:
+def slow_sequences(
+    shards: list[list[int]], tokens: list[int], length: int, group_sequences: int
+) -> Sequences:
     """All sequences of shards whose documents have these lengths."""
     sequences: Sequences = []
     base = 0
@@ -95,7 +115,12 @@ def slow_sequences(shards: list[list[int]], tokens: list[int], length: int, grou
 
 
 def slow_sequence(spans: list[list[int]], length: int) -> dict[str, list[int]]:
-    sequence: dict[str, list[int]] = {"tokens": [], "labels": [], "positions": [], "document_ids": []}
+    sequence: dict[str, list[int]] = {
+        "tokens": [],
+        "labels": [],
+        "positions": [],
+        "document_ids": [],
+    }
     for number, span in enumerate(spans):
         for position, (token, label) in enumerate(pairwise(span)):
             for name, value in zip(sequence, (token, label, position, number), strict=True):
@@ -105,10 +130,12 @@ def slow_sequence(spans: list[list[int]], length: int) -> dict[str, list[int]]:
     return sequence
 
 
-# --- what sequences hold ----------------------------------------------------------------------------------------------
+# --- what sequences hold --------------------------------------------------------------------------
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     shards=shards_of_documents,
     length=st.integers(1, 70),
@@ -134,17 +161,26 @@ def test_any_sample_equals_the_slow_oracle(
     expected = slow_sequences(shards, tokens, length, group_sequences)
     count = dataset.sequences_per_epoch
     assert count == len(expected)
-    for n, sequence in zip(range(sample, sample + 5), dataset.sequences(sample, sample + 5), strict=True):
+    for n, sequence in zip(
+        range(sample, sample + 5), dataset.sequences(sample, sample + 5), strict=True
+    ):
         assert as_lists(sequence) == expected[slow_index(n, count, seed, corpus_digest(path))]
 
     # An epoch scores every transition within a document once, and reads no other.
     epoch = dataset.sequences(3 * count, 4 * count)
-    scored = Counter((int(a), int(b)) for each in epoch for a, b in zip(each.tokens, each.labels, strict=True) if b != -100)
+    scored = Counter(
+        (int(a), int(b))
+        for each in epoch
+        for a, b in zip(each.tokens, each.labels, strict=True)
+        if b != -100
+    )
     pairs = zip(tokens, tokens[1:], owners, owners[1:], strict=False)
     assert scored == Counter((a, b) for a, b, mine, its in pairs if mine == its)
     # Every token but a document's last is an input once.
     inputs = Counter(int(token) for each in epoch for token in each.tokens[each.document_ids >= 0])
-    assert inputs == Counter(a for a, mine, its in zip(tokens, owners, [*owners[1:], -1], strict=True) if mine == its)
+    assert inputs == Counter(
+        a for a, mine, its in zip(tokens, owners, [*owners[1:], -1], strict=True) if mine == its
+    )
 
 
 @pytest.mark.parametrize(
@@ -161,26 +197,38 @@ def test_any_sample_equals_the_slow_oracle(
         [[1_000_003, 5], [3, 3]],
     ],
 )
-def test_edge_lengths_equal_the_oracle(tmp_path: Path, folder_of: Writer, shards: list[list[int]]) -> None:
+def test_edge_lengths_equal_the_oracle(
+    tmp_path: Path, folder_of: Writer, shards: list[list[int]]
+) -> None:
     folder_of(tmp_path / "folder", shards)
     dataset = dataset_of(packed(tmp_path / "folder", 8), 8, shuffle=False)
     tokens, _ = read_corpus(tmp_path / "folder")
     if tokens[1_000_000:]:
-        assert dataset.sequences_per_epoch == 125_003  # the second document is in another group than the first
+        # The second document is in another group than the first.
+        assert dataset.sequences_per_epoch == 125_003
         assert as_lists(dataset.sequence(77)) == slow_sequence([tokens[8 * 77 : 8 * 78 + 1]], 8)
         return
     expected = slow_sequences(shards, tokens, 8, 4096)
-    assert [as_lists(each) for each in dataset.sequences(0, dataset.sequences_per_epoch)] == expected
+    assert [
+        as_lists(each) for each in dataset.sequences(0, dataset.sequences_per_epoch)
+    ] == expected
     assert as_lists(dataset.sequence(len(expected))) == slow_sequence([], 8)
 
 
-@pytest.mark.parametrize(("median", "sigma"), [(600, 1.0), (150, 0.8), (800, 1.4)], ids=["web", "short", "code"])
+@pytest.mark.parametrize(
+    ("median", "sigma"), [(600, 1.0), (150, 0.8), (800, 1.4)], ids=["web", "short", "code"]
+)
 @pytest.mark.parametrize("length", [1024, 2048, 4096])
 def test_hardly_a_place_is_empty_and_no_token_is_lost_on_lengths_of_real_documents(
     median: int, sigma: float, length: int
 ) -> None:
     # Of two tokens at least: a document of one has no span (test_edge_lengths_equal_the_oracle).
-    lengths = np.random.default_rng(fresh_seed()).lognormal(np.log(median), sigma, 100_000).astype(np.int64) + 2
+    lengths = (
+        np.random.default_rng(fresh_seed())
+        .lognormal(np.log(median), sigma, 100_000)
+        .astype(np.int64)
+        + 2
+    )
     ends = np.cumsum(lengths[np.cumsum(lengths) < 20_000_000])
     firsts, spans = pack_documents(ends, length)
     sizes = np.add.reduceat(spans[:, 1], firsts[:-1])
@@ -202,33 +250,55 @@ def test_a_shard_of_more_than_four_billion_tokens_is_indexed(tmp_path: Path) -> 
     whole = [(10 + n * length, length) for n in range(63)]
     last = 10 + 63 * length
     assert spans == [(0, 9), *whole, (last, 2**32 + 4 - last), (2**32 + 5, 99)]
-    assert os.path.getsize(tmp_path / "train-00000.best-fit-67108864") == entry.body_bytes + entry.checksum_bytes
+    assert (
+        os.path.getsize(tmp_path / "train-00000.best-fit-67108864")
+        == entry.body_bytes + entry.checksum_bytes
+    )
 
 
-def test_another_number_of_ranks_or_prefetch_changes_no_batch(tmp_path: Path, folder_of: Writer) -> None:
+def test_another_number_of_ranks_or_prefetch_changes_no_batch(
+    tmp_path: Path, folder_of: Writer
+) -> None:
     folder_of(tmp_path / "folder", [[30, 2, 50, 7], [40, 9]])
     lanes = Lanes(3, Fraction(12))
-    dataset = dataset_of(packed(tmp_path / "folder", 16), 16, seed=fresh_seed(), window=1, lanes=lanes)
-    assert dataset.plan_hash != dataset_of(TokenFolder.open(tmp_path / "folder"), 16, seed=dataset.seed, window=1).plan_hash
+    dataset = dataset_of(
+        packed(tmp_path / "folder", 16), 16, seed=fresh_seed(), window=1, lanes=lanes
+    )
+    assert (
+        dataset.plan_hash
+        != dataset_of(
+            TokenFolder.open(tmp_path / "folder"), 16, seed=dataset.seed, window=1
+        ).plan_hash
+    )
     whole = Batch.from_sequences(dataset.sequences(24, 36))
     for ranks in (1, 2, 3, 6):
         parts = []
         for rank in range(ranks):
-            sizes = {"global_batch_size": 12, "micro_batch_size": 2, "data_parallel_rank": rank, "data_parallel_size": ranks}
+            sizes = {
+                "global_batch_size": 12,
+                "micro_batch_size": 2,
+                "data_parallel_rank": rank,
+                "data_parallel_size": ranks,
+            }
             with BatchLoader(dataset, **sizes) as loader:
                 parts += loader.batches(2)
         for name, tensor in whole.tensors.items():
             assert (Batch.cat(parts).tensors[name] == tensor).all()
 
 
-# --- preparing it -----------------------------------------------------------------------------------------------------
+# --- preparing it ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
     rng = fresh_random()
-    texts = [" ".join(rng.choices(["one", "two", "three"], k=rng.randint(1, 80))) + f" {n}" for n in range(200)]
-    (tmp_path / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    texts = [
+        " ".join(rng.choices(["one", "two", "three"], k=rng.randint(1, 80))) + f" {n}"
+        for n in range(200)
+    ]
+    (tmp_path / "corpus.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    )
     return tmp_path / "corpus.jsonl"
 
 
@@ -237,7 +307,9 @@ def test_packed_at_once_later_again_or_by_ranks_a_folder_has_the_same_bytes(
 ) -> None:
     options: dict[str, Any] = {"tokenizer": "bytes", "shard_tokens": 5000}
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-    plain, at_once, later, ranks = (tmp_path / name for name in ("plain", "at_once", "later", "ranks"))
+    plain, at_once, later, ranks = (
+        tmp_path / name for name in ("plain", "at_once", "later", "ranks")
+    )
     prepare(str(corpus), plain, workers=1, **options)
     summary = prepare(str(corpus), at_once, workers=1, best_fit_length=64, **options)
     assert re.fullmatch(r"[0-9,]+ sequences of 64 tokens, 9\d\.\d\d% filled", summary.best_fit[64])
@@ -265,7 +337,10 @@ def test_packed_at_once_later_again_or_by_ranks_a_folder_has_the_same_bytes(
         file for file in content(at_once) if "best-fit-64" in file
     ]
     assert run(["show", str(later)]) == 0
-    assert re.search(r"best-fit   [0-9,]+ sequences of 32 tokens, 9\d\.\d\d% filled\nbest-fit .* 64 ", capsys.readouterr().out)
+    assert re.search(
+        r"best-fit   [0-9,]+ sequences of 32 tokens, 9\d\.\d\d% filled\nbest-fit .* 64 ",
+        capsys.readouterr().out,
+    )
     # What replaces a preparation leaves nothing of its packing.
     prepare(str(corpus), later, workers=1, tokenizer="characters", overwrite=True)
     assert not list(later.glob("*best-fit*"))
@@ -280,12 +355,18 @@ def test_packed_at_once_later_again_or_by_ranks_a_folder_has_the_same_bytes(
             ["--pack", "FOLDER", "--best_fit_length", 8, "--overwrite"],
             "--pack: reads no source, and writes to the folder that it names; leave out overwrite",
         ),
-        (["--verify", "FOLDER", "--best_fit_length", 8], "--verify: reads a folder and writes none; leave out best_fit_length"),
+        (
+            ["--verify", "FOLDER", "--best_fit_length", 8],
+            "--verify: reads a folder and writes none; leave out best_fit_length",
+        ),
         (
             ["--pack", "FOLDER/tokenizer", "--best_fit_length", 8],
             "FOLDER/tokenizer: no token folder (manifest.json is",
         ),
-        (["--pack", "memory://a/b", "--best_fit_length", 8], "memory://a/b: packing writes files: pack the folder that was"),
+        (
+            ["--pack", "memory://a/b", "--best_fit_length", 8],
+            "memory://a/b: packing writes files: pack the folder that was",
+        ),
     ],
 )
 def test_what_cannot_be_packed_is_refused(
@@ -298,7 +379,7 @@ def test_what_cannot_be_packed_is_refused(
     assert content(tmp_path / "folder") == before
 
 
-# --- reading it -------------------------------------------------------------------------------------------------------
+# --- reading it -----------------------------------------------------------------------------------
 
 
 def test_a_folder_that_is_not_packed_for_the_length_says_which_command_packs_it(
@@ -306,26 +387,46 @@ def test_a_folder_that_is_not_packed_for_the_length_says_which_command_packs_it(
 ) -> None:
     path = tmp_path / "folder"
     folder_of(path, [[200, 300]])
-    words = ["pretrain", "--data.folder", path, "--data.packing", "best-fit", "--data.sequence_length", 64]
+    words = [
+        "pretrain",
+        "--data.folder",
+        path,
+        "--data.packing",
+        "best-fit",
+        "--data.sequence_length",
+        64,
+    ]
     words += ["--run.folder", tmp_path, "--run.name", "a"]
     command = f"`lmforge prepare --pack {path} --best_fit_length 64` packs it"
-    assert refused(*words) == f"{path}: not packed for best-fit with sequences of 64 tokens: {command}"
+    assert (
+        refused(*words) == f"{path}: not packed for best-fit with sequences of 64 tokens: {command}"
+    )
     packed(path, 32)
-    assert refused(*words) == f"{path}: not packed for best-fit with sequences of 64 tokens (it is for 32): {command}"
+    assert (
+        refused(*words)
+        == f"{path}: not packed for best-fit with sequences of 64 tokens (it is for 32): {command}"
+    )
     assert not (tmp_path / "a" / "recipe.toml").exists()
     packed(path, 64)
     (tmp_path / "r.toml").write_text(
-        f'[data]\nfolder = "{path}"\npacking = "best-fit"\nsequence_length = 64\n[[data.phases]]\nsteps = 3\n'
-        "[[data.phases]]\nsequence_length = 32\n"
+        f'[data]\nfolder = "{path}"\npacking = "best-fit"\nsequence_length ='
+        " 64\n[[data.phases]]\nsteps = 3\n[[data.phases]]\nsequence_length = 32\n"
     )
-    reason = "its sequence_length = 32 is not data.sequence_length = 64, the only one under data.packing = best-fit"
+    reason = (
+        "its sequence_length = 32 is not data.sequence_length = 64, the only one under data.packing"
+        " = best-fit"
+    )
     message = refused("pretrain", tmp_path / "r.toml", "--run.folder", tmp_path)
-    assert message == f"{tmp_path}/r.toml: data.phases: phase 2: {reason}; leave it out, or use concat"
+    assert (
+        message == f"{tmp_path}/r.toml: data.phases: phase 2: {reason}; leave it out, or use concat"
+    )
 
 
 def test_a_folder_without_a_token_to_predict_is_refused(tmp_path: Path, folder_of: Writer) -> None:
     folder_of(tmp_path / "folder", [[1, 1], [1]])
-    with pytest.raises(UserError, match="folder: train: no token to predict from another; prepare more text"):
+    with pytest.raises(
+        UserError, match="folder: train: no token to predict from another; prepare more text"
+    ):
         dataset_of(packed(tmp_path / "folder", 8), 8)
 
 
@@ -349,20 +450,27 @@ def test_a_damaged_index_is_named_when_read_and_when_verified_and_packing_again_
     flip_bit(file, at % file.stat().st_size)
     hint = f"`lmforge prepare --pack {path} --best_fit_length 64` writes it again"
     dataset = dataset_of(TokenFolder.open(path), 64, shuffle=False)
-    with pytest.raises(UserError, match=rf"^sample \d+: {file}: the block at byte \d+ does not match its checksum: ") as raised:
+    with pytest.raises(
+        UserError,
+        match=rf"^sample \d+: {file}: the block at byte \d+ does not match its checksum: ",
+    ) as raised:
         dataset.sequences(0, dataset.sequences_per_epoch)
     assert str(raised.value).endswith(hint)
     assert run(["prepare", "--verify", str(path)]) == 1
     problem, summary = capsys.readouterr().out.splitlines()
     assert problem.startswith(f"{file}: ")
     assert problem.endswith(f": {hint}")
-    assert summary.startswith(f"{path}: 3 shards, every block as it was written, 1 files of best-fit packing damaged, in ")
+    assert summary.startswith(
+        f"{path}: 3 shards, every block as it was written, 1 files of best-fit packing damaged, in "
+    )
     packed(path, 64)
     assert content(path) == before
     assert run(["prepare", "--verify", str(path)]) == 0
 
 
-def test_missing_truncated_swapped_and_foreign_files_of_the_index_are_named_on_opening(path: Path) -> None:
+def test_missing_truncated_swapped_and_foreign_files_of_the_index_are_named_on_opening(
+    path: Path,
+) -> None:
     def problem() -> str:
         with pytest.raises(UserError) as raised:
             dataset_of(TokenFolder.open(path), 64)
@@ -387,7 +495,10 @@ def test_a_damaged_index_is_described_and_preparing_with_its_length_again_mends_
     tmp_path: Path, capsys: pytest.CaptureFixture[str], damaged: str
 ) -> None:
     (tmp_path / "corpus.txt").write_text("a line of text\n" * 300)
-    folder, command = tmp_path / "folder", ["prepare", str(tmp_path / "corpus.txt"), str(tmp_path / "folder")]
+    folder, command = (
+        tmp_path / "folder",
+        ["prepare", str(tmp_path / "corpus.txt"), str(tmp_path / "folder")],
+    )
     command += ["--tokenizer", "bytes", "--workers", "1", "--best_fit_length"]
     assert run([*command, "64"]) == 0
     before = content(folder)
@@ -401,7 +512,8 @@ def test_a_damaged_index_is_described_and_preparing_with_its_length_again_mends_
         assert line.endswith(hint)
     assert run([*command, "64"]) == 0
     assert " damaged: " not in capsys.readouterr().out
-    assert before.items() - content(folder).items() == {("manifest.json", before["manifest.json"])}  # of two lengths now
+    # Of two lengths now.
+    assert before.items() - content(folder).items() == {("manifest.json", before["manifest.json"])}
     assert TokenFolder.open(folder).manifest.best_fit.keys() == {"32", "64"}
 
 
@@ -443,23 +555,32 @@ def test_samples_of_an_address_are_those_of_the_local_folder(path: Path, tmp_pat
         server.faults = ["error", "truncated", "none", "cut", "short", "none"]
         for a, b in zip(remote.sequences(5, 200), local.sequences(5, 200), strict=True):
             assert as_lists(a) == as_lists(b)
-        with pytest.raises(UserError, match=f"^{server.address}/folder: not packed for best-fit with sequences of 32 tokens"):
+        with pytest.raises(
+            UserError,
+            match=f"^{server.address}/folder: not packed for best-fit with sequences of 32 tokens",
+        ):
             dataset_of(folder, 32)
 
 
 @pytest.mark.usefixtures("impatient")
-def test_sequences_with_a_token_in_quarantine_are_padding_and_the_others_as_before(path: Path) -> None:
+def test_sequences_with_a_token_in_quarantine_are_padding_and_the_others_as_before(
+    path: Path,
+) -> None:
     before = dataset_of(TokenFolder.open(path), 64, shuffle=False)
     index = BestFitIndex.open(TokenFolder.open(path), 64)
     expected = before.sequences(0, before.sequences_per_epoch)
     # Its first token, and the one after its last, which is a label.
-    spans = [[(start, start + size) for start, size in index.spans(n)] for n in range(len(expected))]
+    spans = [
+        [(start, start + size) for start, size in index.spans(n)] for n in range(len(expected))
+    ]
     for suffix in (".tokens", ".documents", ".json", ".best-fit-64"):
         (path / f"train-00001{suffix}").unlink()
     flip_bit(path / "train-00000.tokens", 65_536 + 9)
     tokens = [entry.tokens for entry in index.manifest.shards]
     damaged = [(32_768, 65_536), (tokens[0], tokens[0] + tokens[1])]
-    dataset = dataset_of(TokenFolder.open(path, quarantine=["train-00000:1", "train-00001"]), 64, shuffle=False)
+    dataset = dataset_of(
+        TokenFolder.open(path, quarantine=["train-00000:1", "train-00001"]), 64, shuffle=False
+    )
     masked = 0
     for n, sequence in enumerate(dataset.sequences(0, len(expected))):
         if any(start < b and stop >= a for start, stop in spans[n] for a, b in damaged):
@@ -471,15 +592,24 @@ def test_sequences_with_a_token_in_quarantine_are_padding_and_the_others_as_befo
     assert 0 < masked < len(expected)
 
 
-# --- in a plan --------------------------------------------------------------------------------------------------------
+# --- in a plan ------------------------------------------------------------------------------------
 
 
-def test_a_mixture_takes_the_sequences_of_each_source_and_its_plan_knows_the_packing(tmp_path: Path, folder_of: Writer) -> None:
+def test_a_mixture_takes_the_sequences_of_each_source_and_its_plan_knows_the_packing(
+    tmp_path: Path, folder_of: Writer
+) -> None:
     rng = fresh_random()
     for source in ("web", "code"):
-        folder_of(tmp_path / source, [[rng.randint(1, 90) for _ in range(40)] for _ in range(2)], seed=rng.randrange(2**31))
+        folder_of(
+            tmp_path / source,
+            [[rng.randint(1, 90) for _ in range(40)] for _ in range(2)],
+            seed=rng.randrange(2**31),
+        )
         packed(tmp_path / source, 32)
-    tables = "".join(f'[[data.sources]]\nfolder = "{tmp_path / name}"\nweight = {w}\n' for name, w in (("web", 3), ("code", 1)))
+    tables = "".join(
+        f'[[data.sources]]\nfolder = "{tmp_path / name}"\nweight = {w}\n'
+        for name, w in (("web", 3), ("code", 1))
+    )
     phases = '[[data.phases]]\nsteps = 3\n[[data.phases]]\nweights = ["code=1"]\n'
     mixtures: dict[str, MixedDataset] = {}
     for packing in ("best-fit", "concat"):
@@ -488,7 +618,9 @@ def test_a_mixture_takes_the_sequences_of_each_source_and_its_plan_knows_the_pac
         mixtures[packing] = TokenSources.open(read_config(recipe)).training(8)
     mixture = mixtures["best-fit"]
     sources, indices = mixture.assign(0, 200)
-    alone = [dataset_of(TokenFolder.open(tmp_path / name), 32, shuffle=False) for name in ("web", "code")]
+    alone = [
+        dataset_of(TokenFolder.open(tmp_path / name), 32, shuffle=False) for name in ("web", "code")
+    ]
     for n, sequence in enumerate(mixture.sequences(0, 200)):
         assert as_lists(sequence) == as_lists(alone[sources[n]].sequence(int(indices[n])))
     assert np.bincount(sources[:24]).tolist() == [18, 6]
@@ -498,8 +630,14 @@ def test_a_mixture_takes_the_sequences_of_each_source_and_its_plan_knows_the_pac
     assert mixture.plan_hash_at(8) != mixtures["concat"].plan_hash_at(8)
     assert mixture.plan_at(8)["phases"][0]["packing"][0] == "best-fit"
     hashes = {mixture.plan_hash_at(8)}
-    for options in ("shuffle_window = 1", "shuffle_window = 1\nnum_canonical_nodes = 2", "shuffle_window = 2"):
-        recipe.write_text(f'[data]\npacking = "best-fit"\n{options}\nsequence_length = 32\n{tables}{phases}')
+    for options in (
+        "shuffle_window = 1",
+        "shuffle_window = 1\nnum_canonical_nodes = 2",
+        "shuffle_window = 2",
+    ):
+        recipe.write_text(
+            f'[data]\npacking = "best-fit"\n{options}\nsequence_length = 32\n{tables}{phases}'
+        )
         hashes.add(TokenSources.open(read_config(recipe)).training(8).plan_hash_at(8))
     assert len(hashes) == 4
 
@@ -508,12 +646,28 @@ def test_a_run_trains_on_packed_documents_shows_them_and_refuses_to_resume_with_
     tmp_path: Path, tiny_tokens: Path, tiny_options: list[str], lmforge: Command, refused: Refusal
 ) -> None:
     folder = shutil.copytree(tiny_tokens, tmp_path / "tokens")
-    length = next(tiny_options[n + 1] for n, word in enumerate(tiny_options) if word == "--data.sequence_length")
+    length = next(
+        tiny_options[n + 1]
+        for n, word in enumerate(tiny_options)
+        if word == "--data.sequence_length"
+    )
     assert lmforge("prepare", "--pack", folder, "--best_fit_length", length).returncode == 0
-    words = [*tiny_options, "--data.folder", folder, "--run.folder", tmp_path, "--run.name", "a", "--train.steps", 4]
+    words = [
+        *tiny_options,
+        "--data.folder",
+        folder,
+        "--run.folder",
+        tmp_path,
+        "--run.name",
+        "a",
+        "--train.steps",
+        4,
+    ]
     done = lmforge("pretrain", *words, "--data.packing", "best-fit", ranks=2)
     assert done.returncode == 0, done.stderr
-    losses = [record["loss"] for record in Run.open(tmp_path / "a").read_metrics() if "loss" in record]
+    losses = [
+        record["loss"] for record in Run.open(tmp_path / "a").read_metrics() if "loss" in record
+    ]
     assert losses[-1] < losses[0]
     shown = lmforge("show", "data", tmp_path / "a", "--num_samples", 2).stdout
     assert "── document 1: " in shown

@@ -1,4 +1,6 @@
-"""`lmforge show data` of shards: the report on documents is correct, and samples are as the model gets them."""
+"""`lmforge show data` of shards: the report on documents is correct, and samples are as the model
+gets them.
+"""
 
 import json
 import math
@@ -25,9 +27,12 @@ from tests.seeds import fresh_random
 Writer = Callable[..., TokenFolder]
 
 
-def test_documents_are_counted_as_plain_python_counts_them(tmp_path: Path, folder_of: Writer) -> None:
+def test_documents_are_counted_as_plain_python_counts_them(
+    tmp_path: Path, folder_of: Writer
+) -> None:
     rng = fresh_random()
-    # One shard with several blocks of document ends; lengths at the ends of powers of two among them.
+    # One shard with several blocks of document ends; lengths at the ends of powers of two among
+    # them.
     shards = [[rng.choice([1, 2, 3, 4, 7, 8, 63, 64]) for _ in range(n)] for n in (9000, 1, 40)]
     lengths = sorted(length for shard in shards for length in shard)
     folder_of(tmp_path / "random", shards)
@@ -36,9 +41,15 @@ def test_documents_are_counted_as_plain_python_counts_them(tmp_path: Path, folde
     assert re.search(rf"^ *random +{n:,} +{tokens:,} +100\.00% +100\.00% +unknown$", shown, re.M)
     assert f"documents  of random, in tokens; {n:,} of {n:,} documents in 3 of 3 shards\n" in shown
     median, p99 = (lengths[math.ceil(q * n) - 1] for q in (0.5, 0.99))
-    expected = f"min {lengths[0]}, median {median}, mean {statistics.mean(lengths):.1f}, p99 {p99}, max {lengths[-1]}"
+    expected = (
+        f"min {lengths[0]}, median {median}, mean {statistics.mean(lengths):.1f}, p99 {p99}, max"
+        f" {lengths[-1]}"
+    )
     assert f"  {expected}\n" in shown
-    bars = {int(a): (int(b), int(c.replace(",", ""))) for a, b, c in re.findall(r"^ +(\d+) to (\d+) +([\d,]+)", shown, re.M)}
+    bars = {
+        int(a): (int(b), int(c.replace(",", "")))
+        for a, b, c in re.findall(r"^ +(\d+) to (\d+) +([\d,]+)", shown, re.M)
+    }
     counted = Counter(1 << (length.bit_length() - 1) for length in lengths)
     assert {a: count for a, (_, count) in bars.items() if count} == counted
     assert all(b == 2 * a - 1 for a, (b, _) in bars.items())
@@ -47,21 +58,34 @@ def test_documents_are_counted_as_plain_python_counts_them(tmp_path: Path, folde
 def test_some_of_many_shards_are_read_as_the_report_says(tmp_path: Path, folder_of: Writer) -> None:
     folder_of(tmp_path / "many", [[number + 2, 3] for number in range(2 * MAX_SHARDS_READ)])
     shown = report_data(tmp_path / "many")
-    assert f"; {2 * MAX_SHARDS_READ} of {4 * MAX_SHARDS_READ} documents in {MAX_SHARDS_READ} of {2 * MAX_SHARDS_READ} " in shown
-    assert f"max {2 * MAX_SHARDS_READ}\n" in shown  # of the last shard but one: spread over all of them
+    assert (
+        f"; {2 * MAX_SHARDS_READ} of {4 * MAX_SHARDS_READ} documents in {MAX_SHARDS_READ} of"
+        f" {2 * MAX_SHARDS_READ} " in shown
+    )
+    # Of the last shard but one: spread over all of them.
+    assert f"max {2 * MAX_SHARDS_READ}\n" in shown
 
 
 @pytest.fixture
 def mixture(tmp_path: Path, tiny_tokens: Path) -> Path:
     """A recipe of tiny_tokens and of 40 documents "0 é", "1 é", …"""
-    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": f"{n} é"}) + "\n" for n in range(40)))
-    prepare(str(tmp_path / "text.jsonl"), tmp_path / "short", tokenizer=tiny_tokens / "tokenizer", workers=1)
+    (tmp_path / "text.jsonl").write_text(
+        "".join(json.dumps({"text": f"{n} é"}) + "\n" for n in range(40))
+    )
+    prepare(
+        str(tmp_path / "text.jsonl"),
+        tmp_path / "short",
+        tokenizer=tiny_tokens / "tokenizer",
+        workers=1,
+    )
     sources = "".join(
         f'[[data.sources]]\nfolder = "{folder}"\nname = "{name}"\nweight = {weight}\n'
         for folder, name, weight in ((tiny_tokens, "tiny", 3), (tmp_path / "short", "short", 1))
     )
     recipe = tmp_path / "mixed.toml"
-    recipe.write_text(f"[data]\nsequence_length = 48\n{sources}[train]\nsteps = 200\nglobal_batch_size = 4\n")
+    recipe.write_text(
+        f"[data]\nsequence_length = 48\n{sources}[train]\nsteps = 200\nglobal_batch_size = 4\n"
+    )
     return recipe
 
 
@@ -77,11 +101,20 @@ def test_a_recipe_is_reported_by_source_in_lines(
         split = splits[name].split("train")
         starts = [0, *split.document_starts(0, split.num_tokens).tolist(), split.num_tokens]
         documents = [split.read(a, b) for a, b in pairwise(starts)]
-        text = "".join(splits[name].tokenizer.decode(document[:-1].tolist()) for document in documents)
+        text = "".join(
+            splits[name].tokenizer.decode(document[:-1].tolist()) for document in documents
+        )
         cells = next(line.split() for line in shown.splitlines() if line.split()[0] == name)
         ratio = f"{len(text.encode()) / split.num_tokens:.2f}"
         share = f"{split.num_tokens / total:.2%}"
-        assert cells == [name, f"{len(documents):,}", f"{split.num_tokens:,}", share, f"{weight:.2%}", ratio]
+        assert cells == [
+            name,
+            f"{len(documents):,}",
+            f"{split.num_tokens:,}",
+            share,
+            f"{weight:.2%}",
+            ratio,
+        ]
 
 
 def test_of_a_run_samples_are_shown(tiny_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,7 +127,9 @@ def plain(text: str) -> str:
     return re.sub(r"[|\[\]↵]", "", text)
 
 
-def test_samples_of_a_recipe_are_evenly_spaced_with_a_line_before_each_document(mixture: Path) -> None:
+def test_samples_of_a_recipe_are_evenly_spaced_with_a_line_before_each_document(
+    mixture: Path,
+) -> None:
     shown = show_samples(mixture, None, 5)
     assert shown == show_samples(mixture, None, 5)
     sources = TokenSources.open(read_config(mixture))
@@ -109,13 +144,17 @@ def test_samples_of_a_recipe_are_evenly_spaced_with_a_line_before_each_document(
         assert head.endswith(f", {(sequence.labels >= 0).sum()} scored tokens")
         documents = [part for part in parts if part.startswith("document")]
         assert len(documents) == sequence.document_ids.max() + 1
-        assert any(part.startswith("padding") for part in parts) == bool((sequence.document_ids < 0).any())
+        assert any(part.startswith("padding") for part in parts) == bool(
+            (sequence.document_ids < 0).any()
+        )
         for at, part in enumerate(documents):
             inside = sequence.document_ids == at
             ids = sequence.tokens[inside].tolist()
             assert part.startswith(f"document {at + 1}: {len(ids)} token")
             text = part.partition(" ──\n")[2]
-            assert plain(text).startswith(plain(sources.tokenizer.decode(ids, include_special_tokens=True).rstrip("\ufffd")))
+            assert plain(text).startswith(
+                plain(sources.tokenizer.decode(ids, include_special_tokens=True).rstrip("\ufffd"))
+            )
             # The first token of a document is predicted from nothing.
             assert text.count("[") >= (len(ids) > 1)
             assert not text.startswith("[")
@@ -128,7 +167,9 @@ def test_samples_of_a_folder_are_of_one_epoch_and_padding_is_marked(
     folder = folder_of(tmp_path / "three", [lengths])
     shown = show_samples(folder.path, None, 10)
     assert shown.startswith(f"folder {folder.path}; 2 samples of 2, evenly spaced, of ")
-    counted = [int(count) for count in re.findall(r"^── document \d+: (\d+) tokens? ──$", shown, re.M)]
+    counted = [
+        int(count) for count in re.findall(r"^── document \d+: (\d+) tokens? ──$", shown, re.M)
+    ]
     # 1,024 tokens and the 276 after them; the last of all is only a label.
     assert sum(counted) == sum(lengths) - 1
     assert sorted(counted) == sorted([700, 1, 1024 - 701, 600 - (1024 - 701) - 1])
@@ -137,13 +178,22 @@ def test_samples_of_a_folder_are_of_one_epoch_and_padding_is_marked(
     assert "\x1b[36m── document 1: " in show_samples(folder.path, "0:1")
 
 
-def test_what_is_not_such_data_is_refused_in_one_line(mixture: Path, tmp_path: Path, tiny_run: Path, refused: Refusal) -> None:
+def test_what_is_not_such_data_is_refused_in_one_line(
+    mixture: Path, tmp_path: Path, tiny_run: Path, refused: Refusal
+) -> None:
     empty, sft = tmp_path / "empty", tmp_path / "sft.toml"
     empty.mkdir()
-    sft.write_text(f'[run]\nstage = "sft"\n[model]\nsource = "{tiny_run}"\n[data]\nfiles = ["a.jsonl"]\n')
+    sft.write_text(
+        f'[run]\nstage = "sft"\n[model]\nsource = "{tiny_run}"\n[data]\nfiles = ["a.jsonl"]\n'
+    )
     (tmp_path / "notes.txt").write_text("hello")
     words = {
-        ("data", mixture, "--num_samples", "-1"): "--num_samples: expected a number above 0, got -1",
+        (
+            "data",
+            mixture,
+            "--num_samples",
+            "-1",
+        ): "--num_samples: expected a number above 0, got -1",
         ("data", mixture, "--num_samples", "10001"): "--num_samples: expected ",
         (
             "data",
@@ -153,7 +203,10 @@ def test_what_is_not_such_data_is_refused_in_one_line(mixture: Path, tmp_path: P
             "--samples",
             "0:1",
         ): "--num_samples: does not go with --samples; leave one of them out",
-        ("data", empty): f"{empty}: a folder of no known kind; give a run, a recipe, a token folder or",
+        (
+            "data",
+            empty,
+        ): f"{empty}: a folder of no known kind; give a run, a recipe, a token folder or",
         ("data", sft): f"{sft}: is not trained on token shards; --num_samples 5 prints",
         (
             "data",
@@ -173,7 +226,9 @@ def test_what_is_not_such_data_is_refused_in_one_line(mixture: Path, tmp_path: P
         assert refused("show", *typed).startswith(said), typed
 
 
-def test_damaged_document_ends_are_named(tmp_path: Path, folder_of: Writer, refused: Refusal, impatient: None) -> None:
+def test_damaged_document_ends_are_named(
+    tmp_path: Path, folder_of: Writer, refused: Refusal, impatient: None
+) -> None:
     folder_of(tmp_path / "bad", [[5] * 100])
     file = tmp_path / "bad" / "train-00000.documents"
     ends = np.fromfile(file, "<u8")

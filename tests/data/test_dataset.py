@@ -1,4 +1,6 @@
-"""Sequences against an independent oracle: every token in a Python loop, every order in integers."""
+"""Sequences against an independent oracle: every token in a Python loop, every order in
+integers.
+"""
 
 import json
 import tempfile
@@ -23,10 +25,12 @@ Writer = Callable[..., TokenFolder]
 FIELDS = ("tokens", "labels", "positions", "document_ids")
 MASK = 2**64 - 1
 
-shards_of_documents = st.lists(st.lists(st.integers(2, 60), min_size=1, max_size=8), min_size=1, max_size=4)
+shards_of_documents = st.lists(
+    st.lists(st.integers(2, 60), min_size=1, max_size=8), min_size=1, max_size=4
+)
 
 
-# --- the oracle ------------------------------------------------------------------------------------------------------
+# --- the oracle -----------------------------------------------------------------------------------
 
 
 def read_corpus(path: Path, split: str = "train") -> tuple[list[int], list[int]]:
@@ -50,7 +54,9 @@ def corpus_digest(path: Path) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps([shard["xxh3"] for shard in shards]).encode())
 
 
-def slow_sequence(tokens: list[int], owners: list[int], index: int, length: int) -> dict[str, list[int]]:
+def slow_sequence(
+    tokens: list[int], owners: list[int], index: int, length: int
+) -> dict[str, list[int]]:
     sequence: dict[str, list[int]] = {name: [] for name in FIELDS}
     seen: list[int] = []
     position = 0
@@ -80,18 +86,27 @@ def slow_index(sample: int, num_sequences: int, seed: int, digest: str) -> int:
     """The index of a sample's sequence in a corpus small enough for a table."""
     epoch, offset = sample // num_sequences, sample % num_sequences
     key = xxhash.xxh3_64_intdigest(json.dumps([seed, "source", digest, epoch]).encode())
-    return sorted(range(num_sequences), key=lambda i: slow_splitmix64(slow_splitmix64(key) + i & MASK))[offset]
+    return sorted(
+        range(num_sequences), key=lambda i: slow_splitmix64(slow_splitmix64(key) + i & MASK)
+    )[offset]
 
 
 def as_lists(sequence: PackedSequence) -> dict[str, list[int]]:
     return {name: getattr(sequence, name).tolist() for name in FIELDS}
 
 
-# --- claims ----------------------------------------------------------------------------------------------------------
+# --- claims ---------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(shards=shards_of_documents, length=st.integers(1, 70), seed=st.integers(0, 2**63), sample=st.integers(0, 10_000))
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    shards=shards_of_documents,
+    length=st.integers(1, 70),
+    seed=st.integers(0, 2**63),
+    sample=st.integers(0, 10_000),
+)
 def test_any_sample_equals_the_slow_oracle(
     tmp_path: Path, folder_of: Writer, shards: list[list[int]], length: int, seed: int, sample: int
 ) -> None:
@@ -100,13 +115,17 @@ def test_any_sample_equals_the_slow_oracle(
     tokens, owners = read_corpus(path)
     num_sequences = -(-(len(tokens) - 1) // length)
     assert dataset.sequences_per_epoch == num_sequences
-    for n, sequence in zip(range(sample, sample + 5), dataset.sequences(sample, sample + 5), strict=True):
+    for n, sequence in zip(
+        range(sample, sample + 5), dataset.sequences(sample, sample + 5), strict=True
+    ):
         assert as_lists(sequence) == slow_sequence(
             tokens, owners, slow_index(n, num_sequences, seed, corpus_digest(path)), length
         )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(shards=shards_of_documents, length=st.integers(1, 40), epoch=st.integers(0, 5))
 def test_an_epoch_scores_every_transition_within_a_document_exactly_once(
     tmp_path: Path, folder_of: Writer, shards: list[list[int]], length: int, epoch: int
@@ -119,16 +138,26 @@ def test_an_epoch_scores_every_transition_within_a_document_exactly_once(
     first = epoch * dataset.sequences_per_epoch
     sequences = dataset.sequences(first, first + dataset.sequences_per_epoch)
     scored = [
-        (sequence.tokens[i], sequence.labels[i]) for sequence in sequences for i in np.flatnonzero(sequence.labels != -100)
+        (sequence.tokens[i], sequence.labels[i])
+        for sequence in sequences
+        for i in np.flatnonzero(sequence.labels != -100)
     ]
     assert Counter((int(a), int(b)) for a, b in scored) == expected
     # Inputs: all tokens but the very last, which nothing follows.
-    inputs = Counter(int(token) for sequence in sequences for token in sequence.tokens[sequence.document_ids >= 0])
+    inputs = Counter(
+        int(token)
+        for sequence in sequences
+        for token in sequence.tokens[sequence.document_ids >= 0]
+    )
     assert inputs == Counter(tokens[:-1])
 
 
-def test_sequences_are_the_same_however_they_are_asked_for(tmp_path: Path, folder_of: Writer) -> None:
-    dataset = TokenDataset(folder_of(tmp_path / "a", [[30, 2, 50], [40]]), sequence_length=7, seed=5)
+def test_sequences_are_the_same_however_they_are_asked_for(
+    tmp_path: Path, folder_of: Writer
+) -> None:
+    dataset = TokenDataset(
+        folder_of(tmp_path / "a", [[30, 2, 50], [40]]), sequence_length=7, seed=5
+    )
     together = [as_lists(sequence) for sequence in dataset.sequences(0, 60)]
     backwards = [as_lists(dataset.sequence(n)) for n in reversed(range(60))]
     assert together == backwards[::-1]
@@ -142,7 +171,9 @@ def test_every_epoch_has_its_own_order(tmp_path: Path, folder_of: Writer) -> Non
     assert all(sorted(order) == list(range(n)) for order in orders)
 
 
-def test_an_unshuffled_dataset_is_the_corpus_in_order_and_then_padding(tmp_path: Path, folder_of: Writer) -> None:
+def test_an_unshuffled_dataset_is_the_corpus_in_order_and_then_padding(
+    tmp_path: Path, folder_of: Writer
+) -> None:
     folder = folder_of(tmp_path / "a", [[9, 14], [11]], split="validation")
     dataset = TokenDataset(folder, split="validation", sequence_length=8, shuffle=False)
     tokens, owners = read_corpus(tmp_path / "a", "validation")
@@ -150,15 +181,30 @@ def test_an_unshuffled_dataset_is_the_corpus_in_order_and_then_padding(tmp_path:
     assert [as_lists(sequence) for sequence in sequences] == [
         slow_sequence(tokens, owners, i, 8) for i in range(len(sequences))
     ]
-    assert all((sequence.document_ids == -1).all() and (sequence.labels == -100).all() for sequence in sequences[-2:])
+    assert all(
+        (sequence.document_ids == -1).all() and (sequence.labels == -100).all()
+        for sequence in sequences[-2:]
+    )
 
 
 @pytest.mark.parametrize(
     "shards",
     [[[2]], [[8]], [[9]], [[10]], [[16, 16]], [[17]], [[2] * 30], [[8] * 9], [[3], [3], [3]]],
-    ids=["one pair", "full", "full and one", "ten", "two sequences", "17", "pairs", "all of a length", "tiny shards"],
+    ids=[
+        "one pair",
+        "full",
+        "full and one",
+        "ten",
+        "two sequences",
+        "17",
+        "pairs",
+        "all of a length",
+        "tiny shards",
+    ],
 )
-def test_edge_lengths_equal_the_oracle(tmp_path: Path, folder_of: Writer, shards: list[list[int]]) -> None:
+def test_edge_lengths_equal_the_oracle(
+    tmp_path: Path, folder_of: Writer, shards: list[list[int]]
+) -> None:
     dataset = TokenDataset(folder_of(tmp_path / "a", shards), sequence_length=8, shuffle=False)
     tokens, owners = read_corpus(tmp_path / "a")
     sequences = dataset.sequences(0, dataset.sequences_per_epoch)
@@ -167,8 +213,12 @@ def test_edge_lengths_equal_the_oracle(tmp_path: Path, folder_of: Writer, shards
     ]
 
 
-def test_a_document_of_ten_million_tokens_is_read_like_any_other(tmp_path: Path, folder_of: Writer) -> None:
-    dataset = TokenDataset(folder_of(tmp_path / "a", [[40, 10_000_000, 40]]), sequence_length=4096, shuffle=False)
+def test_a_document_of_ten_million_tokens_is_read_like_any_other(
+    tmp_path: Path, folder_of: Writer
+) -> None:
+    dataset = TokenDataset(
+        folder_of(tmp_path / "a", [[40, 10_000_000, 40]]), sequence_length=4096, shuffle=False
+    )
     middle = dataset.sequence(1000)
     assert (middle.document_ids == 0).all()
     assert middle.positions.tolist() == list(range(4096))
@@ -190,8 +240,12 @@ def test_documents_beyond_one_block_of_offsets_are_found(tmp_path: Path, folder_
         assert np.array_equal(split.document_starts(start, stop), expected)
 
 
-def test_the_plan_hash_changes_with_whatever_changes_the_sequences(tmp_path: Path, folder_of: Writer) -> None:
-    one, same, other = (folder_of(tmp_path / name, [[30, 20]], seed=s) for name, s in (("a", 1), ("b", 1), ("c", 2)))
+def test_the_plan_hash_changes_with_whatever_changes_the_sequences(
+    tmp_path: Path, folder_of: Writer
+) -> None:
+    one, same, other = (
+        folder_of(tmp_path / name, [[30, 20]], seed=s) for name, s in (("a", 1), ("b", 1), ("c", 2))
+    )
     plain = TokenDataset(one, sequence_length=8, seed=0).plan_hash
     assert TokenDataset(same, sequence_length=8, seed=0).plan_hash == plain
     others = [
@@ -215,11 +269,20 @@ def test_an_unknown_split_is_named_with_those_there_are(tmp_path: Path, folder_o
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_corrupt_block_is_named_with_shard_offset_and_sample(tmp_path: Path, folder_of: Writer) -> None:
+def test_a_corrupt_block_is_named_with_shard_offset_and_sample(
+    tmp_path: Path, folder_of: Writer
+) -> None:
     folder = folder_of(tmp_path / "a", [[70_000], [70_000]])
     flip_bit(tmp_path / "a" / "train-00001.tokens", 100_000)
     dataset = TokenDataset(folder, sequence_length=1000, seed=1)
     in_that_block = range(103, 134)  # sequences of tokens 102,768 to 135,535
-    n = next(n for n, index in enumerate(dataset.indices(0, dataset.sequences_per_epoch)) if index in in_that_block)
-    with pytest.raises(UserError, match=rf"sample {n}: .*train-00001\.tokens: the block at byte 65536 does not match"):
+    n = next(
+        n
+        for n, index in enumerate(dataset.indices(0, dataset.sequences_per_epoch))
+        if index in in_that_block
+    )
+    with pytest.raises(
+        UserError,
+        match=rf"sample {n}: .*train-00001\.tokens: the block at byte 65536 does not match",
+    ):
         dataset.sequence(n)

@@ -1,4 +1,7 @@
-"""Documents that are removed or changed: by a hook, as duplicates, and with evaluation texts. Also built-in tokenizers."""
+"""Documents that are removed or changed: by a hook, as duplicates, and with evaluation texts.
+
+Also built-in tokenizers.
+"""
 
 import json
 import random
@@ -19,7 +22,9 @@ from tests.seeds import fresh_random
 
 
 def all_texts(folder: Path) -> list[str]:
-    return sorted(text for split in TokenFolder.open(folder).splits for text in stored_texts(folder, split))
+    return sorted(
+        text for split in TokenFolder.open(folder).splits for text in stored_texts(folder, split)
+    )
 
 
 def write_records(path: Path, records: list[dict[str, object]]) -> Path:
@@ -31,7 +36,7 @@ def write_texts(path: Path, texts: list[str]) -> Path:
     return write_records(path, [{"text": text} for text in texts])
 
 
-# --- hook ------------------------------------------------------------------------------------------------------------------
+# --- hook -----------------------------------------------------------------------------------------
 
 HOOK = """
 import neighbour
@@ -67,7 +72,12 @@ def test_a_hook_gets_every_field_and_changes_documents_or_leaves_them_out(
     records = [{"text": f"document {number}", "score": number % 7} for number in range(60)]
     source = write_records(tmp_path / "in.jsonl", records)
     summary = prepare(
-        str(source), tmp_path / "out", hook=f"{hook}:clean", tokenizer="characters", workers=workers, validation_ratio=0.1
+        str(source),
+        tmp_path / "out",
+        hook=f"{hook}:clean",
+        tokenizer="characters",
+        workers=workers,
+        validation_ratio=0.1,
     )
     kept = [f"DOCUMENT {number}" for number in range(60) if number % 7 >= 3]
     assert all_texts(tmp_path / "out") == sorted(kept)
@@ -84,44 +94,76 @@ def test_a_hook_is_given_the_path_of_a_text_file(tmp_path: Path, hook: Path) -> 
     assert "".join(all_texts(tmp_path / "out")[::-1]).count("a.txt") == 1
 
 
-def test_a_hook_that_fails_is_named_with_document_and_file(tmp_path: Path, hook: Path, refused: Refusal) -> None:
-    source, out = write_records(tmp_path / "in.jsonl", [{"text": "a", "score": 5}, {"text": "b"}]), tmp_path / "out"
+def test_a_hook_that_fails_is_named_with_document_and_file(
+    tmp_path: Path, hook: Path, refused: Refusal
+) -> None:
+    source, out = (
+        write_records(tmp_path / "in.jsonl", [{"text": "a", "score": 5}, {"text": "b"}]),
+        tmp_path / "out",
+    )
     message = refused("prepare", source, out, "--hook", f"{hook}:clean")
     assert message == f"{source}:2: hook hook.py:clean raised KeyError: 'score'"
     message = refused("prepare", source, out, "--hook", f"{hook}:returns_text")
-    assert message == f"{source}:1: hook hook.py:returns_text returned str: expected the document, with text in 'text', or None"
+    assert (
+        message
+        == f"{source}:1: hook hook.py:returns_text returned str: expected the document, with text"
+        " in 'text', or None"
+    )
     message = refused("prepare", source, out, "--hook", f"{hook}:nothing")
-    assert message == f"hook {hook}: no function 'nothing': there are by_path, clean, fails, returns_text"
-    assert "no such file; name a function as FILE.py:FUNCTION" in refused("prepare", source, out, "--hook", "nowhere.py:f")
+    assert (
+        message
+        == f"hook {hook}: no function 'nothing': there are by_path, clean, fails, returns_text"
+    )
+    assert "no such file; name a function as FILE.py:FUNCTION" in refused(
+        "prepare", source, out, "--hook", "nowhere.py:f"
+    )
     (tmp_path / "bad.py").write_text("1 / 0")
-    assert "cannot be imported: ZeroDivisionError" in refused("prepare", source, out, "--hook", f"{tmp_path}/bad.py:f")
+    assert "cannot be imported: ZeroDivisionError" in refused(
+        "prepare", source, out, "--hook", f"{tmp_path}/bad.py:f"
+    )
 
 
 def test_a_changed_hook_is_another_preparation(tmp_path: Path, hook: Path) -> None:
-    source = write_records(tmp_path / "in.jsonl", [{"text": f"document {number}", "score": 5} for number in range(9)])
+    source = write_records(
+        tmp_path / "in.jsonl", [{"text": f"document {number}", "score": 5} for number in range(9)]
+    )
     options = {"hook": f"{hook}:clean", "tokenizer": "bytes"}
     prepare(str(source), tmp_path / "out", **options)
     assert prepare(str(source), tmp_path / "out", **options).already_done
     hook.write_text(HOOK.replace("upper", "lower"))
-    with pytest.raises(UserError, match="holds a preparation with other hook; name another folder, or add --overwrite"):
+    with pytest.raises(
+        UserError,
+        match="holds a preparation with other hook; name another folder, or add --overwrite",
+    ):
         prepare(str(source), tmp_path / "out", **options)
 
 
-def test_a_hook_that_drops_all_documents_is_reported(tmp_path: Path, hook: Path, refused: Refusal) -> None:
+def test_a_hook_that_drops_all_documents_is_reported(
+    tmp_path: Path, hook: Path, refused: Refusal
+) -> None:
     source = write_records(tmp_path / "in.jsonl", [{"text": "a", "score": 0}])
     said = refused("prepare", source, tmp_path / "out", "--hook", f"{hook}:clean")
     assert said == f"{source}: no document is left: the hook leaves out all"
 
 
-def test_a_hook_that_exits_ends_the_preparation_as_any_exception_does(tmp_path: Path, refused: Refusal) -> None:
-    source, out = write_records(tmp_path / "in.jsonl", [{"text": "a"}, {"text": "b"}]), tmp_path / "out"
+def test_a_hook_that_exits_ends_the_preparation_as_any_exception_does(
+    tmp_path: Path, refused: Refusal
+) -> None:
+    source, out = (
+        write_records(tmp_path / "in.jsonl", [{"text": "a"}, {"text": "b"}]),
+        tmp_path / "out",
+    )
     (tmp_path / "early.py").write_text("import sys\nsys.exit(0)\n")
-    assert "early.py: cannot be imported: SystemExit: 0" in refused("prepare", source, out, "--hook", f"{tmp_path}/early.py:f")
+    assert "early.py: cannot be imported: SystemExit: 0" in refused(
+        "prepare", source, out, "--hook", f"{tmp_path}/early.py:f"
+    )
     (tmp_path / "late.py").write_text("import sys\ndef f(document):\n    sys.exit(3)\n")
-    assert "hook late.py:f raised SystemExit: 3" in refused("prepare", source, out, "--hook", f"{tmp_path}/late.py:f")
+    assert "hook late.py:f raised SystemExit: 3" in refused(
+        "prepare", source, out, "--hook", f"{tmp_path}/late.py:f"
+    )
 
 
-# --- copies ----------------------------------------------------------------------------------------------------------------
+# --- copies ---------------------------------------------------------------------------------------
 
 
 def test_the_first_of_equal_documents_is_kept() -> None:
@@ -144,7 +186,9 @@ def near_groups(texts: list[str]) -> list[bool]:
 def test_what_is_near_to_something_that_is_near_is_one_group_and_its_first_is_kept() -> None:
     chance = fresh_random()
     keys = np.arange(14 * 300, dtype=np.uint64).reshape(14, 300)
-    edges = [(chance.randrange(300), chance.randrange(300), chance.randrange(14)) for _ in range(200)]
+    edges = [
+        (chance.randrange(300), chance.randrange(300), chance.randrange(14)) for _ in range(200)
+    ]
     groups = [{number} for number in range(300)]
     for band in range(14):
         for a, b in [(a, b) for a, b, of in edges if of == band]:
@@ -165,7 +209,10 @@ def words(chance: random.Random, count: int) -> list[str]:
 
 
 def test_documents_are_found_as_near_as_often_as_the_formula_says() -> None:
-    """Of runs of five words a fraction s is shared. 120 pairs at a time: within four standard deviations."""
+    """Of runs of five words a fraction s is shared.
+
+    120 pairs at a time: within four standard deviations.
+    """
     chance, pairs = fresh_random(), 120
     for changed, rest in ((60, 540), (300, 300)):
         result = 0
@@ -175,13 +222,26 @@ def test_documents_are_found_as_near_as_often_as_the_formula_says() -> None:
             result += near_groups([first, second])[1]
         shared = (rest - 4) / (rest - 4 + 2 * changed)
         probability = 1 - (1 - shared**8) ** 14
-        assert abs(result - pairs * probability) < 4 * (pairs * probability * (1 - probability)) ** 0.5 + 2
+        assert (
+            abs(result - pairs * probability)
+            < 4 * (pairs * probability * (1 - probability)) ** 0.5 + 2
+        )
 
 
 def test_case_and_punctuation_are_ignored_and_short_texts_are_compared_completely() -> None:
     chance = fresh_random()
     text = " ".join(words(chance, 40))
-    texts = [text, text.upper() + "!", "a b", "A, b.", "a c", "", "...", "☃", " ".join(words(chance, 40))]
+    texts = [
+        text,
+        text.upper() + "!",
+        "a b",
+        "A, b.",
+        "a c",
+        "",
+        "...",
+        "☃",
+        " ".join(words(chance, 40)),
+    ]
     assert near_groups(texts) == [False, True, False, True, False, False, False, False, False]
 
 
@@ -201,7 +261,7 @@ def test_the_first_copy_is_kept_whatever_the_number_of_processes(
     assert content(tmp_path / "one") == content(tmp_path / "two")
 
 
-# --- evaluation texts --------------------------------------------------------------------------------------------------------
+# --- evaluation texts -----------------------------------------------------------------------------
 
 
 def test_documents_with_a_text_of_an_evaluation_are_left_out_and_counted(
@@ -217,12 +277,21 @@ def test_documents_with_a_text_of_an_evaluation_are_left_out_and_counted(
         ],
     )
     clean = [" ".join(words(chance, 100)) for _ in range(20)]
-    clean += [" ".join([*words(chance, 5), *question[:12], *words(chance, 5)])]  # one word fewer than it takes
+    # One word fewer than it takes.
+    clean += [" ".join([*words(chance, 5), *question[:12], *words(chance, 5)])]
     clean += [" ".join([*words(chance, 5), *short[:7], *words(chance, 5)]), "yes no"]
     dirty = [" ".join([*words(chance, 30), *question[4:17], *words(chance, 3)]).upper()]
     dirty += [", ".join([*short, *words(chance, 9)]), "\n".join(answer)]
     source = write_texts(tmp_path / "in.jsonl", [*clean[:10], *dirty, *clean[10:]])
-    command = ["prepare", str(source), str(tmp_path / "out"), "--tokenizer", "bytes", "--decontaminate", str(tasks)]
+    command = [
+        "prepare",
+        str(source),
+        str(tmp_path / "out"),
+        "--tokenizer",
+        "bytes",
+        "--decontaminate",
+        str(tasks),
+    ]
     assert run(command) == 0
     assert "left out  3 documents: with a text of the evaluation\n" in capsys.readouterr().out
     assert all_texts(tmp_path / "out") == sorted(clean)
@@ -235,7 +304,7 @@ def test_a_file_that_is_no_task_is_refused(tmp_path: Path, refused: Refusal) -> 
     )
 
 
-# --- built-in tokenizers -----------------------------------------------------------------------------------------------------
+# --- built-in tokenizers --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -43,7 +43,9 @@ def drawn(rng: random.Random, longest: int) -> TokenizedExample:
 
 @pytest.fixture
 def make(tmp_path: Path, tokenizer: Tokenizer) -> Make:
-    def written(items: list[ExampleGroup], length: int, *, overlong: str = "drop", ratio: float | None = 0.0) -> ExampleFolder:
+    def written(
+        items: list[ExampleGroup], length: int, *, overlong: str = "drop", ratio: float | None = 0.0
+    ) -> ExampleFolder:
         folder = tmp_path / f"examples-{len(list(tmp_path.iterdir()))}"
         read = {"train": items, "validation": []}
         write_examples(
@@ -73,9 +75,13 @@ def test_best_fit_places_everything_once_and_no_bin_is_too_full(rng: random.Rand
         assert sum(2 * load <= capacity for load in loads) <= 1
 
 
-def test_a_sequence_holds_complete_examples_that_do_not_attend_to_each_other(rng: random.Random, make: Make) -> None:
+def test_a_sequence_holds_complete_examples_that_do_not_attend_to_each_other(
+    rng: random.Random, make: Make
+) -> None:
     items = [ExampleGroup((drawn(rng, 20),)) for _ in range(60)]
-    dataset = example_dataset(make(items, 64), "train", sequence_length=64, pack=True, shuffle=False)
+    dataset = example_dataset(
+        make(items, 64), "train", sequence_length=64, pack=True, shuffle=False
+    )
     results = []
     for index in range(dataset.sequences_per_epoch):
         sequence = dataset.sequence(index)
@@ -83,21 +89,28 @@ def test_a_sequence_holds_complete_examples_that_do_not_attend_to_each_other(rng
             here = sequence.document_ids == document
             assert list(sequence.positions[here]) == list(range(here.sum()))
             scored = sequence.labels[here] != IGNORE_INDEX
-            assert list(sequence.labels[here][:-1][scored[:-1]]) == list(sequence.tokens[here][1:][scored[:-1]])
+            assert list(sequence.labels[here][:-1][scored[:-1]]) == list(
+                sequence.tokens[here][1:][scored[:-1]]
+            )
             results.append((*sequence.tokens[here], int(sequence.labels[here][-1])))
         assert (sequence.labels[sequence.document_ids < 0] == IGNORE_INDEX).all()
-    assert sorted(results) == sorted(tuple(int(id) for id in item.sequences[0].tokens) for item in items)
+    assert sorted(results) == sorted(
+        tuple(int(id) for id in item.sequences[0].tokens) for item in items
+    )
     assert dataset.sequences_per_epoch < len(items) / 2
 
 
 def test_pairs_lie_in_documents_two_by_two(rng: random.Random, make: Make) -> None:
     items = [ExampleGroup((drawn(rng, 12), drawn(rng, 12))) for _ in range(20)]
-    dataset = example_dataset(make(items, 64), "train", sequence_length=64, pack=True, shuffle=False)
+    dataset = example_dataset(
+        make(items, 64), "train", sequence_length=64, pack=True, shuffle=False
+    )
     sides = [tuple(part.tokens[:-1].tolist() for part in item.sequences) for item in items]
     for index in range(dataset.sequences_per_epoch):
         sequence = dataset.sequence(index)
         parts = [
-            sequence.tokens[sequence.document_ids == document].tolist() for document in range(sequence.document_ids.max() + 1)
+            sequence.tokens[sequence.document_ids == document].tolist()
+            for document in range(sequence.document_ids.max() + 1)
         ]
         assert len(parts) % 2 == 0
         assert all(pair in sides for pair in zip(parts[::2], parts[1::2], strict=True))
@@ -107,7 +120,9 @@ def test_unpaired_completions_are_followed_by_the_next_ones_completion_to_the_sa
     rng: random.Random, make: Make
 ) -> None:
     items = [ExampleGroup((drawn(rng, 10),), {"kto_labels": float(n % 2)}) for n in range(30)]
-    dataset = example_dataset(make(items, 32), "train", sequence_length=64, pack=True, shuffle=False)
+    dataset = example_dataset(
+        make(items, 32), "train", sequence_length=64, pack=True, shuffle=False
+    )
     several = 0
     for index in range(dataset.sequences_per_epoch):
         sequence = dataset.sequence(index)
@@ -115,9 +130,15 @@ def test_unpaired_completions_are_followed_by_the_next_ones_completion_to_the_sa
         several += len(members) > 1
         for place, member in enumerate(members):
             other = members[(place + 1) % len(members)]
-            own, mismatched = (sequence.tokens[sequence.document_ids == 2 * place + side] for side in (0, 1))
+            own, mismatched = (
+                sequence.tokens[sequence.document_ids == 2 * place + side] for side in (0, 1)
+            )
             assert own.tolist() == member.tokens[:-1].tolist()
-            expected = [*member.tokens[~member.loss_mask], *other.tokens[other.loss_mask]][:-1] if len(members) > 1 else []
+            expected = (
+                [*member.tokens[~member.loss_mask], *other.tokens[other.loss_mask]][:-1]
+                if len(members) > 1
+                else []
+            )
             assert mismatched.tolist() == expected
     assert several
     batch = Batch.from_sequences(dataset.sequences(0, dataset.sequences_per_epoch))
@@ -129,18 +150,31 @@ def test_examples_that_are_too_long_or_have_no_scored_token_are_counted(make: Ma
     short = TokenizedExample(np.arange(10, dtype=np.int32), np.arange(10) > 5)
     unscored = TokenizedExample(np.arange(10, dtype=np.int32), np.zeros(10, bool))
     items = [ExampleGroup((each,)) for each in (long, short, unscored)]
-    assert make(items, 20).manifest["counts"] == {"overlong": 1, "truncated": 0, "nothing_to_learn": 1}
+    assert make(items, 20).manifest["counts"] == {
+        "overlong": 1,
+        "truncated": 0,
+        "nothing_to_learn": 1,
+    }
     # Cut at 20 nothing scored is left of the long one; at 35 something is.
-    assert make(items, 20, overlong="truncate").manifest["counts"] == {"overlong": 0, "truncated": 1, "nothing_to_learn": 2}
+    assert make(items, 20, overlong="truncate").manifest["counts"] == {
+        "overlong": 0,
+        "truncated": 1,
+        "nothing_to_learn": 2,
+    }
     assert make(items, 35, overlong="truncate").manifest["splits"]["train"]["examples"] == 2
     with pytest.raises(
         UserError,
-        match=r"no example is left of the train files: 1 are longer than data\.sequence_length = 20, 1 have nothing to learn",
+        match=(
+            r"no example is left of the train files: 1 are longer than data\.sequence_length = 20,"
+            r" 1 have nothing to learn"
+        ),
     ):
         make([items[0], items[2]], 20)
 
 
-def test_validation_examples_are_apart_even_where_they_are_there_twice(rng: random.Random, make: Make) -> None:
+def test_validation_examples_are_apart_even_where_they_are_there_twice(
+    rng: random.Random, make: Make
+) -> None:
     different = [ExampleGroup((drawn(rng, 20),)) for _ in range(20)]
     folder = make([rng.choice(different) for _ in range(100)], 64, ratio=0.1)
     sides = [
@@ -166,20 +200,37 @@ def test_a_folder_that_was_not_finished_is_made_again(tmp_path: Path, tokenizer:
     def broken(split: str) -> list[ExampleGroup]:
         raise UserError("a.jsonl, record 3: no answer")
 
-    options = {"plan": {}, "sequence_length": 8, "limit_description": "8", "overlong": "drop", "validation_ratio": 0.0}
+    options = {
+        "plan": {},
+        "sequence_length": 8,
+        "limit_description": "8",
+        "overlong": "drop",
+        "validation_ratio": 0.0,
+    }
     with pytest.raises(UserError, match="record 3"):
         write_examples(tmp_path / "a", broken, tokenizer, **options)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
     item = ExampleGroup((TokenizedExample(np.arange(5, dtype=np.int32), np.ones(5, bool)),))
     for _ in range(2):
-        write_examples(tmp_path / "a", {"train": [item], "validation": []}.__getitem__, tokenizer, **options)  # type: ignore[arg-type]
-    assert json.loads((tmp_path / "a" / "examples.json").read_text())["splits"]["train"]["examples"] == 1
+        write_examples(
+            tmp_path / "a", {"train": [item], "validation": []}.__getitem__, tokenizer, **options
+        )  # type: ignore[arg-type]
+    assert (
+        json.loads((tmp_path / "a" / "examples.json").read_text())["splits"]["train"]["examples"]
+        == 1
+    )
 
 
 def test_turns_of_one_conversation_are_all_for_training_or_all_for_validation(make: Make) -> None:
     items = [
         ExampleGroup(
-            (TokenizedExample(np.arange(3 + turn, dtype=np.int32), np.ones(3 + turn, bool), part_of=10 + conversation),)
+            (
+                TokenizedExample(
+                    np.arange(3 + turn, dtype=np.int32),
+                    np.ones(3 + turn, bool),
+                    part_of=10 + conversation,
+                ),
+            )
         )
         for conversation in range(5)
         for turn in range(3)
@@ -188,14 +239,25 @@ def test_turns_of_one_conversation_are_all_for_training_or_all_for_validation(ma
     assert (folder.num_examples("validation"), folder.num_examples("train")) == (6, 9)
 
 
-def plainly(items: list[ExampleGroup], ratio: float) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, dict[str, object]]]:
+def plainly(
+    items: list[ExampleGroup], ratio: float
+) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, dict[str, object]]]:
     """The arrays of both splits, and how the manifest describes them, with everything in memory."""
-    hashes = [xxhash.xxh3_64_intdigest(b"".join(one.tokens.tobytes() for one in item.sequences)) for item in items]
-    validation = set(sorted(hashes)[: max(1, round(ratio * len(items)))] if ratio else ()) - {max(hashes)}
+    hashes = [
+        xxhash.xxh3_64_intdigest(b"".join(one.tokens.tobytes() for one in item.sequences))
+        for item in items
+    ]
+    validation = set(sorted(hashes)[: max(1, round(ratio * len(items)))] if ratio else ()) - {
+        max(hashes)
+    }
     arrays: dict[str, dict[str, np.ndarray]] = {}
     described: dict[str, dict[str, object]] = {}
     for split in ("train", "validation"):
-        chosen = [item for item, hash in zip(items, hashes, strict=True) if (hash in validation) == (split == "validation")]
+        chosen = [
+            item
+            for item, hash in zip(items, hashes, strict=True)
+            if (hash in validation) == (split == "validation")
+        ]
         sequences = [sequence for item in chosen for sequence in item.sequences]
         nothing = TokenizedExample(np.zeros(0, np.int32), np.zeros(0, bool))
         arrays[split] = {
@@ -204,13 +266,18 @@ def plainly(items: list[ExampleGroup], ratio: float) -> tuple[dict[str, dict[str
             "starts": np.cumsum([0, *(len(sequence.tokens) for sequence in sequences)]),
         }
         for name in sorted(chosen[0].scalars if chosen else ()):
-            arrays[split][f"label-{name}"] = np.array([item.scalars[name] for item in chosen], np.float32)
+            arrays[split][f"label-{name}"] = np.array(
+                [item.scalars[name] for item in chosen], np.float32
+            )
         described[split] = {
             "examples": len(chosen),
             "group": len(chosen[0].sequences) if chosen else 1,
             "tokens": sum(len(sequence.tokens) for sequence in sequences),
             "scored": sum(int(sequence.loss_mask[1:].sum()) for sequence in sequences),
-            "xxh3": {name: xxhash.xxh3_64_hexdigest(array.tobytes()) for name, array in arrays[split].items()},
+            "xxh3": {
+                name: xxhash.xxh3_64_hexdigest(array.tobytes())
+                for name, array in arrays[split].items()
+            },
         }
     return arrays, described
 
@@ -222,7 +289,8 @@ def test_a_folder_is_to_the_byte_what_it_would_be_of_all_examples_in_memory(
 ) -> None:
     different = [
         ExampleGroup(
-            tuple(drawn(rng, 20) for _ in range(sides)), {"margins": rng.random(), "kto_labels": float(rng.random() < 0.5)}
+            tuple(drawn(rng, 20) for _ in range(sides)),
+            {"margins": rng.random(), "kto_labels": float(rng.random() < 0.5)},
         )
         for _ in range(rng.randint(1, 60))
     ]
@@ -230,7 +298,11 @@ def test_a_folder_is_to_the_byte_what_it_would_be_of_all_examples_in_memory(
     folder = make(items, 1000, ratio=ratio)
     arrays, described = plainly(items, ratio)
     assert folder.manifest["splits"] == described
-    files = {f"{split}-{name}.npy": array for split, named in arrays.items() for name, array in named.items()}
+    files = {
+        f"{split}-{name}.npy": array
+        for split, named in arrays.items()
+        for name, array in named.items()
+    }
     for name, array in files.items():
         saved = io.BytesIO()
         np.save(saved, array)
@@ -263,7 +335,9 @@ print((peak() - before) // (1 << 20 if sys.platform == "darwin" else 1 << 10))
 """
 
 
-def test_examples_that_are_written_do_not_have_to_fit_in_memory(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_examples_that_are_written_do_not_have_to_fit_in_memory(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     """What is written is 100 MB; a few numbers of each example take less than one."""
     tokenizer.save(tmp_path / "tokenizer")
     words = [sys.executable, "-c", MEMORY, str(tmp_path / "tokenizer"), str(tmp_path / "examples")]

@@ -15,7 +15,14 @@ from tests.conftest import Refusal
 from tests.data.hub_server import COMMIT, Hub, serving
 from tests.seeds import fresh_random
 
-FILES = ("config.json", "generation_config.json", "merges.txt", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+FILES = (
+    "config.json",
+    "generation_config.json",
+    "merges.txt",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
 # download(*words): carries out `lmforge download` in this process and returns what it printed.
 Download = Callable[..., str]
 
@@ -27,12 +34,17 @@ def weights() -> bytes:
 
 @pytest.fixture
 def hub(weights: bytes) -> Iterator[Hub]:
-    """A hub with one model: the files that are wanted, the same again in other formats, and what must not be downloaded."""
+    """A hub with one model: the files that are wanted, the same again in other formats, and what
+    must not be downloaded.
+    """
     needed = {name: f'{{"of": "{name}"}}'.encode() for name in FILES if name != "model.safetensors"}
     others = dict.fromkeys(
-        ("pytorch_model.bin", "modeling_ours.py", "consolidated.safetensors", "onnx/config.json"), b"x" * 2000
+        ("pytorch_model.bin", "modeling_ours.py", "consolidated.safetensors", "onnx/config.json"),
+        b"x" * 2000,
     )
-    with serving({"org/model": {**needed, "model.safetensors": weights, **others, "README.md": b"Read me"}}) as hub:
+    with serving(
+        {"org/model": {**needed, "model.safetensors": weights, **others, "README.md": b"Read me"}}
+    ) as hub:
         yield hub
 
 
@@ -42,7 +54,11 @@ def use(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None
 
     def settle(address: str) -> None:
         monkeypatch.setattr(constants, "ENDPOINT", address)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}")
+        monkeypatch.setattr(
+            constants,
+            "HUGGINGFACE_CO_URL_TEMPLATE",
+            address + "/{repo_id}/resolve/{revision}/{filename}",
+        )
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
 
@@ -64,7 +80,9 @@ def download(hub: Hub, use: Callable[[str], None], capfd: pytest.CaptureFixture[
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if not path.name.startswith(".")}
+    return {
+        path.name: path.read_bytes() for path in folder.iterdir() if not path.name.startswith(".")
+    }
 
 
 def test_a_download_is_weights_configuration_and_tokenizer_and_a_second_one_fetches_nothing(
@@ -87,7 +105,11 @@ def test_without_a_folder_it_comes_to_the_cache_where_the_hubs_own_library_finds
 ) -> None:
     download("org/model")
     cache = tmp_path / "home" / "hub"
-    result = Path(snapshot_download("org/model", cache_dir=cache, local_files_only=True, allow_patterns=[*FILES]))
+    result = Path(
+        snapshot_download(
+            "org/model", cache_dir=cache, local_files_only=True, allow_patterns=[*FILES]
+        )
+    )
     assert contents(result) == {name: hub.models["org/model"][name] for name in FILES}
     assert result.name == COMMIT
     assert hub_module.find_cached("org/model", "main") == result
@@ -100,10 +122,20 @@ def test_without_a_folder_it_comes_to_the_cache_where_the_hubs_own_library_finds
     assert "answered with 503" in refused("download", "org/model")
 
 
-def test_a_model_in_several_files_is_fetched_by_its_index(use: Callable[[str], None], refused: Refusal, tmp_path: Path) -> None:
-    parts = {"model-00001-of-00002.safetensors": b"a" * 1500, "model-00002-of-00002.safetensors": b"b" * 10}
+def test_a_model_in_several_files_is_fetched_by_its_index(
+    use: Callable[[str], None], refused: Refusal, tmp_path: Path
+) -> None:
+    parts = {
+        "model-00001-of-00002.safetensors": b"a" * 1500,
+        "model-00002-of-00002.safetensors": b"b" * 10,
+    }
     index = json.dumps({"weight_map": dict(zip("ab", parts, strict=True))}).encode()
-    model = {"config.json": b"{}", "model.safetensors.index.json": index, **parts, "consolidated.safetensors": b"c" * 99}
+    model = {
+        "config.json": b"{}",
+        "model.safetensors.index.json": index,
+        **parts,
+        "consolidated.safetensors": b"c" * 99,
+    }
     with serving({"org/model": model}) as hub:
         use(hub.address)
         assert run(["download", "org/model", str(tmp_path / "model")]) == 0
@@ -117,17 +149,27 @@ def test_a_model_in_several_files_is_fetched_by_its_index(use: Callable[[str], N
         hub.models["org/part"] = {**model}
         del hub.models["org/part"]["model-00002-of-00002.safetensors"]
         message = refused("download", "org/part", tmp_path / "other")
-        assert "its index names model-00002-of-00002.safetensors, which is not on the hub" in message
-        hub.models["org/damaged"] = {**model, "model.safetensors.index.json": b'{"weight_map": [1, 2]}'}
+        assert (
+            "its index names model-00002-of-00002.safetensors, which is not on the hub" in message
+        )
+        hub.models["org/damaged"] = {
+            **model,
+            "model.safetensors.index.json": b'{"weight_map": [1, 2]}',
+        }
         message = refused("download", "org/damaged", tmp_path / "third")
-        assert message == (
-            f"{tmp_path / 'third' / 'model.safetensors.index.json'}: weight_map: expected an object, got [1, 2]; copy the file"
-            " again"
+        assert (
+            message
+            == f"{tmp_path / 'third' / 'model.safetensors.index.json'}: weight_map: expected an"
+            " object, got [1, 2]; copy the file again"
         )
 
 
 def test_a_server_that_dies_in_a_file_is_said_in_one_line_and_a_second_download_fetches_the_rest(
-    hub: Hub, use: Callable[[str], None], weights: bytes, capfd: pytest.CaptureFixture[str], tmp_path: Path
+    hub: Hub,
+    use: Callable[[str], None],
+    weights: bytes,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     use(hub.address)
     hub.cut, hub.cuts_left = {"model.safetensors": 1000}, 100
@@ -142,7 +184,11 @@ def test_a_server_that_dies_in_a_file_is_said_in_one_line_and_a_second_download_
 
 
 def test_a_full_disk_is_said_in_one_line(
-    hub: Hub, use: Callable[[str], None], refused: Refusal, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    hub: Hub,
+    use: Callable[[str], None],
+    refused: Refusal,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     use(hub.address)
 
@@ -151,11 +197,19 @@ def test_a_full_disk_is_said_in_one_line(
 
     monkeypatch.setattr("huggingface_hub.file_download.http_get", full)
     message = refused("download", "org/model", tmp_path / "model")
-    assert message == f"{tmp_path / 'model'}: no space to download into it (No space left on device); run it again"
+    assert (
+        message
+        == f"{tmp_path / 'model'}: no space to download into it (No space left on device); run it"
+        " again"
+    )
 
 
 def test_what_cannot_be_had_is_refused_in_one_line(
-    hub: Hub, use: Callable[[str], None], refused: Refusal, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    hub: Hub,
+    use: Callable[[str], None],
+    refused: Refusal,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     hub.models["org/gated"] = hub.models["org/model"]
     hub.models["org/pickled"] = {"config.json": b"{}", "pytorch_model.bin": b"x"}
@@ -168,7 +222,10 @@ def test_what_cannot_be_had_is_refused_in_one_line(
         (["org/model", "--revision", "v9"], "org/model: has no revision v9 on the hub"),
         (["org/pickled"], "org/pickled: has no safetensors weights on the hub; pickled ones"),
         (["nano"], "nano: not the name of a model on the hub"),
-        (["org/model@v1", "--revision", "v2"], "org/model@v1: names one revision and --revision v2 another"),
+        (
+            ["org/model@v1", "--revision", "v2"],
+            "org/model@v1: names one revision and --revision v2 another",
+        ),
     ):
         assert message in refused("download", *words)
     use("http://127.0.0.1:9")
@@ -191,16 +248,26 @@ def test_what_cannot_be_had_is_refused_in_one_line(
         (tmp_path / "mine" / file).unlink()
 
 
-def test_a_recipe_says_what_is_downloaded(hub: Hub, download: Download, refused: Refusal, tmp_path: Path) -> None:
+def test_a_recipe_says_what_is_downloaded(
+    hub: Hub, download: Download, refused: Refusal, tmp_path: Path
+) -> None:
     recipe = tmp_path / "sft.toml"
-    recipe.write_text('[run]\nstage = "sft"\n[model]\nsource = "org/model"\n[data]\nfiles = ["a.jsonl"]\n')
+    recipe.write_text(
+        '[run]\nstage = "sft"\n[model]\nsource = "org/model"\n[data]\nfiles = ["a.jsonl"]\n'
+    )
     assert f"org/model at {COMMIT}; 6 files, " in download(recipe)
-    recipe.write_text('[model]\nsource = "org/model"\nload_weights = false\n[data]\nfolder = "s3://bucket/tokens"\n')
+    recipe.write_text(
+        '[model]\nsource = "org/model"\nload_weights = false\n[data]\nfolder ='
+        ' "s3://bucket/tokens"\n'
+    )
     printed = download(recipe)
     assert "s3://bucket/tokens: is read over the network while training" in printed
     assert f"org/model at {COMMIT}; 5 files, " in printed
     recipe.write_text("")
-    nothing = "nothing to download; all models and datasets that it names are local folders, or it names none"
+    nothing = (
+        "nothing to download; all models and datasets that it names are local folders, or it names"
+        " none"
+    )
     assert download(recipe) == f"{recipe}: {nothing}\n"
     assert refused("download", recipe, "folder").startswith("--folder: not with a recipe")
 

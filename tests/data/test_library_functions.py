@@ -9,7 +9,11 @@ import pytest
 
 from lmforge.core.errors import UserError
 from lmforge.post.rewards.sandbox import Sandbox
-from lmforge.text.chat.library_functions import TRAIN_FILE, VALIDATION_FILE, write_function_conversations
+from lmforge.text.chat.library_functions import (
+    TRAIN_FILE,
+    VALIDATION_FILE,
+    write_function_conversations,
+)
 from tests.seeds import fresh_random
 
 Lines = list[dict[str, Any]]
@@ -39,7 +43,9 @@ def answer(line: dict[str, Any]) -> ast.FunctionDef:
     return function
 
 
-def test_there_are_thousands_and_each_is_a_request_and_a_function_without_its_docstring(written: Path) -> None:
+def test_there_are_thousands_and_each_is_a_request_and_a_function_without_its_docstring(
+    written: Path,
+) -> None:
     train, validation = lines(written / TRAIN_FILE), lines(written / VALIDATION_FILE)
     assert len(train) > 2000
     assert len(validation) > 100
@@ -64,7 +70,11 @@ def test_the_librarys_own_answers_pass_their_checks_and_others_do_not(written: P
     programs = [ast.unparse(answer(line)) for line in some]
     with Sandbox() as sandbox:
         right = sandbox.run_all(programs, [line["checks"] for line in some], seconds=30.0)
-        other = sandbox.run_all(["def other(thing, *things):\n    pass"] * 30, [line["checks"] for line in some], seconds=30.0)
+        other = sandbox.run_all(
+            ["def other(thing, *things):\n    pass"] * 30,
+            [line["checks"] for line in some],
+            seconds=30.0,
+        )
     assert [outcome.checks_passed for outcome in right] == [(True, True)] * 30
     assert not any(all(outcome.checks_passed) for outcome in other)
 

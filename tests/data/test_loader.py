@@ -29,7 +29,11 @@ def same(a: Batch, b: Batch) -> bool:
 
 @pytest.fixture
 def dataset(tmp_path: Path, folder_of: Writer) -> TokenDataset:
-    return TokenDataset(folder_of(tmp_path / "folder", [[50, 3, 200, 2], [90, 400]]), sequence_length=8, seed=fresh_seed(60))
+    return TokenDataset(
+        folder_of(tmp_path / "folder", [[50, 3, 200, 2], [90, 400]]),
+        sequence_length=8,
+        seed=fresh_seed(60),
+    )
 
 
 def global_batch(dataset: TokenDataset, step: int, batch_size: int) -> Batch:
@@ -37,13 +41,19 @@ def global_batch(dataset: TokenDataset, step: int, batch_size: int) -> Batch:
 
 
 @pytest.mark.parametrize("ranks", range(1, 17))
-def test_the_global_batch_is_the_same_for_any_number_of_ranks(dataset: TokenDataset, ranks: int) -> None:
+def test_the_global_batch_is_the_same_for_any_number_of_ranks(
+    dataset: TokenDataset, ranks: int
+) -> None:
     batch_size = 2 * ranks
     steps = (0, 1, 7)
     parts: dict[int, list[Batch]] = {step: [] for step in steps}
     for rank in range(ranks):
         with BatchLoader(
-            dataset, global_batch_size=batch_size, micro_batch_size=1, data_parallel_rank=rank, data_parallel_size=ranks
+            dataset,
+            global_batch_size=batch_size,
+            micro_batch_size=1,
+            data_parallel_rank=rank,
+            data_parallel_size=ranks,
         ) as loader:
             for step in steps:
                 parts[step] += loader.batches(step)
@@ -52,16 +62,24 @@ def test_the_global_batch_is_the_same_for_any_number_of_ranks(dataset: TokenData
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 3, 4, 6, 12])
-def test_the_split_into_micro_batches_changes_nothing(dataset: TokenDataset, micro_batch_size: int) -> None:
+def test_the_split_into_micro_batches_changes_nothing(
+    dataset: TokenDataset, micro_batch_size: int
+) -> None:
     with BatchLoader(dataset, global_batch_size=12, micro_batch_size=micro_batch_size) as loader:
         for step in range(4):
             batches = loader.batches(step)
-            assert [batch.batch_size for batch in batches] == [micro_batch_size] * (12 // micro_batch_size)
+            assert [batch.batch_size for batch in batches] == [micro_batch_size] * (
+                12 // micro_batch_size
+            )
             assert same(Batch.cat(batches), global_batch(dataset, step, 12))
 
 
-def test_resuming_at_any_step_on_any_ranks_gives_what_would_have_come(dataset: TokenDataset) -> None:
-    """Before the first step, inside an epoch, at an exact epoch end, in a later epoch, and twice over."""
+def test_resuming_at_any_step_on_any_ranks_gives_what_would_have_come(
+    dataset: TokenDataset,
+) -> None:
+    """Before the first step, inside an epoch, at an exact epoch end, in a later epoch, and twice
+    over.
+    """
     batch_size = 6
     at_epoch_end = dataset.sequences_per_epoch  # B · this is a multiple of the epoch
     for step in (0, 1, fresh_seed() % 500, at_epoch_end, at_epoch_end - 1, 5 * at_epoch_end + 3):
@@ -119,10 +137,24 @@ def test_a_batch_that_ranks_do_not_divide_is_shared_out_and_padded_to_equal_micr
 @pytest.mark.parametrize(
     ("sizes", "complaint"),
     [
-        ({"global_batch_size": 2, "micro_batch_size": 1, "data_parallel_size": 4}, "2 sequences for 4 ranks"),
+        (
+            {"global_batch_size": 2, "micro_batch_size": 1, "data_parallel_size": 4},
+            "2 sequences for 4 ranks",
+        ),
         ({"global_batch_size": 0, "micro_batch_size": 1, "data_parallel_size": 1}, "0 sequences"),
-        ({"global_batch_size": 8, "micro_batch_size": 0, "data_parallel_size": 1}, "micro-batches of 0"),
-        ({"global_batch_size": 8, "micro_batch_size": 8, "data_parallel_size": 1, "data_parallel_rank": 1}, "rank 1 of 1"),
+        (
+            {"global_batch_size": 8, "micro_batch_size": 0, "data_parallel_size": 1},
+            "micro-batches of 0",
+        ),
+        (
+            {
+                "global_batch_size": 8,
+                "micro_batch_size": 8,
+                "data_parallel_size": 1,
+                "data_parallel_rank": 1,
+            },
+            "rank 1 of 1",
+        ),
     ],
 )
 def test_sizes_that_leave_a_rank_without_a_sequence_are_refused(
@@ -133,7 +165,9 @@ def test_sizes_that_leave_a_rank_without_a_sequence_are_refused(
 
 
 @pytest.mark.usefixtures("impatient")
-def test_what_goes_wrong_in_the_thread_is_raised_where_the_batch_is_requested(tmp_path: Path, folder_of: Writer) -> None:
+def test_what_goes_wrong_in_the_thread_is_raised_where_the_batch_is_requested(
+    tmp_path: Path, folder_of: Writer
+) -> None:
     folder = folder_of(tmp_path / "a", [[400]])
     dataset = TokenDataset(folder, sequence_length=8, seed=0)
     with BatchLoader(dataset, global_batch_size=2, micro_batch_size=2) as loader:
@@ -142,7 +176,9 @@ def test_what_goes_wrong_in_the_thread_is_raised_where_the_batch_is_requested(tm
             loader.batches(0)
 
 
-def test_later_steps_are_read_while_one_is_used(dataset: TokenDataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_steps_are_read_while_one_is_used(
+    dataset: TokenDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read, sequences = queue.Queue[int](), dataset.sequences
 
     def recorded(start: int, stop: int, **options: Any) -> PackedSequences:
@@ -153,7 +189,9 @@ def test_later_steps_are_read_while_one_is_used(dataset: TokenDataset, monkeypat
     with BatchLoader(dataset, global_batch_size=4, micro_batch_size=4) as loader:
         for step in (7, 8):
             loader.batches(step)
-        assert [read.get(timeout=60) for _ in range(2 + READ_AHEAD_STEPS)] == list(range(7, 9 + READ_AHEAD_STEPS))
+        assert [read.get(timeout=60) for _ in range(2 + READ_AHEAD_STEPS)] == list(
+            range(7, 9 + READ_AHEAD_STEPS)
+        )
     assert read.empty()
 
 

@@ -1,4 +1,6 @@
-"""The keyed permutation, and the tests of order themselves: they must reject orders known to be bad."""
+"""The keyed permutation, and the tests of order themselves: they must reject orders known to be
+bad.
+"""
 
 import itertools
 import math
@@ -43,7 +45,8 @@ def faults(order: Permutation, n: int) -> list[str]:
         results.append("not a bijection")
     if n > 1000:
         for lag in (1, 2, 3):
-            # Of the hundred that a run of the tests looks at, one is beyond 6 by chance in 5 million runs.
+            # Of the hundred that a run of the tests looks at, one is beyond 6 by chance in 5
+            # million runs.
             if abs(z_of_correlation(values[:-lag], values[lag:])) > 6:
                 results.append(f"serial correlation at lag {lag}")
         if abs(z_of_correlation(np.arange(n), values)) > 6:
@@ -91,7 +94,10 @@ def test_a_linear_congruential_order_is_rejected() -> None:
     for i in range(n):
         order[i] = x
         x = (5 * x + 3) % n
-    assert faults(lambda positions: order[positions], n) == ["serial correlation at lag 1", "serial correlation at lag 2"]
+    assert faults(lambda positions: order[positions], n) == [
+        "serial correlation at lag 1",
+        "serial correlation at lag 2",
+    ]
 
 
 def test_a_shuffle_that_loses_one_at_65537_is_rejected(seed: int) -> None:
@@ -104,7 +110,11 @@ def test_a_shuffle_that_loses_one_at_65537_is_rejected(seed: int) -> None:
 def test_sizes_beyond_four_billion_neither_collide_nor_leave_the_range(n: int, seed: int) -> None:
     # A random function of half a million positions into 2**33 would collide 15 times.
     generator = np.random.default_rng(seed)
-    positions = np.unique(np.concatenate([generator.integers(0, n, 300_000), np.arange(100_000), n - 1 - np.arange(100_000)]))
+    positions = np.unique(
+        np.concatenate(
+            [generator.integers(0, n, 300_000), np.arange(100_000), n - 1 - np.arange(100_000)]
+        )
+    )
     values = permutation(n, seed)(positions)
     assert values.min() >= 0
     assert values.max() < n
@@ -115,14 +125,20 @@ def test_asking_for_one_position_or_many_gives_the_same(seed: int) -> None:
     for n in (50, 70_000, 2**35):
         order = permutation(n, seed)
         positions = np.random.default_rng(seed).integers(0, n, 64)
-        assert order(positions).tolist() == [int(order(np.array([position]))[0]) for position in positions]
+        assert order(positions).tolist() == [
+            int(order(np.array([position]))[0]) for position in positions
+        ]
 
 
 def test_all_orders_of_four_things_are_equally_likely(seed: int) -> None:
     draws = 24_000
-    counts = Counter(tuple(permutation(4, derive_key(seed, i))(np.arange(4)).tolist()) for i in range(draws))
+    counts = Counter(
+        tuple(permutation(4, derive_key(seed, i))(np.arange(4)).tolist()) for i in range(draws)
+    )
     expected = draws / 24
-    chi_squared = sum((counts[order] - expected) ** 2 / expected for order in itertools.permutations(range(4)))
+    chi_squared = sum(
+        (counts[order] - expected) ** 2 / expected for order in itertools.permutations(range(4))
+    )
     assert chi_squared < 65  # 23 degrees of freedom: exceeded once in 140,000 times
 
 
@@ -140,7 +156,17 @@ def test_epochs_and_neighbouring_seeds_are_unrelated(n: int, seed: int) -> None:
 
 
 def test_keys_tell_apart_what_a_sum_would_not() -> None:
-    assert len({derive_key(s, "source", name, epoch) for s in range(20) for name in ("a", "a0") for epoch in range(20)}) == 800
+    assert (
+        len(
+            {
+                derive_key(s, "source", name, epoch)
+                for s in range(20)
+                for name in ("a", "a0")
+                for epoch in range(20)
+            }
+        )
+        == 800
+    )
 
 
 def test_positions_in_another_process_or_year_are_the_same() -> None:
@@ -164,12 +190,16 @@ def test_a_size_that_cannot_be_permuted_is_refused(n: int) -> None:
 def test_shuffling_within_windows_is_a_bijection_at_every_small_size(seed: int) -> None:
     for n in range(1, 150):
         for chunk, window in itertools.product((1, 2, 3, 7, 50, 200), (1, 2, 5, 40)):
-            values = windowed_permutation(n, seed + n & 2**64 - 1, chunk=chunk, window=window)(np.arange(n))
+            values = windowed_permutation(n, seed + n & 2**64 - 1, chunk=chunk, window=window)(
+                np.arange(n)
+            )
             assert np.array_equal(np.sort(values), np.arange(n)), (n, chunk, window)
 
 
 @pytest.mark.parametrize("n", [65_537, 2**18 + 1, 300_000])
-def test_a_window_needs_as_few_chunks_as_it_has_and_has_no_fault_within_them(n: int, seed: int) -> None:
+def test_a_window_needs_as_few_chunks_as_it_has_and_has_no_fault_within_them(
+    n: int, seed: int
+) -> None:
     chunk, window = 100, 30
     order = windowed_permutation(n, seed, chunk=chunk, window=window)
     values = order(np.arange(n))
@@ -193,7 +223,10 @@ def test_one_window_of_all_is_the_global_shuffle(seed: int) -> None:
 
 
 def test_windowed_positions_in_another_process_or_year_are_the_same() -> None:
-    assert windowed_permutation(10, GOLDEN_KEY, chunk=2, window=2)(np.arange(10)).tolist() == GOLDEN_WINDOWED
+    assert (
+        windowed_permutation(10, GOLDEN_KEY, chunk=2, window=2)(np.arange(10)).tolist()
+        == GOLDEN_WINDOWED
+    )
 
 
 def slow_lanes(lanes: Lanes, start: int, stop: int) -> list[int]:
@@ -205,13 +238,19 @@ def test_positions_are_dealt_to_lanes_as_their_definition_says_and_none_is_lost(
     rng = fresh_random()
     for _ in range(300):
         period = Fraction(rng.randint(1, 60), rng.choice([1, 1, 2, 7, 30]))
-        lanes, start, n = Lanes(rng.randint(1, 9), period), rng.randrange(10**6), rng.randint(1, 200)
+        lanes, start, n = (
+            Lanes(rng.randint(1, 9), period),
+            rng.randrange(10**6),
+            rng.randint(1, 200),
+        )
         sizes, assign = lanes.assign(start, start + n)
         expected = slow_lanes(lanes, start, start + n)
         of_positions, ranks = assign(np.arange(n))
         assert of_positions.tolist() == expected
         assert sizes.tolist() == [expected.count(lane) for lane in range(lanes.count)]
-        assert ranks.tolist() == [expected[:position].count(lane) for position, lane in enumerate(expected)]
+        assert ranks.tolist() == [
+            expected[:position].count(lane) for position, lane in enumerate(expected)
+        ]
         chunk, window, key = rng.randint(1, 20), rng.randint(1, 5), rng.getrandbits(64)
         order = windowed_permutation(n, key, chunk=chunk, window=window, lanes=lanes, start=start)
         values = order(np.arange(n))
@@ -220,7 +259,9 @@ def test_positions_are_dealt_to_lanes_as_their_definition_says_and_none_is_lost(
         assert np.array_equal(order(positions), values[positions])
 
 
-def test_a_lane_reads_the_chunks_of_one_window_at_a_time_and_no_other_lane_reads_them(seed: int) -> None:
+def test_a_lane_reads_the_chunks_of_one_window_at_a_time_and_no_other_lane_reads_them(
+    seed: int,
+) -> None:
     n, chunk, window, lanes = 100_000, 100, 10, Lanes(4, Fraction(64))
     values = windowed_permutation(n, seed, chunk=chunk, window=window, lanes=lanes)(np.arange(n))
     of_positions = np.array(slow_lanes(lanes, 0, n))
@@ -238,7 +279,9 @@ def test_a_lane_reads_the_chunks_of_one_window_at_a_time_and_no_other_lane_reads
 
 def test_a_period_of_a_long_cycle_is_rounded_and_stays_a_bijection(seed: int) -> None:
     lanes = Lanes(5, Fraction(1_000_003, 997) * Fraction(123_457, 99_991))
-    values = windowed_permutation(200_000, seed, chunk=64, window=20, lanes=lanes)(np.arange(200_000))
+    values = windowed_permutation(200_000, seed, chunk=64, window=20, lanes=lanes)(
+        np.arange(200_000)
+    )
     assert np.array_equal(np.sort(values), np.arange(200_000))
     sizes, assign = lanes.assign(0, 200_000)
     assert max(sizes) - min(sizes) < 600
@@ -250,10 +293,19 @@ def test_a_period_of_a_long_cycle_is_rounded_and_stays_a_bijection(seed: int) ->
 def test_a_batch_of_more_samples_than_lanes_can_count_is_refused() -> None:
     largest = Lanes(8, Fraction(65_536))
     positions = np.array([0, 65_535, 65_536, 3 * 8192, 10**6])
-    assert largest.assign(0, 10**7)[1](positions)[0].tolist() == [0, 7, 0, 3, 10**6 % 65_536 // 8192]
+    assert largest.assign(0, 10**7)[1](positions)[0].tolist() == [
+        0,
+        7,
+        0,
+        3,
+        10**6 % 65_536 // 8192,
+    ]
     for period in (Fraction(131_073, 2), Fraction(131_072), Fraction(10**9)):
         with pytest.raises(
-            UserError, match=f"a global batch has {math.ceil(period):,} samples of a source, more than 65,536; "
+            UserError,
+            match=(
+                f"a global batch has {math.ceil(period):,} samples of a source, more than 65,536; "
+            ),
         ):
             Lanes(8, period)
 

@@ -1,4 +1,6 @@
-"""Preparation as users run it: real processes, killed and interrupted, full disks, invalid input."""
+"""Preparation as users run it: real processes, killed and interrupted, full disks, invalid
+input.
+"""
 
 import argparse
 import gzip
@@ -40,7 +42,25 @@ from tests.conftest import Refusal
 from tests.seeds import fresh_random
 from tests.tools import need
 
-WORDS = ["the", "of", "and", "to", "in", "is", "that", "for", "it", "as", "was", "with", "be", "by", "on", "not", "they"]
+WORDS = [
+    "the",
+    "of",
+    "and",
+    "to",
+    "in",
+    "is",
+    "that",
+    "for",
+    "it",
+    "as",
+    "was",
+    "with",
+    "be",
+    "by",
+    "on",
+    "not",
+    "they",
+]
 
 
 def write_lines(path: Path, texts: list[str]) -> Path:
@@ -50,13 +70,19 @@ def write_lines(path: Path, texts: list[str]) -> Path:
 
 def some_texts(count: int, seed: int = 0) -> list[str]:
     generator = random.Random(seed)
-    return [f"{i}: " + " ".join(generator.choices(WORDS, k=generator.randint(1, 60))) for i in range(count)]
+    return [
+        f"{i}: " + " ".join(generator.choices(WORDS, k=generator.randint(1, 60)))
+        for i in range(count)
+    ]
 
 
 def content(folder: Path) -> dict[str, str]:
     """Every file of a folder, by its hash."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+    }
 
 
 def stored_documents(folder: Path, split: str) -> list[list[int]]:
@@ -88,26 +114,22 @@ class Preparation:
         die_after: float = 0,
         **options: Any,
     ):
-        """`before` is run first; with `die_at` it kills itself -9, `die_after` seconds from when it is that far."""
+        """`before` is run first; with `die_at` it kills itself -9, `die_after` seconds from when it
+        is that far.
+        """
         arguments = ", ".join(f"{name}={value!r}" for name, value in options.items())
         # The guard is what any script that starts processes needs.
         program = (
-            f"import os, resource, signal, sys, threading, time\n{before}\n"
-            "from lmforge.text.prepare.prepare import prepare\n"
-            "from lmforge.core.errors import UserError\n"
-            "def die():\n"
-            f"    time.sleep({die_after})\n"
-            "    os.kill(os.getpid(), signal.SIGKILL)\n"
-            "def progress(step, done, total, read, size):\n"
-            "    print(step, done, total, read, size, flush=True)\n"
-            f"    at = {die_at!r}\n"
-            "    if at and step == at[0] and done >= at[1]:\n"
-            f"        {'threading.Thread(target=die, daemon=True).start()' if die_after else 'die()'}\n"
-            "if __name__ == '__main__':\n"
-            "    try:\n"
-            f"        prepare({str(source)!r}, {str(out)!r}, {arguments}, progress=progress)\n"
-            "    except UserError as mistake:\n"
-            "        sys.exit(f'mistake: {mistake}')\n"
+            f"import os, resource, signal, sys, threading, time\n{before}\nfrom"
+            " lmforge.text.prepare.prepare import prepare\nfrom lmforge.core.errors import"
+            f" UserError\ndef die():\n    time.sleep({die_after})\n    os.kill(os.getpid(),"
+            " signal.SIGKILL)\ndef progress(step, done, total, read, size):\n    print(step, done,"
+            f" total, read, size, flush=True)\n    at = {die_at!r}\n    if at and step == at[0] and"
+            " done >= at[1]:\n       "
+            f" {'threading.Thread(target=die, daemon=True).start()' if die_after else 'die()'}\nif"
+            f" __name__ == '__main__':\n    try:\n        prepare({str(source)!r}, {str(out)!r},"
+            f" {arguments}, progress=progress)\n    except UserError as mistake:\n       "
+            " sys.exit(f'mistake: {mistake}')\n"
         )
         script = Path(tempfile.mkdtemp(dir=out.parent)) / "prepare.py"
         script.write_text(program)
@@ -152,19 +174,27 @@ def many_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_sources, "JSONL_UNIT_BYTES", 20_000)
 
 
-# --- what comes of it ------------------------------------------------------------------------------------------------
+# --- what comes of it -----------------------------------------------------------------------------
 
 
 def test_every_document_is_stored_once_with_one_separator(tmp_path: Path, corpus: Path) -> None:
     summary = prepare(str(corpus), tmp_path / "out", vocab_size=600, shard_tokens=10_000)
-    train, validation = stored_texts(tmp_path / "out", TRAIN_SPLIT), stored_texts(tmp_path / "out", VALIDATION_SPLIT)
+    train, validation = (
+        stored_texts(tmp_path / "out", TRAIN_SPLIT),
+        stored_texts(tmp_path / "out", VALIDATION_SPLIT),
+    )
     assert sorted(train + validation) == sorted(some_texts(2000))
     assert 10 < len(validation) < 90  # 2 % of 2,000, give or take
     assert train[:50] != some_texts(2000)[:50]
     folder = TokenFolder.open(tmp_path / "out")
     assert summary.documents == {TRAIN_SPLIT: len(train), VALIDATION_SPLIT: len(validation)}
-    assert summary.tokens == {split: folder.split(split).num_tokens for split in (TRAIN_SPLIT, VALIDATION_SPLIT)}
-    assert summary.text_bytes == {TRAIN_SPLIT: sum(map(len, train)), VALIDATION_SPLIT: sum(map(len, validation))}
+    assert summary.tokens == {
+        split: folder.split(split).num_tokens for split in (TRAIN_SPLIT, VALIDATION_SPLIT)
+    }
+    assert summary.text_bytes == {
+        TRAIN_SPLIT: sum(map(len, train)),
+        VALIDATION_SPLIT: sum(map(len, validation)),
+    }
     shards = folder.manifest.splits[TRAIN_SPLIT]
     assert len(shards) > 3
     assert all(10_000 <= shard.tokens < 10_200 for shard in shards[:-1])
@@ -173,7 +203,11 @@ def test_every_document_is_stored_once_with_one_separator(tmp_path: Path, corpus
 
 
 def test_text_bytes_are_what_the_tokens_say(tmp_path: Path) -> None:
-    summary = prepare(str(write_lines(tmp_path / "a.jsonl", ["é☃", "plain", "日本語 " * 9])), tmp_path / "out", vocab_size=270)
+    summary = prepare(
+        str(write_lines(tmp_path / "a.jsonl", ["é☃", "plain", "日本語 " * 9])),
+        tmp_path / "out",
+        vocab_size=270,
+    )
     folder = TokenFolder.open(tmp_path / "out")
     sizes = folder.tokenizer.token_byte_lengths()
     for split, size in summary.text_bytes.items():
@@ -193,10 +227,14 @@ def test_a_large_vocabulary_is_stored_in_four_bytes(tmp_path: Path) -> None:
     prepare(str(source), tmp_path / "out", tokenizer=large)
     assert TokenFolder.open(tmp_path / "out").dtype == np.uint32
     both = (TRAIN_SPLIT, VALIDATION_SPLIT)
-    assert [stored_texts(tmp_path / "out", s) for s in both] == [stored_texts(tmp_path / "small", s) for s in both]
+    assert [stored_texts(tmp_path / "out", s) for s in both] == [
+        stored_texts(tmp_path / "small", s) for s in both
+    ]
 
 
-def test_a_tokenizer_that_adds_its_own_end_gives_one_separator(tmp_path: Path, corpus: Path) -> None:
+def test_a_tokenizer_that_adds_its_own_end_gives_one_separator(
+    tmp_path: Path, corpus: Path
+) -> None:
     prepare(str(corpus), tmp_path / "own", vocab_size=400)
     path = tmp_path / "own" / "tokenizer" / "tokenizer.json"
     library = Library.from_file(str(path))
@@ -208,24 +246,36 @@ def test_a_tokenizer_that_adds_its_own_end_gives_one_separator(tmp_path: Path, c
     library.save(str(adds / "tokenizer.json"))
     assert library.encode("the").ids[-1] == 0
     prepare(str(corpus), tmp_path / "out", tokenizer=adds)
-    assert stored_texts(tmp_path / "out", TRAIN_SPLIT) == stored_texts(tmp_path / "own", TRAIN_SPLIT)
+    assert stored_texts(tmp_path / "out", TRAIN_SPLIT) == stored_texts(
+        tmp_path / "own", TRAIN_SPLIT
+    )
 
 
 def test_text_that_spells_the_separator_ends_no_document(tmp_path: Path) -> None:
     texts = [f"{i} <|endoftext|> more<|endoftext|>" for i in range(40)]
     prepare(str(write_lines(tmp_path / "a.jsonl", texts)), tmp_path / "out", vocab_size=300)
-    assert sorted(stored_texts(tmp_path / "out", TRAIN_SPLIT) + stored_texts(tmp_path / "out", VALIDATION_SPLIT)) == sorted(
-        texts
-    )
+    assert sorted(
+        stored_texts(tmp_path / "out", TRAIN_SPLIT)
+        + stored_texts(tmp_path / "out", VALIDATION_SPLIT)
+    ) == sorted(texts)
 
 
 def test_parsed_special_tokens_are_those_of_transformers_in_long_texts_too(tmp_path: Path) -> None:
-    texts = [f"{i} <|endoftext|> more<|endoftext|>" for i in range(20)] + ["<|user|>\na<|end|>\n" * 4000, "plain"]
+    texts = [f"{i} <|endoftext|> more<|endoftext|>" for i in range(20)] + [
+        "<|user|>\na<|end|>\n" * 4000,
+        "plain",
+    ]
     source, out = write_lines(tmp_path / "a.jsonl", texts), tmp_path / "out"
     summary = prepare(str(source), out, vocab_size=300, validation_ratio=0)
     assert summary.special_text == 21
     trained = out / "tokenizer"
-    again = prepare(str(source), tmp_path / "parsed", tokenizer=trained, validation_ratio=0, parse_special_tokens=True)
+    again = prepare(
+        str(source),
+        tmp_path / "parsed",
+        tokenizer=trained,
+        validation_ratio=0,
+        parse_special_tokens=True,
+    )
     assert again.special_text == 0
     theirs = AutoTokenizer.from_pretrained(trained)
     expected = [theirs(text, add_special_tokens=False).input_ids for text in texts]
@@ -237,7 +287,10 @@ def test_parsed_special_tokens_are_those_of_transformers_in_long_texts_too(tmp_p
 def test_a_command_says_how_many_documents_spell_special_tokens_and_a_few_are_no_matter(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for count, words in ((1, ""), (5, "as text   5 spell special tokens in plain text, which is encoded as text (--parse_sp")):
+    for count, words in (
+        (1, ""),
+        (5, "as text   5 spell special tokens in plain text, which is encoded as text (--parse_sp"),
+    ):
         texts = ["about <|endoftext|>"] * count + [str(i) for i in range(200)]
         source, out = write_lines(tmp_path / f"{count}.jsonl", texts), tmp_path / f"out{count}"
         assert run(["prepare", str(source), str(out), "--tokenizer", "bytes"]) == 0
@@ -271,25 +324,62 @@ def test_documents_that_cannot_be_used_are_left_out_counted_and_listed_by_their_
     folder = unusable_corpus(tmp_path / "in")
     options = ["--skip_invalid", "--vocab_size", "301", "--deduplicate", "exact"]
     for workers in (1, 2):
-        assert run(["prepare", str(folder), str(tmp_path / f"out{workers}"), *options, "--workers", str(workers)]) == 0
-        assert "left out  8 documents: that cannot be used, listed in its left-out.txt" in capfd.readouterr().out
+        assert (
+            run(
+                [
+                    "prepare",
+                    str(folder),
+                    str(tmp_path / f"out{workers}"),
+                    *options,
+                    "--workers",
+                    str(workers),
+                ]
+            )
+            == 0
+        )
+        assert (
+            "left out  8 documents: that cannot be used, listed in its left-out.txt"
+            in capfd.readouterr().out
+        )
     assert content(tmp_path / "out1") == content(tmp_path / "out2")
-    assert sum(len(stored_texts(tmp_path / "out1", split)) for split in (TRAIN_SPLIT, VALIDATION_SPLIT)) == 203
+    assert (
+        sum(
+            len(stored_texts(tmp_path / "out1", split)) for split in (TRAIN_SPLIT, VALIDATION_SPLIT)
+        )
+        == 203
+    )
     listed = (tmp_path / "out1" / "left-out.txt").read_text().splitlines()
-    places = ["a.jsonl:8: not", "a.jsonl:28: the field 'text'", "a.jsonl:48: no field", "a.jsonl:68: ", "a.jsonl:88: "]
+    places = [
+        "a.jsonl:8: not",
+        "a.jsonl:28: the field 'text'",
+        "a.jsonl:48: no field",
+        "a.jsonl:68: ",
+        "a.jsonl:88: ",
+    ]
     places += ["b.csv, row 2: 1 field", "c.txt: not UTF-8", "e.txt: a line of"]
-    assert [sum(place in line for line in listed) for place in places] == [1] * len(places) == [1] * len(listed)
-    assert "a.jsonl:8: not valid JSON" in refused("prepare", folder, tmp_path / "refused", *options[1:], "--workers", 1)
+    assert (
+        [sum(place in line for line in listed) for place in places]
+        == [1] * len(places)
+        == [1] * len(listed)
+    )
+    assert "a.jsonl:8: not valid JSON" in refused(
+        "prepare", folder, tmp_path / "refused", *options[1:], "--workers", 1
+    )
     whole = [str(folder / "d.txt"), str(tmp_path / "out1"), "--vocab_size", "301"]
     assert run(["prepare", *whole, "--overwrite"]) == 0
     assert not (tmp_path / "out1" / "left-out.txt").exists()
 
 
-def test_a_corpus_of_which_no_document_can_be_used_is_refused_with_the_first(tmp_path: Path, refused: Refusal) -> None:
+def test_a_corpus_of_which_no_document_can_be_used_is_refused_with_the_first(
+    tmp_path: Path, refused: Refusal
+) -> None:
     source = tmp_path / "a.jsonl"
     source.write_text("{broken\n{broken\n")
     said = refused("prepare", source, tmp_path / "out", "--skip_invalid")
-    assert f"empty: there is no text in it; 2 left out that cannot be used, such as {source}:1: not valid JSON" in said
+    assert (
+        f"empty: there is no text in it; 2 left out that cannot be used, such as {source}:1: not"
+        " valid JSON" in said
+    )
 
 
 def test_copies_of_a_text_are_on_one_side_and_another_seed_moves_nothing(tmp_path: Path) -> None:
@@ -309,7 +399,9 @@ def test_copies_of_a_text_are_on_one_side_and_another_seed_moves_nothing(tmp_pat
 
 @pytest.mark.parametrize("ratio", [1e-9, 0.5, 0.999999])
 @pytest.mark.parametrize("count", [2, 3])
-def test_few_documents_still_leave_one_on_each_side(tmp_path: Path, count: int, ratio: float) -> None:
+def test_few_documents_still_leave_one_on_each_side(
+    tmp_path: Path, count: int, ratio: float
+) -> None:
     source = write_lines(tmp_path / "a.jsonl", some_texts(count))
     summary = prepare(str(source), tmp_path / "out", vocab_size=300, validation_ratio=ratio)
     assert min(summary.documents.values()) >= 1
@@ -327,11 +419,18 @@ def test_one_large_document_beside_a_tiny_one_is_trained_on(tmp_path: Path, tiny
 
 def test_merges_are_learnt_even_where_every_hash_holds_its_text_out(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "two.jsonl", some_texts(2))
-    assert prepare(str(source), tmp_path / "out", vocab_size=280, validation_ratio=0.999, workers=1).vocab_size > 261
+    assert (
+        prepare(
+            str(source), tmp_path / "out", vocab_size=280, validation_ratio=0.999, workers=1
+        ).vocab_size
+        > 261
+    )
 
 
 @pytest.mark.parametrize("left", ["parts without a plan", "a folder half taken away"])
-def test_what_a_killed_overwrite_left_is_not_taken_for_another_plans_parts(tmp_path: Path, left: str) -> None:
+def test_what_a_killed_overwrite_left_is_not_taken_for_another_plans_parts(
+    tmp_path: Path, left: str
+) -> None:
     first = write_lines(tmp_path / "first.jsonl", some_texts(40, seed=1))
     second = write_lines(tmp_path / "second.jsonl", some_texts(40, seed=2))
     prepare(str(second), tmp_path / "clean", vocab_size=300, workers=1)
@@ -354,7 +453,9 @@ def stopped_after_parts(source: Path, out: Path) -> int:
         "steps.Preparation._write_shards = lambda *parts: os.kill(os.getpid(), signal.SIGKILL)\n"
         "prepare.prepare(sys.argv[1], sys.argv[2], vocab_size=300, workers=1)"
     )
-    return subprocess.run([sys.executable, "-c", program, str(source), str(out)], timeout=120).returncode
+    return subprocess.run(
+        [sys.executable, "-c", program, str(source), str(out)], timeout=120
+    ).returncode
 
 
 def test_json_nested_without_end_is_named(tmp_path: Path) -> None:
@@ -367,18 +468,28 @@ def test_an_only_document_has_its_tail_for_validation(tmp_path: Path) -> None:
     prose = Path(argparse.__file__)
     summary = prepare(str(prose), tmp_path / "out", vocab_size=300)
     assert summary.documents == {TRAIN_SPLIT: 1, VALIDATION_SPLIT: 1}
-    (head,), (tail,) = stored_texts(tmp_path / "out", TRAIN_SPLIT), stored_texts(tmp_path / "out", VALIDATION_SPLIT)
+    (head,), (tail,) = (
+        stored_texts(tmp_path / "out", TRAIN_SPLIT),
+        stored_texts(tmp_path / "out", VALIDATION_SPLIT),
+    )
     assert head + tail == prose.read_text()
     assert head.endswith("\n")
     assert 0.02 <= len(tail) / len(head + tail) < 0.021
 
 
-@pytest.mark.parametrize("text", ["ab", "  a\n\n b  \n\n\n", "x" * 100, "hello world\n", "\n\na longer text\n\n\n\n\n"])
+@pytest.mark.parametrize(
+    "text", ["ab", "  a\n\n b  \n\n\n", "x" * 100, "hello world\n", "\n\na longer text\n\n\n\n\n"]
+)
 @pytest.mark.parametrize("ratio", [0.02, 0.98])
-def test_an_only_document_however_short_is_cut_into_text_and_text(tmp_path: Path, text: str, ratio: float) -> None:
+def test_an_only_document_however_short_is_cut_into_text_and_text(
+    tmp_path: Path, text: str, ratio: float
+) -> None:
     (tmp_path / "a.txt").write_text(text)
     prepare(str(tmp_path / "a.txt"), tmp_path / "out", vocab_size=261, validation_ratio=ratio)
-    (head,), (tail,) = stored_texts(tmp_path / "out", TRAIN_SPLIT), stored_texts(tmp_path / "out", VALIDATION_SPLIT)
+    (head,), (tail,) = (
+        stored_texts(tmp_path / "out", TRAIN_SPLIT),
+        stored_texts(tmp_path / "out", VALIDATION_SPLIT),
+    )
     assert head + tail == text
     assert head.strip()
     assert tail.strip()
@@ -405,13 +516,19 @@ def test_a_document_longer_than_a_shard_is_not_cut(tmp_path: Path) -> None:
     assert sorted(stored_texts(tmp_path / "out", TRAIN_SPLIT)) == sorted(texts)
 
 
-# --- the same however it came about ----------------------------------------------------------------------------------
+# --- the same however it came about ---------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("many_units")
 def test_any_number_of_processes_gives_the_same_bytes(tmp_path: Path, corpus: Path) -> None:
     for workers in (1, 2, 3):
-        prepare(str(corpus), tmp_path / f"out{workers}", vocab_size=400, shard_tokens=9000, workers=workers)
+        prepare(
+            str(corpus),
+            tmp_path / f"out{workers}",
+            vocab_size=400,
+            shard_tokens=9000,
+            workers=workers,
+        )
     first = content(tmp_path / "out1")
     assert len([name for name in first if name.endswith(".tokens")]) > 4
     assert first == content(tmp_path / "out2") == content(tmp_path / "out3")
@@ -419,9 +536,15 @@ def test_any_number_of_processes_gives_the_same_bytes(tmp_path: Path, corpus: Pa
 
 @pytest.mark.parametrize(
     ("workers", "thorough"),
-    [pytest.param(1, True, marks=pytest.mark.slow), pytest.param(2, True, marks=pytest.mark.slow), (2, False)],
+    [
+        pytest.param(1, True, marks=pytest.mark.slow),
+        pytest.param(2, True, marks=pytest.mark.slow),
+        (2, False),
+    ],
 )
-def test_killed_anywhere_and_called_again_it_ends_in_the_same_bytes(tmp_path: Path, workers: int, thorough: bool) -> None:
+def test_killed_anywhere_and_called_again_it_ends_in_the_same_bytes(
+    tmp_path: Path, workers: int, thorough: bool
+) -> None:
     generator = fresh_random()
     corpus = write_lines(tmp_path / "corpus.jsonl", some_texts(3000))
     with open(corpus, "a") as file:
@@ -431,7 +554,12 @@ def test_killed_anywhere_and_called_again_it_ends_in_the_same_bytes(tmp_path: Pa
     assert Preparation(corpus, tmp_path / "whole", small, **options).end() == (0, "")
     out = tmp_path / "out"
     # At the first word of a step, or a little later: in the middle of whatever it then does.
-    moments = [("tokenizer", 0), ("tokenizer", 1), ("tokens", 0), ("tokens", generator.randint(1, 15))]
+    moments = [
+        ("tokenizer", 0),
+        ("tokenizer", 1),
+        ("tokens", 0),
+        ("tokens", generator.randint(1, 15)),
+    ]
     moments += [("shards", 0), ("shards", 2)]
     if not thorough:  # one of each step
         moments = [generator.choice(moments[at : at + 2]) for at in (0, 2, 4)]
@@ -461,12 +589,17 @@ def test_interrupted_it_leaves_no_process_and_keeps_what_was_done(tmp_path: Path
     assert len(sealed) >= 3
     second = Preparation(corpus, out, small, vocab_size=400, workers=2)
     second.wait_for("tokens")
-    assert all(path.stat().st_mtime_ns == before for path, before in sealed.items() if path.exists())
+    assert all(
+        path.stat().st_mtime_ns == before for path, before in sealed.items() if path.exists()
+    )
     assert second.end()[0] == 0
 
 
 def test_terminated_it_leaves_no_process_no_warning_and_continues(tmp_path: Path) -> None:
-    """As `kill` and a scheduler do, whose SIGTERM may reach every process. Semaphores that were left would be warned of."""
+    """As `kill` and a scheduler do, whose SIGTERM may reach every process.
+
+    Semaphores that were left would be warned of.
+    """
     corpus = write_lines(tmp_path / "corpus.jsonl", some_texts(6000))
     small = "from lmforge.text.sources import text_sources; text_sources.JSONL_UNIT_BYTES = 20_000"
     for number, send in enumerate((os.kill, os.killpg)):
@@ -493,13 +626,16 @@ def test_progress_within_a_large_file_is_in_bytes_of_it_on_the_disk(
 ) -> None:
     monkeypatch.setattr("lmforge.text.prepare.worker_pool.REPORT_SECONDS", 0)
     monkeypatch.setattr("lmforge.text.prepare.shard_jobs.ENCODE_BATCH_CHARACTERS", 1 << 16)
-    texts = some_texts(20_000 if "txt" in name else 3000)  # a text is tokenized in pieces of a megabyte
+    # A text is tokenized in pieces of a megabyte.
+    texts = some_texts(20_000 if "txt" in name else 3000)
     raw = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
     if name == "a.parquet":
         pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / name)
     else:
         raw = raw if "jsonl" in name else "\n".join(texts).encode()
-        (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith("gz") else zstandard.compress(raw))
+        (tmp_path / name).write_bytes(
+            gzip.compress(raw) if name.endswith("gz") else zstandard.compress(raw)
+        )
     reports: list[tuple[Any, ...]] = []
     source = tmp_path / name
     if workers > 1:  # of which each is its own process's
@@ -507,10 +643,18 @@ def test_progress_within_a_large_file_is_in_bytes_of_it_on_the_disk(
         source.mkdir()
         for number in range(2):
             shutil.copy(tmp_path / name, source / f"{number}{name}")
-    prepare(str(source), tmp_path / "out", vocab_size=261, workers=workers, progress=lambda *step: reports.append(step))
+    prepare(
+        str(source),
+        tmp_path / "out",
+        vocab_size=261,
+        workers=workers,
+        progress=lambda *step: reports.append(step),
+    )
     sizes = {size for step, _, _, _, size in reports if step != "shards"}
     if name != "a.parquet":  # whose row groups say how large they are unpacked
-        assert sizes == {sum(file.stat().st_size for file in [*source.glob("*"), source] if file.is_file())}
+        assert sizes == {
+            sum(file.stat().st_size for file in [*source.glob("*"), source] if file.is_file())
+        }
     for kind in ("tokenizer", "tokens"):
         read = [read for step, _, _, read, _ in reports if step == kind]
         assert read == sorted(read)
@@ -526,23 +670,41 @@ def test_the_command_says_how_much_of_a_file_is_done_and_how_long_the_rest_takes
     monkeypatch.setattr("lmforge.text.prepare.shard_jobs.ENCODE_BATCH_CHARACTERS", 1 << 16)
     raw = "".join(json.dumps({"text": text}) + "\n" for text in some_texts(6000)).encode()
     (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(raw))
-    assert run(["prepare", str(tmp_path / "a.jsonl.zst"), str(tmp_path / "out"), "--vocab_size", "512"]) == 0
+    assert (
+        run(
+            ["prepare", str(tmp_path / "a.jsonl.zst"), str(tmp_path / "out"), "--vocab_size", "512"]
+        )
+        == 0
+    )
     size = f"{(tmp_path / 'a.jsonl.zst').stat().st_size / 1e6:,.1f}"
     printed = capsys.readouterr().out
-    shares = [int(share) for share in re.findall(rf"^tokens: (\d+)%, [\d.]+ of {size} MB, 0:\d\d:\d\d left$", printed, re.M)]
+    shares = [
+        int(share)
+        for share in re.findall(
+            rf"^tokens: (\d+)%, [\d.]+ of {size} MB, 0:\d\d:\d\d left$", printed, re.M
+        )
+    ]
     assert len(set(shares)) >= 2
     assert shares == sorted(shares)
 
 
 @pytest.mark.parametrize(
-    ("source", "example"), [("books", "data/books"), ("a/b.jsonl.zst", "data/b"), ("functions", "data/functions")]
+    ("source", "example"),
+    [("books", "data/books"), ("a/b.jsonl.zst", "data/b"), ("functions", "data/functions")],
 )
 def test_a_source_of_ones_own_is_not_written_to_the_folder_of_the_standard_library(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], source: str, example: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    source: str,
+    example: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert run(["prepare", source]) == 2
-    assert capfd.readouterr().err == f"lmforge: prepare: name the folder to write after the source, such as {example}\n"
+    assert (
+        capfd.readouterr().err
+        == f"lmforge: prepare: name the folder to write after the source, such as {example}\n"
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -556,7 +718,10 @@ def test_pages_of_html_are_prepared_as_their_text_and_kinds_that_are_not_read_ar
     printed = capfd.readouterr()
     assert printed.err == ""
     assert "left out  2 files (.xlsx 1, .pdf 1)\n" in printed.out
-    stored = [*stored_texts(tmp_path / "out", TRAIN_SPLIT), *stored_texts(tmp_path / "out", VALIDATION_SPLIT)]
+    stored = [
+        *stored_texts(tmp_path / "out", TRAIN_SPLIT),
+        *stored_texts(tmp_path / "out", VALIDATION_SPLIT),
+    ]
     assert sorted("<p>" in text for text in stored) == [False, False, True]
 
 
@@ -567,12 +732,14 @@ def blocked_signals(_: int) -> set[int]:
 def test_no_worker_process_hears_ctrl_c_and_the_caller_still_does() -> None:
     """In a process of its own: a tracker of resources that is already up hides the case."""
     program = (
-        "from lmforge.text.prepare.worker_pool import WorkerPool\nfrom tests.data.test_prepare import blocked_signals\n"
-        "if __name__ == '__main__':\n"
-        "    with WorkerPool(2) as pool:\n"
-        "        print([sorted(blocked) for _, blocked in pool.map_unordered(blocked_signals, range(6))], blocked_signals(0))\n"
+        "from lmforge.text.prepare.worker_pool import WorkerPool\nfrom tests.data.test_prepare"
+        " import blocked_signals\nif __name__ == '__main__':\n    with WorkerPool(2) as pool:\n    "
+        "    print([sorted(blocked) for _, blocked in pool.map_unordered(blocked_signals,"
+        " range(6))], blocked_signals(0))\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == f"{[[int(signal.SIGINT), int(signal.SIGTERM)]] * 6} set()"
 
 
@@ -587,23 +754,25 @@ def test_a_process_killed_from_outside_is_reported_and_no_work_is_lost(tmp_path:
     )
     out = tmp_path / "out"
     script = (
-        small + "from lmforge.text.prepare.prepare import prepare\n"
-        "from lmforge.core.errors import RunFailed\n"
-        "if __name__ == '__main__':\n"
-        "    try:\n"
-        f"        prepare({str(corpus)!r}, {str(out)!r}, vocab_size=300, workers=2,\n"
-        "            progress=lambda step, done, *rest: kill() if (step, done) == ('tokens', 3) else None)\n"
-        "    except RunFailed as failure:\n"
-        "        raise SystemExit(f'failed: {failure}')\n"
+        small + "from lmforge.text.prepare.prepare import prepare\nfrom lmforge.core.errors import"
+        f" RunFailed\nif __name__ == '__main__':\n    try:\n        prepare({str(corpus)!r},"
+        f" {str(out)!r}, vocab_size=300, workers=2,\n            progress=lambda step, done,"
+        " *rest: kill() if (step, done) == ('tokens', 3) else None)\n    except RunFailed as"
+        " failure:\n        raise SystemExit(f'failed: {failure}')\n"
     )
     (tmp_path / "script.py").write_text(script)
-    done = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 1
-    assert "failed: a process of the preparation was killed, most likely for lack of memory" in done.stderr
+    assert (
+        "failed: a process of the preparation was killed, most likely for lack of memory"
+        in done.stderr
+    )
     assert len(list((out / UNFINISHED).glob("*.npz"))) >= 3
 
 
-# --- one plan a folder -----------------------------------------------------------------------------------------------
+# --- one plan a folder ----------------------------------------------------------------------------
 
 
 def test_done_already_it_does_nothing(tmp_path: Path, corpus: Path) -> None:
@@ -623,7 +792,10 @@ def test_done_already_it_does_nothing(tmp_path: Path, corpus: Path) -> None:
         ({"vocab_size": 301}, "vocab_size"),
         ({"seed": 1, "validation_ratio": 0.1}, "validation_ratio, seed"),
         ({"shard_tokens": 5}, "shard_tokens"),
-        ({"skip_invalid": True, "parse_special_tokens": True}, "parse_special_tokens, skip_invalid"),
+        (
+            {"skip_invalid": True, "parse_special_tokens": True},
+            "parse_special_tokens, skip_invalid",
+        ),
         ({"text_field": "text2"}, "files, text_field"),
         ({"touch": True}, "files"),
     ],
@@ -644,8 +816,14 @@ def test_another_plan_in_the_folder_is_refused_and_overwritten_only_when_asked(
     before = content(out)
     if "touch" in change:
         os.utime(corpus)
-    options = {"vocab_size": 300, **{name: value for name, value in change.items() if name != "touch"}}
-    with pytest.raises(UserError, match=f"holds a preparation with other {named}; name another folder, or add --overwrite"):
+    options = {
+        "vocab_size": 300,
+        **{name: value for name, value in change.items() if name != "touch"},
+    }
+    with pytest.raises(
+        UserError,
+        match=f"holds a preparation with other {named}; name another folder, or add --overwrite",
+    ):
         prepare(str(corpus), out, **options)
     assert content(out) == before
     prepare(str(corpus), out, overwrite=True, **options)
@@ -653,7 +831,9 @@ def test_another_plan_in_the_folder_is_refused_and_overwritten_only_when_asked(
     assert content(out) == content(tmp_path / "fresh")
 
 
-def test_a_preparation_that_ended_before_it_wrote_anything_gives_way_to_another(tmp_path: Path, corpus: Path) -> None:
+def test_a_preparation_that_ended_before_it_wrote_anything_gives_way_to_another(
+    tmp_path: Path, corpus: Path
+) -> None:
     (tmp_path / "bad.jsonl").write_text("[1]")
     with pytest.raises(UserError, match="expected an object"):
         prepare(str(tmp_path / "bad.jsonl"), tmp_path / "out")
@@ -687,19 +867,28 @@ def test_a_folder_in_the_place_of_a_file_of_a_preparation_is_named(
         assert (tmp_path / "out" / name / "thesis.txt").read_text() == "years of work"
 
 
-def test_a_name_that_is_too_long_for_a_file_is_refused(tmp_path: Path, corpus: Path, refused: Refusal) -> None:
-    assert "(302 characters): File name too long; " in refused("prepare", "a" * 300, tmp_path / "out")
-    assert "--out: expected a path of names of at most 255 bytes" in refused("prepare", corpus, tmp_path / ("a" * 300))
+def test_a_name_that_is_too_long_for_a_file_is_refused(
+    tmp_path: Path, corpus: Path, refused: Refusal
+) -> None:
+    assert "(302 characters): File name too long; " in refused(
+        "prepare", "a" * 300, tmp_path / "out"
+    )
+    assert "--out: expected a path of names of at most 255 bytes" in refused(
+        "prepare", corpus, tmp_path / ("a" * 300)
+    )
 
 
 def test_two_at_once_in_one_folder_are_refused(tmp_path: Path, corpus: Path) -> None:
-    with lock_folder(tmp_path / "out"), pytest.raises(UserError, match="another preparation is writing here"):
+    with (
+        lock_folder(tmp_path / "out"),
+        pytest.raises(UserError, match="another preparation is writing here"),
+    ):
         prepare(str(corpus), tmp_path / "out")
     prepare(str(corpus), tmp_path / "out", vocab_size=300)
     assert not list((tmp_path / "out").glob(".lock*"))
 
 
-# --- bad input -------------------------------------------------------------------------------------------------------
+# --- bad input ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -710,7 +899,9 @@ def test_two_at_once_in_one_folder_are_refused(tmp_path: Path, corpus: Path) -> 
         ({"text_field": "body"}, "no field 'body': there are text"),
     ],
 )
-def test_a_wrong_option_is_named(tmp_path: Path, corpus: Path, options: dict[str, Any], complaint: str) -> None:
+def test_a_wrong_option_is_named(
+    tmp_path: Path, corpus: Path, options: dict[str, Any], complaint: str
+) -> None:
     with pytest.raises(UserError, match=complaint):
         prepare(str(corpus), tmp_path / "out", **options)
 
@@ -740,11 +931,15 @@ def test_a_corpus_of_blanks_is_empty(tmp_path: Path) -> None:
 
 def test_texts_that_are_all_the_same_cannot_be_split(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "a.jsonl", ["same"] * 5)
-    with pytest.raises(UserError, match="too few different texts to set any aside for validation; give more text"):
+    with pytest.raises(
+        UserError, match="too few different texts to set any aside for validation; give more text"
+    ):
         prepare(str(source), tmp_path / "out", vocab_size=261)
 
 
-def test_a_bad_line_found_by_another_process_is_named_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_line_found_by_another_process_is_named_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(text_sources, "JSONL_UNIT_BYTES", 2000)
     source = write_lines(tmp_path / "a.jsonl", some_texts(500))
     with open(source, "a") as file:
@@ -762,10 +957,16 @@ def test_an_out_that_cannot_be_a_folder_is_named(tmp_path: Path, corpus: Path) -
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_disk_that_fills_up_is_named_and_the_rest_can_be_done_later(tmp_path: Path, workers: int) -> None:
-    """A limit on the size of a file is met exactly as the end of a disk is: by a write that fails."""
+def test_a_disk_that_fills_up_is_named_and_the_rest_can_be_done_later(
+    tmp_path: Path, workers: int
+) -> None:
+    """A limit on the size of a file is met exactly as the end of a disk is: by a write that
+    fails.
+    """
     corpus = write_lines(tmp_path / "corpus.jsonl", some_texts(6000))
-    small = "from lmforge.text.sources import text_sources; text_sources.JSONL_UNIT_BYTES = 100_000\n"
+    small = (
+        "from lmforge.text.sources import text_sources; text_sources.JSONL_UNIT_BYTES = 100_000\n"
+    )
     options = {"vocab_size": 261, "workers": workers}
     limit = "resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))"
     out = tmp_path / "out"
@@ -773,7 +974,9 @@ def test_a_disk_that_fills_up_is_named_and_the_rest_can_be_done_later(tmp_path: 
     assert code == 1
     assert f"mistake: {out}: no space to write train-00000.tokens" in errors
     assert not (out / SHARDS_MANIFEST).exists()
-    if workers == 1:  # with several, the others are ended at once, amid a file or not; the next preparation removes it
+    # With several, the others are ended at once, amid a file or not; the next preparation removes
+    # it.
+    if workers == 1:
         assert not list(out.rglob("*.partial"))
     assert Preparation(corpus, out, small, **options).end()[0] == 0
     assert not list(out.rglob("*.partial"))
@@ -786,10 +989,11 @@ def test_a_disk_that_is_really_full_is_named(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     program = (
-        "from lmforge.text.prepare.prepare import prepare\nfrom lmforge.core.errors import UserError\n"
-        f"try: prepare({str(corpus)!r}, {str(disk / 'out')!r}, vocab_size=261, workers=1)\n"
-        "except UserError as mistake: raise SystemExit(str(mistake))\n"
-        f"finally: import os; print([f for _, _, fs in os.walk({str(disk)!r}) for f in fs if f == 'manifest.json'])"
+        "from lmforge.text.prepare.prepare import prepare\nfrom lmforge.core.errors import"
+        f" UserError\ntry: prepare({str(corpus)!r}, {str(disk / 'out')!r}, vocab_size=261,"
+        " workers=1)\nexcept UserError as mistake: raise SystemExit(str(mistake))\nfinally: import"
+        f" os; print([f for _, _, fs in os.walk({str(disk)!r}) for f in fs if f =="
+        " 'manifest.json'])"
     )
     command = 'mount -t tmpfs -o size=300k tmpfs "$0" && exec "$1" -c "$2"'
     need("the right to mount")
@@ -806,4 +1010,7 @@ def test_a_disk_that_is_really_full_is_named(tmp_path: Path) -> None:
 
 def test_the_tokenizer_is_kept_with_the_shards(tmp_path: Path, corpus: Path) -> None:
     prepare(str(corpus), tmp_path / "out", vocab_size=300)
-    assert Tokenizer.open(tmp_path / "out" / "tokenizer").hash == TokenFolder.open(tmp_path / "out").manifest.tokenizer
+    assert (
+        Tokenizer.open(tmp_path / "out" / "tokenizer").hash
+        == TokenFolder.open(tmp_path / "out").manifest.tokenizer
+    )

@@ -1,4 +1,6 @@
-"""Preparation by several ranks that share a folder: the same bytes as from one process, restartable, no rank left waiting."""
+"""Preparation by several ranks that share a folder: the same bytes as from one process,
+restartable, no rank left waiting.
+"""
 
 import subprocess
 from pathlib import Path
@@ -37,11 +39,22 @@ exit_process(run(sys.argv[1:]))
 """
 
 
-def prepare_on_ranks(tmp_path: Path, ranks: int, *words: Any, **variables: str) -> subprocess.CompletedProcess[str]:
-    """`lmforge prepare` on ranks as torchrun would start them; with DIE each kills itself when it has written two parts."""
+def prepare_on_ranks(
+    tmp_path: Path, ranks: int, *words: Any, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """`lmforge prepare` on ranks as torchrun would start them; with DIE each kills itself when it
+    has written two parts.
+    """
     (tmp_path / "script.py").write_text(SCRIPT)
     arguments = ["prepare", *map(str, words), "--workers", "1"]
-    return preloaded().run(arguments, tmp_path, script=tmp_path / "script.py", ranks=ranks, variables=variables, timeout=200)
+    return preloaded().run(
+        arguments,
+        tmp_path,
+        script=tmp_path / "script.py",
+        ranks=ranks,
+        variables=variables,
+        timeout=200,
+    )
 
 
 @pytest.fixture
@@ -66,7 +79,11 @@ def test_two_ranks_write_the_bytes_of_one_process_and_continue_where_they_were_k
     prepare(str(corpus), tmp_path / "workers", workers=2, **options)
     assert content(tmp_path / "workers") == content(tmp_path / "one")
     out = tmp_path / "ranks"
-    words = [corpus, out, *(word for name, value in options.items() for word in (f"--{name}", value))]
+    words = [
+        corpus,
+        out,
+        *(word for name, value in options.items() for word in (f"--{name}", value)),
+    ]
     assert prepare_on_ranks(tmp_path, 2, *words, DIE="1").returncode != 0
     assert len(list((out / UNFINISHED).glob("part-*.npz"))) == 4
     ended = prepare_on_ranks(tmp_path, 2, *words)
@@ -77,7 +94,9 @@ def test_two_ranks_write_the_bytes_of_one_process_and_continue_where_they_were_k
     assert again.stdout.count("prepared already, nothing to do") == 1
 
 
-def test_a_bad_line_that_one_rank_finds_ends_all_ranks_with_one_line(tmp_path: Path, corpus: Path) -> None:
+def test_a_bad_line_that_one_rank_finds_ends_all_ranks_with_one_line(
+    tmp_path: Path, corpus: Path
+) -> None:
     with open(corpus / "1.jsonl", "a") as file:
         file.write("{broken\n")
     ended = prepare_on_ranks(tmp_path, 2, corpus, tmp_path / "out", "--tokenizer", "bytes")
@@ -87,8 +106,12 @@ def test_a_bad_line_that_one_rank_finds_ends_all_ranks_with_one_line(tmp_path: P
     assert f"{corpus / '1.jsonl'}:301: not valid JSON" in said[0]
 
 
-def test_a_corpus_without_the_column_is_refused_by_one_rank_for_all(tmp_path: Path, corpus: Path) -> None:
-    done = prepare_on_ranks(tmp_path, 2, corpus, tmp_path / "out", "--text_field", "body", "--tokenizer", "bytes")
+def test_a_corpus_without_the_column_is_refused_by_one_rank_for_all(
+    tmp_path: Path, corpus: Path
+) -> None:
+    done = prepare_on_ranks(
+        tmp_path, 2, corpus, tmp_path / "out", "--text_field", "body", "--tokenizer", "bytes"
+    )
     assert done.returncode == 2, done.stderr
     said = only_line(done.stderr)
     assert "'body': there are text" in said
@@ -104,10 +127,17 @@ def test_a_rank_reads_whole_files_and_no_rank_has_more_than_a_share_and_a_file()
         shares = divide_units(files, sizes, world_size)
         assert sorted(number for share in shares for number in share) == list(range(len(files)))
         assert all(share == sorted(share) for share in shares)
-        of_file = {name: sum(size for file, size in zip(files, sizes, strict=True) if file == name) for name in files}
+        of_file = {
+            name: sum(size for file, size in zip(files, sizes, strict=True) if file == name)
+            for name in files
+        }
         equal = sum(sizes) / world_size
         for name, size in of_file.items():
-            readers = [rank for rank, share in enumerate(shares) if any(files[number] == name for number in share)]
+            readers = [
+                rank
+                for rank, share in enumerate(shares)
+                if any(files[number] == name for number in share)
+            ]
             assert len(readers) == 1 or size > equal
         dealt = [size for size in of_file.values() if size <= equal]
         dealt += [size for file, size in zip(files, sizes, strict=True) if of_file[file] > equal]

@@ -1,4 +1,6 @@
-"""Damaged folders are verified as a user does, and the printed entries are pasted into a recipe that trains on the rest."""
+"""Damaged folders are verified as a user does, and the printed entries are pasted into a recipe
+that trains on the rest.
+"""
 
 import json
 import os
@@ -69,21 +71,43 @@ def test_every_kind_of_damage_is_named_with_its_shard_and_quarantined_no_more_th
     *shards, summary, quarantine = verified(path, capsys, 1)
     assert shards == [
         "train-00000: 2 of 4 blocks of .tokens do not match: 1, 3",
-        "train-00001: .tokens is truncated: 132072 bytes of 200600; 2 of 4 blocks of .tokens do not match: 2-3",
+        (
+            "train-00001: .tokens is truncated: 132072 bytes of 200600; 2 of 4 blocks of .tokens do"
+            " not match: 2-3"
+        ),
         "train-00002: .documents is missing",
         "train-00003: 4 of 4 blocks of .tokens do not match: 0-3",
         "train-00004: 4 of 4 blocks of .tokens do not match: 0-3",
-        "train-00005: 1 of 1 blocks of .checksums do not match: 0; 4 of 4 blocks of .tokens do not match: 0-3",
+        (
+            "train-00005: 1 of 1 blocks of .checksums do not match: 0; 4 of 4 blocks of .tokens do"
+            " not match: 0-3"
+        ),
     ]
-    assert summary == f"{path}: 6 of 6 shards are damaged: restore them, or train without, with this under [data]"
-    listed = "train-00000:1 train-00000:3 train-00001:2-3 train-00002 train-00003:0-3 train-00004:0-3 train-00005:0-3"
+    assert (
+        summary
+        == f"{path}: 6 of 6 shards are damaged: restore them, or train without, with this under"
+        " [data]"
+    )
+    listed = (
+        "train-00000:1 train-00000:3 train-00001:2-3 train-00002 train-00003:0-3 train-00004:0-3"
+        " train-00005:0-3"
+    )
     assert quarantine == f"quarantine = {json.dumps(listed.split())}"
 
     folder = TokenFolder.open(path, quarantine=listed.split())
-    assert (folder.split("train").quarantined.num_tokens, folder.split("train").num_tokens) == (470_728, 601_800)
+    assert (folder.split("train").quarantined.num_tokens, folder.split("train").num_tokens) == (
+        470_728,
+        601_800,
+    )
     dataset = TokenDataset(folder, sequence_length=64, shuffle=False)
-    intact = [range(BLOCK_TOKENS), range(2 * BLOCK_TOKENS, 3 * BLOCK_TOKENS), range(100_300, 100_300 + 2 * BLOCK_TOKENS)]
-    for n, (sequence, whole) in enumerate(zip(dataset.sequences(0, len(expected)), expected, strict=True)):
+    intact = [
+        range(BLOCK_TOKENS),
+        range(2 * BLOCK_TOKENS, 3 * BLOCK_TOKENS),
+        range(100_300, 100_300 + 2 * BLOCK_TOKENS),
+    ]
+    for n, (sequence, whole) in enumerate(
+        zip(dataset.sequences(0, len(expected)), expected, strict=True)
+    ):
         if any(64 * n in part and 64 * n + 64 in part for part in intact):
             assert np.array_equal(sequence.labels, whole.labels)
             assert np.array_equal(sequence.tokens, whole.tokens)
@@ -92,12 +116,17 @@ def test_every_kind_of_damage_is_named_with_its_shard_and_quarantined_no_more_th
             assert (sequence.labels == -100).all()
 
 
-def test_a_swapped_shard_and_damaged_documents_are_quarantined(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_swapped_shard_and_damaged_documents_are_quarantined(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for suffix in SHARD_SUFFIXES:
         swap(path / f"train-00000{suffix}", path / f"train-00001{suffix}")
     flip_bit(path / "train-00002.documents", 9)
     *shards, _, quarantine = verified(path, capsys, 1)
-    assert shards[0].startswith(f"train-00000: {path}/train-00000.json: is not the one written for {path}: changed or swapped")
+    assert shards[0].startswith(
+        f"train-00000: {path}/train-00000.json: is not the one written for {path}: changed or"
+        " swapped"
+    )
     assert shards[1].startswith("train-00001: ")
     assert shards[2:] == ["train-00002: 1 of 1 blocks of .documents do not match: 0"]
     assert quarantine == 'quarantine = ["train-00000", "train-00001", "train-00002:0-3"]'
@@ -112,8 +141,20 @@ def test_a_swapped_shard_and_damaged_documents_are_quarantined(path: Path, capsy
         ("train 1", "expected SHARD, SHARD:BLOCK or SHARD:FIRST-LAST"),
     ],
 )
-def test_an_invalid_entry_of_a_quarantine_is_refused(path: Path, refused: Refusal, entry: str, problem: str) -> None:
-    words = ["pretrain", "--data.folder", path, "--data.quarantine", entry, "--run.folder", path, "--run.name", "a"]
+def test_an_invalid_entry_of_a_quarantine_is_refused(
+    path: Path, refused: Refusal, entry: str, problem: str
+) -> None:
+    words = [
+        "pretrain",
+        "--data.folder",
+        path,
+        "--data.quarantine",
+        entry,
+        "--run.folder",
+        path,
+        "--run.name",
+        "a",
+    ]
     assert refused(*words) == f'{path}: quarantine: "{entry}": {problem}'
 
 
@@ -134,25 +175,47 @@ def test_a_run_that_met_a_damaged_shard_continues_without_it_and_says_so(
     assert done.returncode == 0, done.stderr
     assert "continuing" in done.stdout
     assert "data.quarantine [] → ['train-00000:0']" in done.stdout
-    assert re.search(r"[0-9,]+ tokens, 32,768 of them in quarantine: sequences with any", done.stdout)
+    assert re.search(
+        r"[0-9,]+ tokens, 32,768 of them in quarantine: sequences with any", done.stdout
+    )
     assert lmforge("show", "data", tmp_path / "a", "--samples", "0:1").returncode == 0
 
 
 def test_spans_in_quarantine_are_those_of_the_listed_blocks() -> None:
     generator = fresh_random(0)
-    shards = [ShardEntry(f"s-{i}", generator.randrange(1, 5) * 16_384 - generator.randrange(9000), 1, "") for i in range(5)]
+    shards = [
+        ShardEntry(f"s-{i}", generator.randrange(1, 5) * 16_384 - generator.randrange(9000), 1, "")
+        for i in range(5)
+    ]
     blocks = {}
     for shard in shards:
-        firsts = [first for first in (0, 1, 3) if first * 16_384 < shard.tokens and generator.random() < 0.4]
-        blocks[shard.name] = [(first, min(first + generator.randrange(1, 3), 4)) for first in firsts]
+        firsts = [
+            first
+            for first in (0, 1, 3)
+            if first * 16_384 < shard.tokens and generator.random() < 0.4
+        ]
+        blocks[shard.name] = [
+            (first, min(first + generator.randrange(1, 3), 4)) for first in firsts
+        ]
     is_quarantined = np.concatenate(
-        [[any(a <= token // 16_384 < b for a, b in blocks[shard.name]) for token in range(shard.tokens)] for shard in shards]
+        [
+            [
+                any(a <= token // 16_384 < b for a, b in blocks[shard.name])
+                for token in range(shard.tokens)
+            ]
+            for shard in shards
+        ]
     )
     spans = QuarantinedSpans(blocks, shards, 4)
     assert spans.num_tokens == is_quarantined.sum()
     edges = np.flatnonzero(np.diff(is_quarantined)) + 1
     for edge in [*edges.tolist(), 1, len(is_quarantined) - 1]:
-        for start, stop in ((edge - 1, edge), (edge, edge + 1), (edge - 1, edge + 1), (max(0, edge - 30_000), edge)):
+        for start, stop in (
+            (edge - 1, edge),
+            (edge, edge + 1),
+            (edge - 1, edge + 1),
+            (max(0, edge - 30_000), edge),
+        ):
             assert spans.overlap(start, stop) == is_quarantined[start:stop].any(), (start, stop)
 
 

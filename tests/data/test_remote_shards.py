@@ -1,4 +1,6 @@
-"""Token shards at an address: through real servers on loopback, one for S3 and one that fails as a test requests."""
+"""Token shards at an address: through real servers on loopback, one for S3 and one that fails as a
+test requests.
+"""
 
 import json
 import os
@@ -50,7 +52,10 @@ print(sum(int(sequence.tokens.sum()) for sequence in dataset.sequences(0, datase
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmforge.core.data.shards.remote_storage.REMOTE_RETRY_DELAYS_SECONDS", (0.01, 0.02, 0.05, 0.1))
+    monkeypatch.setattr(
+        "lmforge.core.data.shards.remote_storage.REMOTE_RETRY_DELAYS_SECONDS",
+        (0.01, 0.02, 0.05, 0.1),
+    )
     monkeypatch.setattr("lmforge.core.data.shards.remote_storage.PIECE_BYTES", PIECE_BYTES)
 
 
@@ -78,14 +83,25 @@ def local(path: Path) -> TokenDataset:
 
 def same(a: Iterable[PackedSequence], b: Iterable[PackedSequence]) -> bool:
     names = "tokens", "labels", "positions", "document_ids"
-    return all(np.array_equal(getattr(x, name), getattr(y, name)) for x, y in zip(a, b, strict=True) for name in names)
+    return all(
+        np.array_equal(getattr(x, name), getattr(y, name))
+        for x, y in zip(a, b, strict=True)
+        for name in names
+    )
 
 
 def bytes_of(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file() and file.name != ".bytes")
+    return sum(
+        file.stat().st_size
+        for file in folder.rglob("*")
+        if file.is_file() and file.name != ".bytes"
+    )
 
 
-@pytest.mark.parametrize("address", ["memory://bucket/tokens", pytest.param("s3://bucket/tokens", marks=SLOW), "{}/folder"])
+@pytest.mark.parametrize(
+    "address",
+    ["memory://bucket/tokens", pytest.param("s3://bucket/tokens", marks=SLOW), "{}/folder"],
+)
 def test_samples_of_any_address_are_those_of_the_local_folder(
     path: Path, tmp_path: Path, server: FaultyServer, address: str
 ) -> None:
@@ -106,16 +122,22 @@ def test_samples_of_any_address_are_those_of_the_local_folder(
                 assert (loader.batches(step)[0].labels == batch.labels).all()
 
 
-def test_a_file_address_is_a_folder_of_this_machine_that_may_be_missing(path: Path, tmp_path: Path) -> None:
+def test_a_file_address_is_a_folder_of_this_machine_that_may_be_missing(
+    path: Path, tmp_path: Path
+) -> None:
     expected, recipe = [f"file://{tmp_path}/none"], tmp_path / "r.toml"
-    recipe.write_text(f'[[data.sources]]\nfolder = "file://{path}"\n[[data.sources]]\nfolder = "{expected[0]}"\n')
+    recipe.write_text(
+        f'[[data.sources]]\nfolder = "file://{path}"\n[[data.sources]]\nfolder = "{expected[0]}"\n'
+    )
     assert find_missing_folders(read_config(recipe)) == expected
     recipe.write_text(f'[data]\nfolder = "file://{path}"\nsequence_length = 500\n')
     dataset = TokenSources.open(read_config(recipe)).training(8)
     assert same((dataset.sequence(number) for number in range(8)), local(path).sequences(0, 8))
 
 
-def test_a_server_that_fails_at_times_changes_no_sample(path: Path, tmp_path: Path, server: FaultyServer) -> None:
+def test_a_server_that_fails_at_times_changes_no_sample(
+    path: Path, tmp_path: Path, server: FaultyServer
+) -> None:
     expected, generator = local(path), fresh_random(0)
     dataset = opened(server, tmp_path / "cache")
     kinds = ["error", "truncated", "cut", "short"]
@@ -127,16 +149,22 @@ def test_a_server_that_fails_at_times_changes_no_sample(path: Path, tmp_path: Pa
     assert not server.faults
 
 
-def test_a_manifest_and_a_tokenizer_that_fail_at_first_are_read(tmp_path: Path, server: FaultyServer) -> None:
+def test_a_manifest_and_a_tokenizer_that_fail_at_first_are_read(
+    tmp_path: Path, server: FaultyServer
+) -> None:
     server.faults = ["error", "cut", "none", "truncated", "error", "none"]
     folder = TokenFolder.open(f"{server.address}/folder", cache_folder=tmp_path / "cache")
     assert folder.tokenizer.vocab_size == 261
 
 
-def test_a_server_that_continues_failing_is_named_with_address_and_shard(tmp_path: Path, server: FaultyServer) -> None:
+def test_a_server_that_continues_failing_is_named_with_address_and_shard(
+    tmp_path: Path, server: FaultyServer
+) -> None:
     dataset = opened(server, tmp_path / "cache")
     server.faults = ["error"] * 1000
-    with pytest.raises(UserError, match=rf"sample 0: {server.address}/folder/train-0000\d\.\w+: .*500") as problem:
+    with pytest.raises(
+        UserError, match=rf"sample 0: {server.address}/folder/train-0000\d\.\w+: .*500"
+    ) as problem:
         dataset.sequence(0)
     assert "\n" not in str(problem.value)
 
@@ -145,7 +173,10 @@ def test_missing_and_truncated_shards_of_an_address_are_named_on_opening(
     path: Path, tmp_path: Path, server: FaultyServer
 ) -> None:
     os.truncate(path / "train-00001.tokens", 1000)
-    with pytest.raises(UserError, match=rf"{server.address}/folder/train-00001\.tokens: truncated: 1000 bytes of 280600"):
+    with pytest.raises(
+        UserError,
+        match=rf"{server.address}/folder/train-00001\.tokens: truncated: 1000 bytes of 280600",
+    ):
         opened(server, tmp_path / "cache")
     (path / "train-00001.tokens").unlink()
     with pytest.raises(UserError, match=rf"{server.address}/folder/train-00001\.tokens: missing"):
@@ -155,12 +186,23 @@ def test_missing_and_truncated_shards_of_an_address_are_named_on_opening(
 def test_an_address_that_is_no_token_folder_or_cannot_be_reached_is_refused(
     tmp_path: Path, server: FaultyServer, refused: Refusal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = ["--data.cache_folder", tmp_path / "cache", "--run.folder", tmp_path, "--run.name", "a"]
+    options = [
+        "--data.cache_folder",
+        tmp_path / "cache",
+        "--run.folder",
+        tmp_path,
+        "--run.name",
+        "a",
+    ]
     address = f"{server.address}/nowhere"
-    assert refused("pretrain", "--data.folder", address, *options).startswith(f"{address}: no token folder (manifest.json is")
+    assert refused("pretrain", "--data.folder", address, *options).startswith(
+        f"{address}: no token folder (manifest.json is"
+    )
     message = refused("pretrain", "--data.folder", "http://127.0.0.1:9/tokens", *options)
     assert message.startswith("http://127.0.0.1:9/tokens/manifest.json: ")
-    assert refused("pretrain", "--data.folder", "nothing://x/y", *options).startswith("nothing://x/y: ")
+    assert refused("pretrain", "--data.folder", "nothing://x/y", *options).startswith(
+        "nothing://x/y: "
+    )
     (tmp_path / "cache").rename(tmp_path / "elsewhere")
     (tmp_path / "cache").write_text("")
     message = refused("pretrain", "--data.folder", f"{server.address}/folder", *options)
@@ -171,7 +213,11 @@ def test_the_cache_never_exceeds_its_bound_and_keeps_what_was_used_last(
     path: Path, tmp_path: Path, server: FaultyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lmforge.core.data.shards.piece_cache.TOUCH_SECONDS", 0.0)
-    bound, cache, thesis = 4 * PIECE_BYTES, tmp_path / "cache", tmp_path / "cache" / "chapters" / "1.tex"
+    bound, cache, thesis = (
+        4 * PIECE_BYTES,
+        tmp_path / "cache",
+        tmp_path / "cache" / "chapters" / "1.tex",
+    )
     thesis.parent.mkdir(parents=True)
     thesis.touch()
     os.utime(thesis, (0, 0))
@@ -191,19 +237,30 @@ def test_a_cache_of_another_user_is_refused(tmp_path: Path, server: FaultyServer
     """Its files have fixed names, and may be links."""
     (tmp_path / "cache").mkdir()
     os.chown(tmp_path / "cache", NOBODY, NOBODY)
-    with pytest.raises(UserError, match=r"cache: a folder of another user; name another data\.cache_folder"):
+    with pytest.raises(
+        UserError, match=r"cache: a folder of another user; name another data\.cache_folder"
+    ):
         opened(server, tmp_path / "cache")
 
 
-def test_ranks_of_a_host_share_a_cache_and_download_each_piece_once(path: Path, tmp_path: Path, server: FaultyServer) -> None:
+def test_ranks_of_a_host_share_a_cache_and_download_each_piece_once(
+    path: Path, tmp_path: Path, server: FaultyServer
+) -> None:
     (tmp_path / "read_all.py").write_text(READ_ALL)
     given = f"{server.address}/folder", tmp_path / "cache", PIECE_BYTES
     ranks = [preloaded().start(given, tmp_path, script=tmp_path / "read_all.py") for _ in range(2)]
     expected = local(path)
-    total = sum(int(sequence.tokens.sum()) for sequence in expected.sequences(0, expected.sequences_per_epoch))
+    total = sum(
+        int(sequence.tokens.sum())
+        for sequence in expected.sequences(0, expected.sequences_per_epoch)
+    )
     assert [rank.wait(timeout=300) for rank in ranks] == [0, 0], ranks[0].errors.read_text()
     assert [int(rank.out.read_text()) for rank in ranks] == [total] * 2
-    requests = {key: count for key, count in server.requests.items() if not key[0].endswith("/manifest.json")}
+    requests = {
+        key: count
+        for key, count in server.requests.items()
+        if not key[0].endswith("/manifest.json")
+    }
     assert len([key for key in requests if ".tokens" in key[0]]) == 9
     assert set(requests.values()) == {1}
     assert not list((tmp_path / "cache").glob("*/.*")), "locks and partial files"
@@ -212,7 +269,9 @@ def test_ranks_of_a_host_share_a_cache_and_download_each_piece_once(path: Path, 
 def test_a_step_within_windows_downloads_from_few_places(
     path: Path, tmp_path: Path, server: FaultyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """64 sequences of 100 tokens: a chunk is a tenth of a piece, and each step of a window reads the same two chunks."""
+    """64 sequences of 100 tokens: a chunk is a tenth of a piece, and each step of a window reads
+    the same two chunks.
+    """
     monkeypatch.setattr("lmforge.core.data.dataset.CHUNK_TOKENS", 6400)
     folder = TokenFolder.open(f"{server.address}/folder", cache_folder=tmp_path / "cache")
     downloads = {}
@@ -224,38 +283,62 @@ def test_a_step_within_windows_downloads_from_few_places(
         (tmp_path / "cache").mkdir()
         dataset.sequences(0, 128)
         downloads[window] = len([key for key in server.requests if ".tokens" in key[0]])
-        assert downloads[window] >= len(touched) - 3  # pieces of shards, which do not begin at whole pieces of the split
+        # Pieces of shards, which do not begin at whole pieces of the split.
+        assert downloads[window] >= len(touched) - 3
     assert downloads[None] == 9
     assert downloads[2] <= 4
 
 
-@pytest.mark.parametrize(("packing", "sources"), [("concat", ["web"]), ("best-fit", ["web", "code"])])
+@pytest.mark.parametrize(
+    ("packing", "sources"), [("concat", ["web"]), ("best-fit", ["web", "code"])]
+)
 def test_with_lanes_a_host_downloads_its_part_of_the_shards_and_every_sequence_is_read_once(
-    tmp_path: Path, folder_of: Writer, monkeypatch: pytest.MonkeyPatch, packing: str, sources: list[str]
+    tmp_path: Path,
+    folder_of: Writer,
+    monkeypatch: pytest.MonkeyPatch,
+    packing: str,
+    sources: list[str],
 ) -> None:
-    """Four hosts, each with a cache of its own, that read a quarter of every batch: for an epoch, and for its beginning."""
+    """Four hosts, each with a cache of its own, that read a quarter of every batch: for an epoch,
+    and for its beginning.
+    """
     monkeypatch.setattr("lmforge.core.data.dataset.CHUNK_TOKENS", PIECE_BYTES // 2)
     monkeypatch.setattr("lmforge.core.data.dataset.GROUP_SEQUENCES", 655)
     monkeypatch.setattr("lmforge.core.data.best_fit_index.GROUP_SEQUENCES", 655)
     hosts, batch_size = 4, 32
     pieces, downloads = 16 * len(sources), []
     for name in sources:
-        folder_of(tmp_path / "served" / name, [[1000] * 524, [700] * 748], seed=len(name))  # 8 pieces each
+        # 8 pieces each.
+        folder_of(tmp_path / "served" / name, [[1000] * 524, [700] * 748], seed=len(name))
         pack_folder(
-            str(tmp_path / "served" / name), 100, workers=1, progress=lambda *step: None, dist_ctx=SingleProcessContext()
+            str(tmp_path / "served" / name),
+            100,
+            workers=1,
+            progress=lambda *step: None,
+            dist_ctx=SingleProcessContext(),
         )
     for option in ("", "shuffle_window = 1\nnum_canonical_nodes = 4\n"):
         read, of_beginning, of_epoch = [], [], []
         for host in range(hosts):
-            head = f'[data]\npacking = "{packing}"\nsequence_length = 100\ncache_folder = "{tmp_path}/{len(option)}-{host}"\n'
+            head = (
+                f'[data]\npacking = "{packing}"\nsequence_length = 100\ncache_folder ='
+                f' "{tmp_path}/{len(option)}-{host}"\n'
+            )
             with file_server(tmp_path / "served") as server:
-                tables = "".join(f'[[data.sources]]\nfolder = "{server.address}/{name}"\n' for name in sources)
+                tables = "".join(
+                    f'[[data.sources]]\nfolder = "{server.address}/{name}"\n' for name in sources
+                )
                 (tmp_path / "r.toml").write_text(head + option + tables)
                 dataset = TokenSources.open(read_config(tmp_path / "r.toml")).training(batch_size)
                 steps = dataset.sequences_per_epoch // batch_size
                 for step in range(steps):
                     first = step * batch_size + host * batch_size // hosts
-                    read += list(zip(*(each.tolist() for each in dataset.assign(first, first + 8)), strict=True))
+                    read += list(
+                        zip(
+                            *(each.tolist() for each in dataset.assign(first, first + 8)),
+                            strict=True,
+                        )
+                    )
                     if step % 8 == 0:  # often enough to need every piece
                         dataset.sequences(first, first + 8)
                     downloaded = len([key for key in server.requests if ".tokens" in key[0]])
@@ -269,7 +352,9 @@ def test_with_lanes_a_host_downloads_its_part_of_the_shards_and_every_sequence_i
     assert max(of_lanes) < 0.6 * pieces  # a quarter, and parts of others where chunks and lanes end
 
 
-def test_a_damaged_piece_in_the_cache_is_downloaded_again_alone(path: Path, tmp_path: Path, server: FaultyServer) -> None:
+def test_a_damaged_piece_in_the_cache_is_downloaded_again_alone(
+    path: Path, tmp_path: Path, server: FaultyServer
+) -> None:
     expected = local(path)
     opened(server, tmp_path / "cache").sequences(0, expected.sequences_per_epoch)
     (token_piece,) = (tmp_path / "cache").rglob("train-00001.tokens.1")
@@ -284,7 +369,11 @@ def test_a_damaged_piece_in_the_cache_is_downloaded_again_alone(path: Path, tmp_
 
 
 def test_a_stall_is_reported_with_the_shard_and_the_request_is_repeated(
-    path: Path, tmp_path: Path, server: FaultyServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    path: Path,
+    tmp_path: Path,
+    server: FaultyServer,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("lmforge.core.data.loader.SLOW_BATCH_WARNING_SECONDS", 0.3)
     dataset, expected = opened(server, tmp_path / "cache"), local(path)
@@ -312,7 +401,12 @@ def test_a_run_trains_from_a_store_as_from_a_folder(
 ) -> None:
     served = shutil.copytree(tiny_tokens, tmp_path / "served" / "tokens")
     with file_server(served.parent) as server:
-        options = ["--data.folder", f"{server.address}/tokens", "--data.cache_folder", tmp_path / "cache"]
+        options = [
+            "--data.folder",
+            f"{server.address}/tokens",
+            "--data.cache_folder",
+            tmp_path / "cache",
+        ]
         words = [*tiny_options, *options, "--run.folder", tmp_path / "runs", "--run.name", "a"]
         assert "tokens, so" in lmforge("pretrain", *words, "--dry-run").stdout
         done = lmforge("pretrain", *words, ranks=2)

@@ -17,7 +17,13 @@ from lmforge.core.data.shards.folder import TokenFolder
 from lmforge.core.data.shards.format import SHARDS_MANIFEST
 from lmforge.core.data.tokenizer import Tokenizer
 from lmforge.core.errors import UserError
-from lmforge.core.records.manifests import FORMAT_VERSION, BestFitManifest, IndexEntry, ShardEntry, TokenFolderManifest
+from lmforge.core.records.manifests import (
+    FORMAT_VERSION,
+    BestFitManifest,
+    IndexEntry,
+    ShardEntry,
+    TokenFolderManifest,
+)
 
 Writer = Callable[..., TokenFolder]
 
@@ -52,10 +58,16 @@ except UserError as problem:
 
 def write_plan(folder: Path, tokenizer: Tokenizer, shards: int, tokens: int) -> None:
     """The manifest of a folder, without a shard in it."""
-    entries = [ShardEntry(f"train-{number:05d}", tokens, tokens // 1000, f"{number:032x}") for number in range(shards)]
+    entries = [
+        ShardEntry(f"train-{number:05d}", tokens, tokens // 1000, f"{number:032x}")
+        for number in range(shards)
+    ]
     kind = tokenizer.hash, tokenizer.vocab_size, "uint16"
     digest = xxhash.xxh3_128_hexdigest(json.dumps([entry.xxh3 for entry in entries]).encode())
-    indices = [IndexEntry(entry.name, tokens, tokens // 4096 + 1, tokens // 1000, "0" * 16) for entry in entries]
+    indices = [
+        IndexEntry(entry.name, tokens, tokens // 4096 + 1, tokens // 1000, "0" * 16)
+        for entry in entries
+    ]
     content = json.dumps(asdict(BestFitManifest(BEST_FIT_VERSION, 4096, digest, indices)))
     (folder / manifest_name(4096)).write_text(content)
     best_fit = {"4096": xxhash.xxh3_128_hexdigest(content.encode())}
@@ -81,7 +93,10 @@ def test_30000_shards_are_opened_by_reading_a_file_or_two_and_missing_ones_are_f
     command = [sys.executable, "-c", OPEN_AND_COUNT, str(tmp_path), packing]
     ended = subprocess.run(command, capture_output=True, text=True, check=True)
     opened, looked_at, indices, tokens, problem = json.loads(ended.stdout)
-    expected = [str(tmp_path / name) for name in (SHARDS_MANIFEST, *([manifest_name(4096)] if packing == "best-fit" else []))]
+    expected = [
+        str(tmp_path / name)
+        for name in (SHARDS_MANIFEST, *([manifest_name(4096)] if packing == "best-fit" else []))
+    ]
     assert opened == expected
     assert set(looked_at) <= set(expected)
     assert indices == [512] * 3

@@ -1,4 +1,6 @@
-"""SentencePiece models: refused with the command that writes a tokenizer.json, which is carried out here."""
+"""SentencePiece models: refused with the command that writes a tokenizer.json, which is carried out
+here.
+"""
 
 import io
 import json
@@ -17,7 +19,9 @@ from tests.text import write_documents
 
 
 def write_model(folder: Path) -> Path:
-    """A folder as Llama 2 was published: a SentencePiece model of 400 pieces, and the name of its class."""
+    """A folder as Llama 2 was published: a SentencePiece model of 400 pieces, and the name of its
+    class.
+    """
     write_documents(folder / "text")
     texts = [file.read_text() for file in sorted((folder / "text").iterdir())[:60]]
     lines = [line for text in texts for line in text.splitlines() if line.strip()]
@@ -56,11 +60,18 @@ def test_the_command_of_the_message_writes_a_tokenizer_with_the_same_ids(tmp_pat
         assert ours.encode(text) == theirs.encode(text), text
 
 
-def test_a_model_file_of_another_name_is_refused_before_anything_is_written(tmp_path: Path, refused: Refusal) -> None:
+def test_a_model_file_of_another_name_is_refused_before_anything_is_written(
+    tmp_path: Path, refused: Refusal
+) -> None:
     (tmp_path / "small.model").write_bytes(b"pieces")
     (tmp_path / "a.txt").write_text("text")
-    said = refused("prepare", tmp_path / "a.txt", tmp_path / "out", "--tokenizer", tmp_path / "small.model")
-    assert said.startswith(f"{tmp_path / 'small.model'}: a SentencePiece model is not read; name it tokenizer.model, and write")
+    said = refused(
+        "prepare", tmp_path / "a.txt", tmp_path / "out", "--tokenizer", tmp_path / "small.model"
+    )
+    assert said.startswith(
+        f"{tmp_path / 'small.model'}: a SentencePiece model is not read; name it tokenizer.model,"
+        " and write"
+    )
     assert not (tmp_path / "out").exists()
 
 

@@ -1,4 +1,6 @@
-"""Kinds of files besides text, JSON lines and parquet: tables, HTML pages, and suffixes from the user."""
+"""Kinds of files besides text, JSON lines and parquet: tables, HTML pages, and suffixes from the
+user.
+"""
 
 import csv
 import gzip
@@ -26,12 +28,16 @@ def refusal(path: Path, text_field: str = "text") -> str:
     return str(caught.value)
 
 
-# --- tables ----------------------------------------------------------------------------------------------------------
+# --- tables ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "dialect"), [("a.csv", "excel"), ("A.TSV", "excel-tab"), ("a.csv.gz", "excel")])
+@pytest.mark.parametrize(
+    ("name", "dialect"), [("a.csv", "excel"), ("A.TSV", "excel-tab"), ("a.csv.gz", "excel")]
+)
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
-def test_a_row_of_a_table_is_a_document(tmp_path: Path, name: str, dialect: str, encoding: str) -> None:
+def test_a_row_of_a_table_is_a_document(
+    tmp_path: Path, name: str, dialect: str, encoding: str
+) -> None:
     written = io.StringIO(newline="")
     rows = csv.writer(written, dialect)
     rows.writerow(["id", "text"])
@@ -39,13 +45,21 @@ def test_a_row_of_a_table_is_a_document(tmp_path: Path, name: str, dialect: str,
     raw = written.getvalue().encode(encoding)
     (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith("gz") else raw)
     assert texts(open_text_source(str(tmp_path / name))) == HARD
-    assert texts(open_text_source(str(tmp_path), "id")) == [str(number) for number in range(len(HARD))]
+    assert texts(open_text_source(str(tmp_path), "id")) == [
+        str(number) for number in range(len(HARD))
+    ]
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"id,body\n1,x\n", ", row 1: no field 'text': there are body, id; `lmforge prepare --text_field` names another"),
+        (
+            b"id,body\n1,x\n",
+            (
+                ", row 1: no field 'text': there are body, id; `lmforge prepare --text_field` names"
+                " another"
+            ),
+        ),
         (b"id,text\n1,x\n2\n", ", row 2: 1 fields, but the header names 2"),
         (b'id,text\n1,"x"y\n', ", row 1: not a table: "),
         (b'id,text\n1,"never closed\n2,x\n', ", row 1: not a table: "),
@@ -59,9 +73,12 @@ def test_a_bad_row_of_a_table_is_named(tmp_path: Path, content: bytes, message: 
     assert message in result.replace("after row 0", "").replace(", :", ":")
 
 
-# --- HTML ------------------------------------------------------------------------------------------------------------
+# --- HTML -----------------------------------------------------------------------------------------
 
-PARAGRAPHS = [f"Paragraph {number} is long enough to be the text of a page, not its navigation." for number in range(5)]
+PARAGRAPHS = [
+    f"Paragraph {number} is long enough to be the text of a page, not its navigation."
+    for number in range(5)
+]
 PAGE = f"""<!DOCTYPE html>
 <html><head><title>Tea &amp; time</title><style>p {{ color: red }}</style>
 <script type="module">if (a < b) {{ document.write("<p>not text</p>") }}</script></head>
@@ -72,7 +89,15 @@ heading</h1><p>One <b>bold</b>, one&nbsp;<i>not</i>.<br/>A new line.</p>{"".join
     as it is</pre><p>2 &lt; 3 &#8364;</p></article><footer>All rights reserved</footer></body></html>
 """
 TEXT = "\n".join(
-    ["The first heading", "One bold, one\xa0not.", "A new line.", *PARAGRAPHS, "  kept", "    as it is", "2 < 3 €"]
+    [
+        "The first heading",
+        "One bold, one\xa0not.",
+        "A new line.",
+        *PARAGRAPHS,
+        "  kept",
+        "    as it is",
+        "2 < 3 €",
+    ]
 )
 
 
@@ -80,9 +105,14 @@ def test_the_text_of_a_page_has_no_markup_no_navigation_no_scripts_and_no_styles
     assert extract_text(PAGE) == TEXT
 
 
-def test_a_page_without_main_text_gives_what_is_visible_and_an_empty_one_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_page_without_main_text_gives_what_is_visible_and_an_empty_one_nothing(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     assert extract_text("<html><body><nav><a href='/'>Home</a></nav></body></html>") == "Home"
-    assert [extract_text(page) for page in ("", "<html><script>let a = 1</script></html>")] == ["", ""]
+    assert [extract_text(page) for page in ("", "<html><script>let a = 1</script></html>")] == [
+        "",
+        "",
+    ]
     assert capfd.readouterr().err == ""
 
 
@@ -91,7 +121,12 @@ def test_pages_are_read_as_their_text_plain_and_compressed(tmp_path: Path) -> No
     (tmp_path / "b.htm.gz").write_bytes(gzip.compress(PAGE.encode()))
     (tmp_path / "c.xhtml").write_text("<html><script src='x'/><p>seen</p></html>")
     (tmp_path / "d.md").write_text("<p>Markdown stays as it is.</p>")
-    assert texts(open_text_source(str(tmp_path))) == [TEXT, TEXT, "seen", "<p>Markdown stays as it is.</p>"]
+    assert texts(open_text_source(str(tmp_path))) == [
+        TEXT,
+        TEXT,
+        "seen",
+        "<p>Markdown stays as it is.</p>",
+    ]
 
 
 def test_without_the_package_a_page_is_refused_with_the_extra_and_other_files_are_read(
@@ -106,14 +141,16 @@ def test_without_the_package_a_page_is_refused_with_the_extra_and_other_files_ar
     assert "[html]" in said
 
 
-def test_another_version_of_the_package_makes_another_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_of_the_package_makes_another_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a.html").write_text(PAGE)
     before = open_text_source(str(tmp_path)).fingerprint()
     monkeypatch.setattr(text_sources, "version", lambda name: "0.0")
     assert open_text_source(str(tmp_path)).fingerprint() != before
 
 
-# --- suffixes that a user names ----------------------------------------------------------------------------------------
+# --- suffixes that a user names -------------------------------------------------------------------
 
 
 def test_files_of_a_suffix_that_is_named_are_text(tmp_path: Path) -> None:

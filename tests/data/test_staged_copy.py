@@ -21,13 +21,17 @@ from tests.tools import need
 
 def files_of(folder: Path) -> dict[str, bytes]:
     return {
-        str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != MARKER
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != MARKER
     }
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A folder of files of some size, one of them in a folder in it, and one that is a link as in the hub's cache."""
+    """A folder of files of some size, one of them in a folder in it, and one that is a link as in
+    the hub's cache.
+    """
     folder = tmp_path / "model"
     (folder / "part").mkdir(parents=True)
     for name in ("config.json", "part/b.safetensors", "c.safetensors"):
@@ -49,7 +53,9 @@ def test_a_copy_is_complete_is_found_and_is_not_made_again(model: Path, tmp_path
     assert len(lines) == 1
 
 
-def test_what_changed_since_is_another_copy_and_a_file_that_is_lost_is_copied_again(model: Path, tmp_path: Path) -> None:
+def test_what_changed_since_is_another_copy_and_a_file_that_is_lost_is_copied_again(
+    model: Path, tmp_path: Path
+) -> None:
     copy = stage_folder(tmp_path / "disk", model)
     (copy / "config.json").write_bytes(b"")
     assert stage_folder(tmp_path / "disk", model) == copy
@@ -61,11 +67,15 @@ def test_what_changed_since_is_another_copy_and_a_file_that_is_lost_is_copied_ag
 
 def test_a_copy_that_was_cut_off_is_completed(model: Path, tmp_path: Path) -> None:
     (model / "large.safetensors").write_bytes(os.urandom(64 << 20))
-    program = "import sys; from pathlib import Path; from lmforge.core.data.shards import staged_copy;"
+    program = (
+        "import sys; from pathlib import Path; from lmforge.core.data.shards import staged_copy;"
+    )
     program += "staged_copy.BLOCK_BYTES = 4096; staged_copy.THREADS = 1;"
     program += "staged_copy.stage_folder(Path(sys.argv[1]), Path(sys.argv[2]))"
     disk = tmp_path / "disk"
-    with subprocess.Popen([sys.executable, "-c", program, disk, model], stdout=subprocess.DEVNULL) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", program, disk, model], stdout=subprocess.DEVNULL
+    ) as process:
         while not list(disk.glob("*/.large*.partial")):
             assert process.poll() is None
             time.sleep(0.002)
@@ -79,7 +89,9 @@ def test_a_copy_that_was_cut_off_is_completed(model: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("prepared", ["a link", pytest.param("of another user", marks=as_root)])
-def test_a_copy_that_somebody_else_has_prepared_is_neither_written_nor_read(prepared: str, model: Path, tmp_path: Path) -> None:
+def test_a_copy_that_somebody_else_has_prepared_is_neither_written_nor_read(
+    prepared: str, model: Path, tmp_path: Path
+) -> None:
     theirs, copy = tmp_path / "theirs", stage_folder(tmp_path / "disk", model)
     copy.rename(theirs)
     if prepared == "a link":
@@ -89,13 +101,19 @@ def test_a_copy_that_somebody_else_has_prepared_is_neither_written_nor_read(prep
         os.chown(copy, NOBODY, NOBODY)
     (theirs / "c.safetensors").write_bytes(b"of the user")
     assert find_staged(tmp_path / "disk", model) == model
-    with pytest.raises(UserError, match=r"^data\.stage_to: .*: a link, or of another user; name a folder of your own"):
+    with pytest.raises(
+        UserError,
+        match=r"^data\.stage_to: .*: a link, or of another user; name a folder of your own",
+    ):
         stage_folder(tmp_path / "disk", model)
     assert (theirs / "c.safetensors").read_bytes() == b"of the user"
 
 
 def test_processes_of_a_host_make_one_copy(model: Path, tmp_path: Path, program: Command) -> None:
-    text = "import sys; from pathlib import Path; from lmforge.core.data.shards.staged_copy import stage_folder\n"
+    text = (
+        "import sys; from pathlib import Path; from lmforge.core.data.shards.staged_copy import"
+        " stage_folder\n"
+    )
     text += "stage_folder(Path(sys.argv[1]), Path(sys.argv[2]))"
     done = program(text, tmp_path / "disk", model, ranks=3)
     assert done.returncode == 0, done.stderr
@@ -104,19 +122,26 @@ def test_processes_of_a_host_make_one_copy(model: Path, tmp_path: Path, program:
     assert files_of(copy) == files_of(model)
 
 
-def test_a_disk_without_room_is_refused_in_one_line_before_anything_is_copied(model: Path, tmp_path: Path) -> None:
+def test_a_disk_without_room_is_refused_in_one_line_before_anything_is_copied(
+    model: Path, tmp_path: Path
+) -> None:
     need("the right to mount")
     disk = tmp_path / "disk"
     disk.mkdir()
-    program = "import sys; from lmforge.core.data.shards import staged_copy; from pathlib import Path\n"
+    program = (
+        "import sys; from lmforge.core.data.shards import staged_copy; from pathlib import Path\n"
+    )
     program += "staged_copy.RESERVED_BYTES = 0\n"
     program += (
-        "try: staged_copy.stage_folder(Path(sys.argv[1]), Path(sys.argv[2]))\nexcept Exception as problem: print(problem)"
+        "try: staged_copy.stage_folder(Path(sys.argv[1]), Path(sys.argv[2]))\nexcept Exception as"
+        " problem: print(problem)"
     )
     command = 'mount -t tmpfs -o size=256k tmpfs "$1" && "$2" -c "$3" "$1" "$4"'
     line = ["unshare", "-rm", "sh", "-c", command, "-", disk, sys.executable, program, model]
     done = subprocess.run(line, capture_output=True, text=True, timeout=100)
-    assert done.stdout.startswith(f"data.stage_to: {disk}: 0.3 MiB of {model} are to be copied and 0.2 MiB are free; ")
+    assert done.stdout.startswith(
+        f"data.stage_to: {disk}: 0.3 MiB of {model} are to be copied and 0.2 MiB are free; "
+    )
     assert done.stdout.count("\n") == 1
 
 
@@ -135,7 +160,14 @@ def test_ranks_train_from_copies_and_to_the_same_loss(
     tokens = Path(tiny_options[tiny_options.index("--data.folder") + 1])
     slow = shutil.copytree(tokens, tmp_path / "tokens")
     words = [str(slow) if word == str(tokens) else word for word in without_shape(tiny_options)]
-    words += ["--model.source", str(tiny_run), "--train.steps", "2", "--run.folder", str(tmp_path / "runs")]
+    words += [
+        "--model.source",
+        str(tiny_run),
+        "--train.steps",
+        "2",
+        "--run.folder",
+        str(tmp_path / "runs"),
+    ]
     losses = []
     for name, more in (("plain", []), ("staged", ["--stage_to", tmp_path / "disk"])):
         done = lmforge("pretrain", *words, "--run.name", name, *more, ranks=2)
@@ -144,7 +176,9 @@ def test_ranks_train_from_copies_and_to_the_same_loss(
         losses.append([json.loads(line).get("loss") for line in records])
     assert losses[0] == losses[1]
     assert done.stderr.count("are copied to") == 2
-    copies = {path.name.rpartition("-")[0] for path in (tmp_path / "disk").iterdir() if path.is_dir()}
+    copies = {
+        path.name.rpartition("-")[0] for path in (tmp_path / "disk").iterdir() if path.is_dir()
+    }
     assert copies == {"tokens", "step-00000006"}
     # The tokens are read from the copy: those of the recipe may be damaged by now.
     for shard in slow.glob("*.tokens"):
@@ -154,8 +188,17 @@ def test_ranks_train_from_copies_and_to_the_same_loss(
     assert "are copied to" not in done.stderr
 
 
-def test_a_folder_to_copy_to_that_cannot_be_made_is_refused(tiny_options: list[str], refused: Refusal, tmp_path: Path) -> None:
+def test_a_folder_to_copy_to_that_cannot_be_made_is_refused(
+    tiny_options: list[str], refused: Refusal, tmp_path: Path
+) -> None:
     (tmp_path / "file").touch()
-    message = refused("pretrain", *tiny_options, "--run.folder", tmp_path, "--data.stage_to", tmp_path / "file" / "disk")
+    message = refused(
+        "pretrain",
+        *tiny_options,
+        "--run.folder",
+        tmp_path,
+        "--data.stage_to",
+        tmp_path / "file" / "disk",
+    )
     assert message.startswith("data.stage_to: ")
     assert message.endswith("name another folder, or leave it out")

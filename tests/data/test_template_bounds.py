@@ -1,4 +1,6 @@
-"""What a chat template does wrong is one line that names it, whatever it raises and however long that is."""
+"""What a chat template does wrong is one line that names it, whatever it raises and however long
+that is.
+"""
 
 import json
 import re
@@ -15,7 +17,10 @@ from lmforge.text.chat.templates import ChatTemplate
 from tests.conftest import Refusal
 
 SHORT = [{"role": "user", "content": "Well?"}, {"role": "assistant", "content": "Yes."}]
-PLAIN = "{% for m in messages %}{{ '<' + m.role + '>' + m.content|trim }}{{ messages[loop.index0 + 1:]|length }}{% endfor %}"
+PLAIN = (
+    "{% for m in messages %}{{ '<' + m.role + '>' + m.content|trim }}{{ messages[loop.index0 +"
+    " 1:]|length }}{% endfor %}"
+)
 
 FAULTY = {
     "{{ 'x' * 10000000 }}": "wrote more than 8,388,608 characters",
@@ -53,8 +58,18 @@ NESTED = [
     *("{{ a" + part * 3000 + " }}" for part in (".b", "(1)", "[0]")),
     *("{% if 1 %}" * count + "{% endif %}" * count for count in (120, 3000)),
     *("{% for a in b %}" * count + "{% endfor %}" * count for count in (30, 3000)),
-    *("{{ " + "{1:" * 3000 + "1" + "}" * 3000 + " }}", "{{ " + "9" * 6000 + " }}", "{{ 0x" + "f" * 99999 + " }}"),
-    *("{# " * 3000, "{% raw %}" * 3000, "{% xyz" + "x" * 3000 + " %}", "{{ 'a" * 3000, "{%- " * 3000),
+    *(
+        "{{ " + "{1:" * 3000 + "1" + "}" * 3000 + " }}",
+        "{{ " + "9" * 6000 + " }}",
+        "{{ 0x" + "f" * 99999 + " }}",
+    ),
+    *(
+        "{# " * 3000,
+        "{% raw %}" * 3000,
+        "{% xyz" + "x" * 3000 + " %}",
+        "{{ 'a" * 3000,
+        "{%- " * 3000,
+    ),
 ]
 
 
@@ -77,7 +92,9 @@ def test_nesting_and_size_end_in_one_line_or_work() -> None:
         "{{ raise_exception('a\n' * 9999) }}",
     ],
 )
-def test_a_command_ends_with_one_line_that_names_the_template(refused: Refusal, tmp_path: Path, source: str) -> None:
+def test_a_command_ends_with_one_line_that_names_the_template(
+    refused: Refusal, tmp_path: Path, source: str
+) -> None:
     train_tokenizer([""], 261).save(tmp_path / "tokenizer")
     (tmp_path / "tokenizer" / "chat_template.jinja").write_text(source)
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": SHORT}) + "\n")
@@ -87,7 +104,10 @@ def test_a_command_ends_with_one_line_that_names_the_template(refused: Refusal, 
 
 
 def test_a_generation_tag_that_is_left_is_refused() -> None:
-    source = "{% for m in messages %}{% generation %}{{ m.content }}{% break %}{% endgeneration %}{% endfor %}"
+    source = (
+        "{% for m in messages %}{% generation %}{{ m.content }}{% break %}{% endgeneration %}{%"
+        " endfor %}"
+    )
     with pytest.raises(UserError, match="leaves a generation tag without ending it"):
         ChatTemplate(train_tokenizer([""], 261), source)
 
@@ -103,7 +123,9 @@ def test_threads_get_their_own_texts() -> None:
     template = JinjaTemplate(PLAIN, {}, "T")
 
     def render(number: int) -> bool:
-        return text(template, [{"role": "user", "content": f"{number} "}] * 50).startswith(f"<user>{number}49<")
+        return text(template, [{"role": "user", "content": f"{number} "}] * 50).startswith(
+            f"<user>{number}49<"
+        )
 
     with ThreadPoolExecutor(8) as threads:
         assert all(threads.map(render, range(300)))

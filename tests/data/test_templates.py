@@ -19,7 +19,10 @@ from lmforge.text.chat.templates import ChatTemplate, LossMaskMode, build_layout
 from tests.counted_text import CountedText
 from tests.seeds import fresh_random
 
-SAMPLE = ["Once upon a time, there was a user.\nThe assistant said: hello, hello world!\n\n  No, it is I.\n" * 4] * 20
+SAMPLE = [
+    "Once upon a time, there was a user.\nThe assistant said: hello, hello world!\n\n  No, it is"
+    " I.\n" * 4
+] * 20
 WORDS = [
     "hello",
     " world",
@@ -42,8 +45,9 @@ WORDS = [
 HARMLESS = WORDS[:-3]
 
 CHATML = (
-    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] +"
+    " '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n'"
+    " }}{% endif %}"
 )
 HEADERS = """{{ bos_token }}
 {%- for message in messages %}
@@ -57,12 +61,14 @@ SPEAKERS = """{{ bos_token }}{% for message in messages %}
 # And here the end of the whole text is not the end of a turn.
 ENDED = CHATML.replace("{% endif %}", "{% else %}{{ eos_token }}{% endif %}")
 TAGGED = CHATML.replace(
-    "message['content'] + '<|im_end|>' + '\n'}}", "'' }}{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}"
+    "message['content'] + '<|im_end|>' + '\n'}}",
+    "'' }}{% generation %}{{ message['content'] }}<|im_end|>{% endgeneration %}",
 )
 # Tags the words without what ends them.
 TAGGED_SHORT = (
-    "{% for m in messages %}<|im_start|>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
-    "{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}"
+    "{% for m in messages %}<|im_start|>{% if m.role == 'assistant' %}{% generation %}{{ m.content"
+    " }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}{% if"
+    " add_generation_prompt %}<|im_start|>{% endif %}"
 )
 
 
@@ -74,19 +80,43 @@ def byte_level(folder: Path, specials: list[str], template: str) -> Path:
 
 
 def blanks_first(folder: Path, template: str, scheme: str) -> Path:
-    """As Llama 2's and Mistral's: a blank is a letter, and one is put before the first word of a text, or of every piece."""
+    """As Llama 2's and Mistral's: a blank is a letter, and one is put before the first word of a
+    text, or of every piece.
+    """
     letters = sorted(set("".join([*SAMPLE, *WORDS, "[INST/]:"]).replace(" ", "▁")))
-    vocabulary = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters, "he", "▁he", "▁▁", "or"]
+    vocabulary = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        *letters,
+        "he",
+        "▁he",
+        "▁▁",
+        "or",
+    ]
     merges = [("h", "e"), ("▁", "he"), ("▁", "▁"), ("o", "r")]
     bpe = tokenizers.Tokenizer(
-        models.BPE({token: i for i, token in enumerate(vocabulary)}, merges, unk_token="<unk>", byte_fallback=True)
+        models.BPE(
+            {token: i for i, token in enumerate(vocabulary)},
+            merges,
+            unk_token="<unk>",
+            byte_fallback=True,
+        )
     )
     if scheme == "normalizer":
-        bpe.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        bpe.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
     else:
         bpe.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme=scheme, split=False)
     bpe.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     bpe.add_special_tokens(["<unk>", "<s>", "</s>"])
     return saved(folder, bpe, template, "<s>", "</s>")
@@ -95,7 +125,12 @@ def blanks_first(folder: Path, template: str, scheme: str) -> Path:
 def saved(folder: Path, tokenizer: tokenizers.Tokenizer, template: str, bos: str, eos: str) -> Path:
     folder.mkdir(parents=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": eos, "chat_template": template}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": bos,
+        "eos_token": eos,
+        "chat_template": template,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 
@@ -109,10 +144,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "own": root / "own",
         "ChatML": byte_level(root / "chatml", ["<|im_start|>", "<|im_end|>"], CHATML),
-        "headers": byte_level(root / "headers", ["<|bot|>", "<|start|>", "<|stop|>", "<|eot|>"], HEADERS),
+        "headers": byte_level(
+            root / "headers", ["<|bot|>", "<|start|>", "<|stop|>", "<|eot|>"], HEADERS
+        ),
         "speakers": blanks_first(root / "speakers", SPEAKERS, "first"),
         "speakers, old": blanks_first(root / "old", SPEAKERS, "normalizer"),
-        "ended": byte_level(root / "ended", ["<|x|>", "<|im_start|>", "<|im_end|>", "<|all|>"], ENDED),
+        "ended": byte_level(
+            root / "ended", ["<|x|>", "<|im_start|>", "<|im_end|>", "<|all|>"], ENDED
+        ),
         "tagged": byte_level(root / "tagged", ["<|im_start|>", "<|im_end|>"], TAGGED),
     }
 
@@ -123,7 +162,10 @@ class Encoded(NamedTuple):
 
 
 def encode(
-    template: ChatTemplate, messages: list[Any], mask: LossMaskMode = "assistant", tools: list[Any] | None = None
+    template: ChatTemplate,
+    messages: list[Any],
+    mask: LossMaskMode = "assistant",
+    tools: list[Any] | None = None,
 ) -> Encoded:
     [built] = build_layouts([template.chat_example(messages, mask, tools)])
     [example] = encode_layouts(template.tokenizer, [one_layout(built)])
@@ -140,12 +182,20 @@ def scored(template: ChatTemplate, messages: list[Any], mask: LossMaskMode = "as
 STYLES = ["own", "ChatML", "headers", "speakers", "speakers, old", "ended"]
 
 
-def conversation(draw: random.Random, words: list[str] = HARMLESS, exchanges: int = 3) -> list[dict[str, Any]]:
+def conversation(
+    draw: random.Random, words: list[str] = HARMLESS, exchanges: int = 3
+) -> list[dict[str, Any]]:
     messages = []
     for _ in range(draw.randint(1, exchanges)):
         for role in ("user", "assistant"):
-            # A letter at either end: what a template trims, or a pattern joins, is the subject of other tests.
-            messages.append({"role": role, "content": "".join(["I", *draw.choices(words, k=draw.randint(0, 6)), "I"])})
+            # A letter at either end: what a template trims, or a pattern joins, is the subject of
+            # other tests.
+            messages.append(
+                {
+                    "role": role,
+                    "content": "".join(["I", *draw.choices(words, k=draw.randint(0, 6)), "I"]),
+                }
+            )
     return messages
 
 
@@ -158,13 +208,18 @@ def draw() -> random.Random:
 def test_a_conversation_has_the_ids_that_transformers_gives_it(
     folders: dict[str, Path], style: str, draw: random.Random
 ) -> None:
-    theirs, tokenizer = AutoTokenizer.from_pretrained(folders[style]), Tokenizer.open(folders[style])
+    theirs, tokenizer = (
+        AutoTokenizer.from_pretrained(folders[style]),
+        Tokenizer.open(folders[style]),
+    )
     template = ChatTemplate.from_tokenizer(tokenizer)
     for _ in range(30):
         messages = conversation(draw)
         if style != "speakers" and style != "speakers, old":
             messages.insert(0, {"role": "system", "content": "Be kind. "})
-        assert encode(template, messages).tokens == ids(theirs.apply_chat_template(messages)), messages
+        assert encode(template, messages).tokens == ids(theirs.apply_chat_template(messages)), (
+            messages
+        )
         expected = ids(theirs.apply_chat_template(messages[:-1], add_generation_prompt=True))
         assert template.encode_prompt(messages[:-1]) == expected, messages
 
@@ -187,20 +242,38 @@ def test_what_is_scored_is_what_the_model_would_write_and_the_end_of_its_turn(
         for at in range(1, len(messages), 2):
             start = len(template.encode_prompt(messages[:at]))
             assert every.tokens[:start] == template.encode_prompt(messages[:at])
-            stop = next(place for place in range(start, len(every.tokens)) if every.tokens[place] in template.stop_ids) + 1
+            stop = (
+                next(
+                    place
+                    for place in range(start, len(every.tokens))
+                    if every.tokens[place] in template.stop_ids
+                )
+                + 1
+            )
             assert tokenizer.decode(every.tokens[start:stop]).strip() == messages[at]["content"]
             expected[start:stop] = [True] * (stop - start)
         assert every.loss_mask == expected
         assert last.loss_mask == [False] * start + expected[start:]
-        assert encode(template, messages, "all").loss_mask == [False] + [True] * (len(every.tokens) - 1)
+        assert encode(template, messages, "all").loss_mask == [False] + [True] * (
+            len(every.tokens) - 1
+        )
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(st.text(max_size=20) | st.text(alphabet=" \n<|end>I", max_size=20), min_size=2, max_size=6))
-def test_a_prompt_has_the_same_ids_with_any_answer(folders: dict[str, Path], texts: list[str]) -> None:
+@given(
+    st.lists(
+        st.text(max_size=20) | st.text(alphabet=" \n<|end>I", max_size=20), min_size=2, max_size=6
+    )
+)
+def test_a_prompt_has_the_same_ids_with_any_answer(
+    folders: dict[str, Path], texts: list[str]
+) -> None:
     for style in STYLES:
         template = known(folders[style])
-        messages = [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(texts)]
+        messages = [
+            {"role": ("user", "assistant")[at % 2], "content": text}
+            for at, text in enumerate(texts)
+        ]
         messages = messages[: len(messages) // 2 * 2]
         prompt = template.encode_prompt(messages[:-1])
         rendered = encode(template, messages, "last")
@@ -219,7 +292,9 @@ def known(folder: Path) -> ChatTemplate:
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_text_that_spells_a_special_token_never_becomes_one(folders: dict[str, Path], style: str, draw: random.Random) -> None:
+def test_text_that_spells_a_special_token_never_becomes_one(
+    folders: dict[str, Path], style: str, draw: random.Random
+) -> None:
     tokenizer = Tokenizer.open(folders[style])
     template = ChatTemplate.from_tokenizer(tokenizer)
     spelled = [tokenizer.id_to_token(id) for id in tokenizer.all_special_ids]
@@ -230,8 +305,12 @@ def test_text_that_spells_a_special_token_never_becomes_one(folders: dict[str, P
         for message in messages:
             message["content"] = "".join(f"I{part}" for part in draw.choices(spelled, k=3)) + "I"
         plain = [{**message, "content": "I"} for message in messages]
-        special = [id for id in encode(template, messages).tokens if id in tokenizer.all_special_ids]
-        assert special == [id for id in encode(template, plain).tokens if id in tokenizer.all_special_ids]
+        special = [
+            id for id in encode(template, messages).tokens if id in tokenizer.all_special_ids
+        ]
+        assert special == [
+            id for id in encode(template, plain).tokens if id in tokenizer.all_special_ids
+        ]
         said = tokenizer.decode(encode(template, messages).tokens)
         assert all(message["content"] in said for message in messages)
 
@@ -239,9 +318,10 @@ def test_text_that_spells_a_special_token_never_becomes_one(folders: dict[str, P
 def test_a_template_that_tags_the_models_words_scores_these(folders: dict[str, Path]) -> None:
     tokenizer = Tokenizer.open(folders["tagged"])
     source = (
-        "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>!\n{% generation %}{{ m.content }}<|im_end|>"
-        "{% endgeneration %}\n{% else %}<|im_start|>{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>!\n{% endif %}"
+        "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>!\n{% generation %}{{"
+        " m.content }}<|im_end|>{% endgeneration %}\n{% else %}<|im_start|>{{ m.content"
+        " }}<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>!\n{%"
+        " endif %}"
     )
     template, messages = (
         ChatTemplate(tokenizer, source),
@@ -260,12 +340,15 @@ def test_a_template_that_tags_the_models_words_scores_these(folders: dict[str, P
     assert [int(score) for score in rendered.loss_mask] == encoded["assistant_masks"]
 
 
-def test_tags_around_others_words_or_the_question_for_an_answer_score_none_of_these(folders: dict[str, Path]) -> None:
+def test_tags_around_others_words_or_the_question_for_an_answer_score_none_of_these(
+    folders: dict[str, Path],
+) -> None:
     tokenizer = Tokenizer.open(folders["tagged"])
     whole = CHATML.replace("{{'<|im_start|>'", "{% generation %}{{'<|im_start|>'", 1).replace(
         "'\n'}}", "'\n'}}{% endgeneration %}", 1
     )
-    for source, blank in ((TAGGED, ""), (whole, "\n")):  # within the tags white space is scored too, as in transformers
+    # Within the tags white space is scored too, as in transformers.
+    for source, blank in ((TAGGED, ""), (whole, "\n")):
         assert scored(ChatTemplate(tokenizer, source), TWICE) == f"hello<|im_end|>{blank}" * 2
 
 
@@ -278,18 +361,31 @@ def test_a_template_that_cannot_be_trained_on_can_be_asked_with(folders: dict[st
         encode(thinks, HELLO)
 
 
-def test_a_call_that_a_template_leaves_out_is_a_mistake_and_no_empty_answer(folders: dict[str, Path]) -> None:
+def test_a_call_that_a_template_leaves_out_is_a_mistake_and_no_empty_answer(
+    folders: dict[str, Path],
+) -> None:
     called = [*HELLO[:1], {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}}]}]
     with pytest.raises(UserError, match="leaves out the tool calls of message 2"):
         encode(known(folders["ChatML"]), called)
 
 
-def test_calls_of_tools_and_their_answers_read_as_transformers_reads_them(folders: dict[str, Path]) -> None:
+def test_calls_of_tools_and_their_answers_read_as_transformers_reads_them(
+    folders: dict[str, Path],
+) -> None:
     theirs, template = AutoTokenizer.from_pretrained(folders["own"]), known(folders["own"])
-    tools = [{"type": "function", "function": {"name": "add", "description": "a & b's", "parameters": {"type": "object"}}}]
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": "add", "description": "a & b's", "parameters": {"type": "object"}},
+        }
+    ]
     messages = [
         {"role": "user", "content": "1 + 1?"},
-        {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": '{"a": "é"}'}}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"function": {"name": "add", "arguments": '{"a": "é"}'}}],
+        },
         {"role": "tool", "content": "2", "tool_call_id": "0"},
         {"role": "assistant", "content": "It is 2."},
     ]
@@ -298,23 +394,37 @@ def test_calls_of_tools_and_their_answers_read_as_transformers_reads_them(folder
     rendered = encode(template, messages, tools=tools)
     assert rendered.tokens == ids(theirs.apply_chat_template(as_object, tools=tools))
     text = theirs.decode(rendered.tokens)
-    assert '<|assistant|><tool_call>\n{"name": "add", "arguments": {"a": "é"}}\n</tool_call><|end|>' in text
+    assert (
+        '<|assistant|><tool_call>\n{"name": "add", "arguments": {"a": "é"}}\n</tool_call><|end|>'
+        in text
+    )
     assert "<|user|><tool_response>\n2\n</tool_response><|end|>" in text
 
 
 def test_the_specials_take_along_the_blanks_that_the_tokenizer_says(tmp_path: Path) -> None:
     tokenizer = train_tokenizer(SAMPLE, 400)._backend
     tokenizer.add_special_tokens(
-        [tokenizers.AddedToken("<|im_start|>", lstrip=True), tokenizers.AddedToken("<|im_end|>", rstrip=True)]
+        [
+            tokenizers.AddedToken("<|im_start|>", lstrip=True),
+            tokenizers.AddedToken("<|im_end|>", rstrip=True),
+        ]
     )
-    folder = saved(tmp_path / "strips", tokenizer, CHATML.replace("'<|im_start|>", "'  <|im_start|>"), EOS_TOKEN, "<|im_end|>")
+    folder = saved(
+        tmp_path / "strips",
+        tokenizer,
+        CHATML.replace("'<|im_start|>", "'  <|im_start|>"),
+        EOS_TOKEN,
+        "<|im_end|>",
+    )
     messages = [{"role": "user", "content": "hello "}, {"role": "assistant", "content": "world  "}]
     theirs = AutoTokenizer.from_pretrained(folder)
     assert encode(known(folder), messages).tokens == ids(theirs.apply_chat_template(messages))
 
 
 @pytest.mark.parametrize("side", ["lstrip", "rstrip"])
-def test_specials_that_take_along_blanks_are_cut_in_steps_that_grow_with_the_text(side: str) -> None:
+def test_specials_that_take_along_blanks_are_cut_in_steps_that_grow_with_the_text(
+    side: str,
+) -> None:
     tokenizer = train_tokenizer([""], 261)._backend
     tokenizer.add_special_tokens([tokenizers.AddedToken("<|im_end|>", **{side: True})])
     specials, steps = SpecialTokens(Tokenizer(tokenizer.to_str(), {})), []
@@ -325,18 +435,29 @@ def test_specials_that_take_along_blanks_are_cut_in_steps_that_grow_with_the_tex
     assert steps[1] < 2 * steps[0]
 
 
-# --- where an answer ends ---------------------------------------------------------------------------------------------
+# --- where an answer ends -------------------------------------------------------------------------
 
 HELLO = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
 TWICE = [*HELLO, *HELLO]
-CALL = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": {"at": "it"}}}
+CALL = {
+    "id": "call00000",
+    "type": "function",
+    "function": {"name": "look", "arguments": {"at": "it"}},
+}
 CALLS = {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [CALL]}
-ANSWERED = [HELLO[0], CALLS, {"role": "tool", "tool_call_id": "call00000", "content": "seen"}, HELLO[1]]
+ANSWERED = [
+    HELLO[0],
+    CALLS,
+    {"role": "tool", "tool_call_id": "call00000", "content": "seen"},
+    HELLO[1],
+]
 
-# Turns of others, and what prompts for an answer; @ stands for the answer, # for what comes after all.
+# Turns of others, and what prompts for an answer; @ stands for the answer, # for what comes after
+# all.
 TURNS = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role != 'assistant' %}<|user|>{{ m.content }}<|eot|>{% else %}<|bot|>@"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|bot|>{% else %}#{% endif %}"
+    "{{ bos_token }}{% for m in messages %}{% if m.role != 'assistant' %}<|user|>{{ m.content"
+    " }}<|eot|>{% else %}<|bot|>@{% endif %}{% endfor %}{% if add_generation_prompt %}<|bot|>{%"
+    " else %}#{% endif %}"
 )
 FRAMED = TURNS.replace("@", "<|resp|>{{ m.content }}<|/resp|><|eot|>\n")
 CITED = TURNS.replace("@", "{{ m.content }}<|cite|>none<|eot|>")
@@ -345,40 +466,60 @@ PROMPTED = FRAMED.replace("<|bot|>", "<|bot|><|think|><|/think|>")
 # What it thinks, calls and says is in parts of their own, in the manner of Command R7B.
 PARTED = TURNS.replace(
     "@",
-    "{% if m.reasoning_content %}<|think|>{{ m.reasoning_content }}<|/think|>{% endif %}{% for call in m.tool_calls or [] %}"
-    "<|act|>[{{ call.function | tojson }}]<|/act|>{% endfor %}"
-    "{% if m.content %}<|resp|>{{ m.content }}<|/resp|>{% endif %}<|eot|>",
+    "{% if m.reasoning_content %}<|think|>{{ m.reasoning_content }}<|/think|>{% endif %}{% for call"
+    " in m.tool_calls or [] %}<|act|>[{{ call.function | tojson }}]<|/act|>{% endfor %}{% if"
+    " m.content %}<|resp|>{{ m.content }}<|/resp|>{% endif %}<|eot|>",
 )
 # A thought ends as an answer does.
 CALLING = TURNS.replace(
     "@",
-    "{% if m.reasoning_content %}{{ m.reasoning_content }}<|eot|>{% endif %}{% for call in m.tool_calls or [] %}"
-    "{{ call.function | tojson }}<|call|>{% else %}{{ m.content }}<|eot|>{% endfor %}",
+    "{% if m.reasoning_content %}{{ m.reasoning_content }}<|eot|>{% endif %}{% for call in"
+    " m.tool_calls or [] %}{{ call.function | tojson }}<|call|>{% else %}{{ m.content }}<|eot|>{%"
+    " endfor %}",
 )
-# Of messages within an answer the last ends otherwise than those before it, in the manner of gpt-oss.
+# Of messages within an answer the last ends otherwise than those before it, in the manner of
+# gpt-oss.
 HARMONY = (
-    "<|start|>system<|message|>Be kind.<|end|>{% for m in messages %}{% if m.role != 'assistant' %}"
-    "<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% else %}{% if m.reasoning_content and loop.last or m.tool_calls %}"
-    "<|start|>bot<|channel|>analysis<|message|>{{ m.reasoning_content }}<|end|>{% endif %}{% for call in m.tool_calls or [] %}"
-    "<|start|>bot to={{ call.function.name }}<|message|>{{ call.function.arguments | tojson }}<|call|>{% else %}"
-    "<|start|>bot<|channel|>final<|message|>{{ m.content }}{{ '<|return|>' if loop.last else '<|end|>' }}{% endfor %}"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|start|>bot{% endif %}"
+    "<|start|>system<|message|>Be kind.<|end|>{% for m in messages %}{% if m.role != 'assistant'"
+    " %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% else %}{% if m.reasoning_content"
+    " and loop.last or m.tool_calls %}<|start|>bot<|channel|>analysis<|message|>{{"
+    " m.reasoning_content }}<|end|>{% endif %}{% for call in m.tool_calls or [] %}<|start|>bot"
+    " to={{ call.function.name }}<|message|>{{ call.function.arguments | tojson }}<|call|>{% else"
+    " %}<|start|>bot<|channel|>final<|message|>{{ m.content }}{{ '<|return|>' if loop.last else"
+    " '<|end|>' }}{% endfor %}{% endif %}{% endfor %}{% if add_generation_prompt %}<|start|>bot{%"
+    " endif %}"
 )
 LOOK = '{"name": "look", "arguments": {"at": "it"}}'
 FINAL = "<|channel|>final<|message|>hello"
-# Each with its answers: to two questions, and a thought with a call before one; and the tokens at which a model stops.
+# Each with its answers: to two questions, and a thought with a call before one; and the tokens at
+# which a model stops.
 ENDINGS = {
     "a mark before the end": (FRAMED, "<|resp|>hello<|/resp|><|eot|>", None, {"<|eot|>"}),
     "a mark and words before the end": (CITED, "hello<|cite|>none<|eot|>", None, {"<|eot|>"}),
-    "an empty thought in the prompt": (PROMPTED, "<|resp|>hello<|/resp|><|eot|>", None, {"<|eot|>"}),
+    "an empty thought in the prompt": (
+        PROMPTED,
+        "<|resp|>hello<|/resp|><|eot|>",
+        None,
+        {"<|eot|>"},
+    ),
     "parts of their own": (
         PARTED,
         "<|resp|>hello<|/resp|><|eot|>",
         f"<|think|>hm<|/think|><|act|>[{LOOK}]<|/act|><|eot|>",
         {"<|eot|>"},
     ),
-    "a thought that ends as answers do": (CALLING, "hello<|eot|>", f"hm<|eot|>{LOOK}<|call|>", {"<|eot|>", "<|call|>"}),
-    "texts that a token closes": (FRAMED.replace("#", "<|bos|>"), "<|resp|>hello<|/resp|><|eot|>", None, {"<|eot|>"}),
+    "a thought that ends as answers do": (
+        CALLING,
+        "hello<|eot|>",
+        f"hm<|eot|>{LOOK}<|call|>",
+        {"<|eot|>", "<|call|>"},
+    ),
+    "texts that a token closes": (
+        FRAMED.replace("#", "<|bos|>"),
+        "<|resp|>hello<|/resp|><|eot|>",
+        None,
+        {"<|eot|>"},
+    ),
     "texts that their end closes": (
         CALLING.replace("#", "{{ eos_token }}\n"),
         "hello<|eot|>",
@@ -394,14 +535,20 @@ ENDINGS = {
     "several messages": (
         HARMONY,
         f"{FINAL}<|end|>",
-        '<|channel|>analysis<|message|>hm<|end|><|start|>bot to=look<|message|>{"at": "it"}<|call|>',
+        (
+            '<|channel|>analysis<|message|>hm<|end|><|start|>bot to=look<|message|>{"at":'
+            ' "it"}<|call|>'
+        ),
         {"<|return|>", "<|call|>"},
     ),
 }
 WHOLE_CALLS = "{% for call in m.tool_calls or [] %}"
 ENDINGS |= {
     "several messages, without tools": (
-        HARMONY.replace(WHOLE_CALLS, "{% if m.tool_calls %}{{ raise_exception('no tools') }}{% endif %}" + WHOLE_CALLS),
+        HARMONY.replace(
+            WHOLE_CALLS,
+            "{% if m.tool_calls %}{{ raise_exception('no tools') }}{% endif %}" + WHOLE_CALLS,
+        ),
         f"{FINAL}<|end|>",
         None,
         {"<|return|>"},
@@ -449,13 +596,18 @@ def test_an_answer_is_scored_to_the_token_at_which_chats_servers_and_rollouts_st
 
 
 @pytest.mark.parametrize("name", ENDINGS)
-def test_what_was_sampled_ends_where_what_is_scored_does(endings: dict[str, ChatTemplate], name: str) -> None:
+def test_what_was_sampled_ends_where_what_is_scored_does(
+    endings: dict[str, ChatTemplate], name: str
+) -> None:
     template, (_, answer, call, _) = endings[name], ENDINGS[name]
     for messages, expected in ((TWICE[:3], answer), (ANSWERED[:3], call)):
         if expected is None:
             continue
         if expected.endswith("<|end|>"):  # a model would have ended it otherwise
-            with pytest.raises(UserError, match=r"ends message 2 with <\|return\|>, and with <\|end\|> if more follow"):
+            with pytest.raises(
+                UserError,
+                match=r"ends message 2 with <\|return\|>, and with <\|end\|> if more follow",
+            ):
                 template.layout_sampled(messages)
             continue
         [example] = encode_layouts(template.tokenizer, [template.layout_sampled(messages)])
@@ -463,17 +615,24 @@ def test_what_was_sampled_ends_where_what_is_scored_does(endings: dict[str, Chat
         assert template.tokenizer.decode(ids, include_special_tokens=True) == expected
 
 
-def test_pieces_outside_of_tags_are_not_scored_and_an_end_outside_of_them_is_refused(folders: dict[str, Path]) -> None:
+def test_pieces_outside_of_tags_are_not_scored_and_an_end_outside_of_them_is_refused(
+    folders: dict[str, Path],
+) -> None:
     tokenizer = Tokenizer.open(folders["tagged"])
-    thinks = TAGGED.replace("{% generation %}", "{{ message.reasoning_content or '' }}{% generation %}")
-    assert scored(ChatTemplate(tokenizer, thinks), [HELLO[0], HELLO[1] | {"reasoning_content": "hm"}]) == "hello<|im_end|>"
+    thinks = TAGGED.replace(
+        "{% generation %}", "{{ message.reasoning_content or '' }}{% generation %}"
+    )
+    assert (
+        scored(ChatTemplate(tokenizer, thinks), [HELLO[0], HELLO[1] | {"reasoning_content": "hm"}])
+        == "hello<|im_end|>"
+    )
     # What ends the answer comes after a token that is tagged.
     short = TAGGED.replace("{% endgeneration %}", "{% endgeneration %}<|im_start|><|im_end|>")
     with pytest.raises(UserError, match="never scores the end of turn"):
         scored(ChatTemplate(tokenizer, short), HELLO)
 
 
-# --- what is refused -------------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -481,13 +640,24 @@ def test_pieces_outside_of_tags_are_not_scored_and_an_end_outside_of_them_is_ref
     [
         (CHATML.replace("+ '<|im_end|>'", ""), HELLO, "never scores the end of turn"),
         (SPEAKERS.replace(" + eos_token", ""), HELLO, "never scores the end of turn"),
-        (SPEAKERS.replace(" + eos_token", " + (eos_token if loop.last else '')"), TWICE, "never scores the end of turn"),
         (
-            CHATML.replace("message['content']", "(message['content'] if loop.last or message.role == 'user' else '...')"),
+            SPEAKERS.replace(" + eos_token", " + (eos_token if loop.last else '')"),
+            TWICE,
+            "never scores the end of turn",
+        ),
+        (
+            CHATML.replace(
+                "message['content']",
+                "(message['content'] if loop.last or message.role == 'user' else '...')",
+            ),
             TWICE,
             "change when more follow",
         ),
-        (CHATML.replace("assistant\n", "assistant\n<think>"), HELLO, "its prompt for message 2 differs"),
+        (
+            CHATML.replace("assistant\n", "assistant\n<think>"),
+            HELLO,
+            "its prompt for message 2 differs",
+        ),
         (TAGGED_SHORT, HELLO, "never scores the end of turn"),
         ("{{ raise_exception('no system') }}", HELLO, "refuses the conversation: no system"),
         ("{% for m in messages %}", HELLO, "not Jinja: line 1"),
@@ -504,8 +674,13 @@ def test_a_template_that_teaches_what_is_not_asked_or_never_ends_is_refused(
         encode(ChatTemplate(tokenizer, source), messages)
 
 
-def test_the_last_turn_can_be_scored_where_a_template_rewrites_those_before(folders: dict[str, Path]) -> None:
-    source = CHATML.replace("message['content']", "(message['content'] if loop.last or message.role == 'user' else '...')")
+def test_the_last_turn_can_be_scored_where_a_template_rewrites_those_before(
+    folders: dict[str, Path],
+) -> None:
+    source = CHATML.replace(
+        "message['content']",
+        "(message['content'] if loop.last or message.role == 'user' else '...')",
+    )
     template = ChatTemplate(Tokenizer.open(folders["ChatML"]), source)
     with pytest.raises(UserError, match="score the last turn alone"):
         encode(template, TWICE)
@@ -518,29 +693,47 @@ def test_the_last_turn_can_be_scored_where_a_template_rewrites_those_before(fold
         ([], "expected a list of messages"),
         ("hello", "expected a list of messages"),
         ([{"role": "user", "content": "hi"}], "no assistant turn"),
-        ([*HELLO, {"role": "bot", "content": "hi"}], "message 3: role 'bot': expected one of system"),
+        (
+            [*HELLO, {"role": "bot", "content": "hi"}],
+            "message 3: role 'bot': expected one of system",
+        ),
         ([*HELLO, "hi"], "message 3: expected an object with role and content"),
         ([{"role": "user"}, *HELLO], "message 1: the content is null"),
-        ([{"role": "user", "content": [{"type": "image", "url": "a"}]}, *HELLO], "message 1: the content is not text but list"),
+        (
+            [{"role": "user", "content": [{"type": "image", "url": "a"}]}, *HELLO],
+            "message 1: the content is not text but list",
+        ),
         ([{"role": "user", "content": "\ud800"}, *HELLO], "half of a surrogate pair"),
-        ([*HELLO, {"role": "assistant", "tool_calls": ["f"]}], "message 3: a tool call is an object"),
-        ([*HELLO, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}], "the arguments of the call of f"),
+        (
+            [*HELLO, {"role": "assistant", "tool_calls": ["f"]}],
+            "message 3: a tool call is an object",
+        ),
+        (
+            [*HELLO, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}],
+            "the arguments of the call of f",
+        ),
     ],
 )
-def test_messages_that_are_none_are_refused_with_their_number(messages: Any, complaint: str) -> None:
+def test_messages_that_are_none_are_refused_with_their_number(
+    messages: Any, complaint: str
+) -> None:
     template = ChatTemplate.from_tokenizer(train_tokenizer([""], 261))
     with pytest.raises(UserError, match=complaint):
         encode(template, messages)
 
 
-def test_a_prompt_does_not_end_with_an_answer_and_a_tokenizer_needs_a_way_to_chat(folders: dict[str, Path]) -> None:
+def test_a_prompt_does_not_end_with_an_answer_and_a_tokenizer_needs_a_way_to_chat(
+    folders: dict[str, Path],
+) -> None:
     with pytest.raises(UserError, match="the last message is the assistant's"):
         known(folders["own"]).encode_prompt(HELLO)
     bare = Tokenizer.open(folders["speakers"]).files
     config = json.loads(bare["tokenizer_config.json"])
     del config["chat_template"]
     with pytest.raises(UserError, match=r"no chat template; put a chat_template\.jinja beside"):
-        ChatTemplate.from_tokenizer(Tokenizer(bare["tokenizer.json"], {"tokenizer_config.json": json.dumps(config)}))
+        ChatTemplate.from_tokenizer(
+            Tokenizer(bare["tokenizer.json"], {"tokenizer_config.json": json.dumps(config)})
+        )
 
 
 def test_an_answer_ends_with_the_end_of_turn_or_of_text(folders: dict[str, Path]) -> None:
@@ -557,9 +750,15 @@ def test_an_answer_ends_with_the_end_of_turn_or_of_text(folders: dict[str, Path]
 def test_a_named_template_of_several_is_the_default(folders: dict[str, Path]) -> None:
     texts = dict(Tokenizer.open(folders["ChatML"]).files)
     config = json.loads(texts["tokenizer_config.json"])
-    config["chat_template"] = [{"name": "tool_use", "template": "{{"}, {"name": "default", "template": CHATML}]
+    config["chat_template"] = [
+        {"name": "tool_use", "template": "{{"},
+        {"name": "default", "template": CHATML},
+    ]
     texts["tokenizer_config.json"] = json.dumps(config)
-    assert ChatTemplate.from_tokenizer(Tokenizer(texts.pop("tokenizer.json"), texts)).jinja_source == CHATML
+    assert (
+        ChatTemplate.from_tokenizer(Tokenizer(texts.pop("tokenizer.json"), texts)).jinja_source
+        == CHATML
+    )
 
 
 @pytest.mark.parametrize(
@@ -571,9 +770,13 @@ def test_a_named_template_of_several_is_the_default(folders: dict[str, Path]) ->
         ([5], "chat_template[0]: "),
     ],
 )
-def test_named_templates_that_are_none_are_refused_by_field(templates: Any, message: str, folders: dict[str, Path]) -> None:
+def test_named_templates_that_are_none_are_refused_by_field(
+    templates: Any, message: str, folders: dict[str, Path]
+) -> None:
     texts = dict(Tokenizer.open(folders["ChatML"]).files)
-    texts["tokenizer_config.json"] = json.dumps({**json.loads(texts["tokenizer_config.json"]), "chat_template": templates})
+    texts["tokenizer_config.json"] = json.dumps(
+        {**json.loads(texts["tokenizer_config.json"]), "chat_template": templates}
+    )
     tokenizer = Tokenizer(texts.pop("tokenizer.json"), texts)
     with pytest.raises(UserError, match=re.escape(f"tokenizer_config.json: {message}")):
         ChatTemplate.from_tokenizer(tokenizer)

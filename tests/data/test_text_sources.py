@@ -41,12 +41,22 @@ SOME_TEXTS = ["one\ntwo", "héllo ☃", "", ""]
         ("a.ndjson", lambda path, raw: path.write_bytes(raw[:-1])),
         ("a.json", lambda path, raw: path.write_bytes(raw.replace(b"\n", b"\r\n") + b"\n \n")),
         ("a.jsonl.gz", lambda path, raw: path.write_bytes(gzip.compress(raw))),
-        ("a.json.gz", lambda path, raw: path.write_bytes(gzip.compress(raw[:30]) + gzip.compress(raw[30:]))),
+        (
+            "a.json.gz",
+            lambda path, raw: path.write_bytes(gzip.compress(raw[:30]) + gzip.compress(raw[30:])),
+        ),
         ("a.jsonl.zst", lambda path, raw: path.write_bytes(zstandard.compress(raw))),
-        ("a.json.zst", lambda path, raw: path.write_bytes(zstandard.compress(raw[:30]) + zstandard.compress(raw[30:]))),
+        (
+            "a.json.zst",
+            lambda path, raw: path.write_bytes(
+                zstandard.compress(raw[:30]) + zstandard.compress(raw[30:])
+            ),
+        ),
     ],
 )
-def test_lines_of_json_are_read_plain_and_compressed(tmp_path: Path, name: str, write: object) -> None:
+def test_lines_of_json_are_read_plain_and_compressed(
+    tmp_path: Path, name: str, write: object
+) -> None:
     write(tmp_path / name, lines(*SOME))  # type: ignore[operator]
     assert texts(open_text_source(str(tmp_path / name))) == SOME_TEXTS
     if name != "a.json":  # among other files, a bare .json is not taken for a corpus
@@ -58,7 +68,9 @@ def test_another_field_may_hold_the_text(tmp_path: Path) -> None:
     assert texts(open_text_source(str(tmp_path / "a.jsonl"), "body")) == ["x"]
 
 
-def test_ranges_of_a_large_file_hold_each_line_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranges_of_a_large_file_hold_each_line_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     generator = np.random.default_rng(fresh_seed())
     expected = ["é" * int(n) for n in generator.integers(0, 40, 60)]
     (tmp_path / "a.jsonl").write_bytes(lines(*({"text": text} for text in expected)))
@@ -67,8 +79,15 @@ def test_ranges_of_a_large_file_hold_each_line_once(tmp_path: Path, monkeypatch:
         assert texts(open_text_source(str(tmp_path / "a.jsonl"))) == expected
 
 
-def test_a_small_corpus_has_many_small_units_and_a_large_one_no_more_than_it_needs(tmp_path: Path) -> None:
-    for size, unit_bytes in ((3 << 20, 2 << 20), (100 << 20, 2 << 20), (8 << 30, 8 << 20), (100 << 30, 16 << 20)):
+def test_a_small_corpus_has_many_small_units_and_a_large_one_no_more_than_it_needs(
+    tmp_path: Path,
+) -> None:
+    for size, unit_bytes in (
+        (3 << 20, 2 << 20),
+        (100 << 20, 2 << 20),
+        (8 << 30, 8 << 20),
+        (100 << 30, 16 << 20),
+    ):
         path = tmp_path / f"{size}.jsonl"
         path.touch()
         os.truncate(path, size)  # without blocks on the disk
@@ -85,8 +104,18 @@ def test_parquet_is_read_by_row_group(tmp_path: Path) -> None:
     assert texts(source) == ["a", "b", "", "d", "é"]
 
 
-def test_a_folder_is_read_to_any_depth_sorted_and_without_what_is_hidden_or_unknown(tmp_path: Path) -> None:
-    for name in ("b/z.txt", "a.md", "b/c/d.PY", ".git/x.txt", ".x.txt", "picture.png", "package.json"):
+def test_a_folder_is_read_to_any_depth_sorted_and_without_what_is_hidden_or_unknown(
+    tmp_path: Path,
+) -> None:
+    for name in (
+        "b/z.txt",
+        "a.md",
+        "b/c/d.PY",
+        ".git/x.txt",
+        ".x.txt",
+        "picture.png",
+        "package.json",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     (tmp_path / "zz.jsonl").write_bytes(lines({"text": "line"}))
@@ -95,11 +124,19 @@ def test_a_folder_is_read_to_any_depth_sorted_and_without_what_is_hidden_or_unkn
     (tmp_path / "broken.txt").symlink_to("nowhere")
     source = open_text_source(str(tmp_path))
     assert sorted(texts(source)) == sorted(["a.md", "b/c/d.PY", "b/z.txt", "line", "packed"])
-    assert [file.name for file in source.files] == ["a.md", "b/c/d.PY", "b/z.txt", "z.txt.gz", "zz.jsonl"]
+    assert [file.name for file in source.files] == [
+        "a.md",
+        "b/c/d.PY",
+        "b/z.txt",
+        "z.txt.gz",
+        "zz.jsonl",
+    ]
     assert dict(source.left_out) == {".png": 1, ".json": 1}
 
 
-def test_small_files_share_units_and_units_never_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_files_share_units_and_units_never_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(text_sources, "TEXT_UNIT_BYTES", 100)
     for i in range(30):
         (tmp_path / f"{i:02d}.txt").write_text("x" * (5 * i))
@@ -130,7 +167,12 @@ BOM = b"\xef\xbb\xbf"
 )
 @pytest.mark.parametrize("unit_bytes", [3, 1 << 20])
 def test_a_byte_order_mark_is_no_text(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: bytes, expected: list[str], unit_bytes: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    content: bytes,
+    expected: list[str],
+    unit_bytes: int,
 ) -> None:
     monkeypatch.setattr(text_sources, "JSONL_UNIT_BYTES", unit_bytes)
     (tmp_path / name).write_bytes(content)
@@ -151,7 +193,11 @@ def test_a_text_of_long_lines_and_blank_ones_is_read_where_no_line_is_too_long(
     assert texts(open_text_source(str(tmp_path / "a.txt"))) == [text]
     for bad in ("\n" + "x" * 51, text + "\n" + "x" * 51, "x" * 51, "x" * 51 + "\n" + text):
         (tmp_path / "a.txt").write_text(bad)
-        assert refusal(tmp_path) == f"{tmp_path}/a.txt: a line of more than 50 characters: break it, or leave the document out"
+        assert (
+            refusal(tmp_path)
+            == f"{tmp_path}/a.txt: a line of more than 50 characters: break it, or leave the"
+            " document out"
+        )
 
 
 def test_the_fingerprint_follows_the_files_and_not_the_place(tmp_path: Path) -> None:
@@ -178,10 +224,14 @@ def test_the_standard_library_is_real_code_and_no_tables() -> None:
     folders = {folder for name in names for folder in Path(name).parent.parts}
     assert not folders & {"test", "tests", "site-packages", "encodings", "pydoc_data"}
     assert source.size > 5_000_000
-    assert all(Path(file.path).is_relative_to(sysconfig.get_path("stdlib")) for file in source.files)
+    assert all(
+        Path(file.path).is_relative_to(sysconfig.get_path("stdlib")) for file in source.files
+    )
 
 
-def test_a_python_file_in_its_declared_encoding_is_decoded_and_one_that_belies_it_left_out(tmp_path: Path) -> None:
+def test_a_python_file_in_its_declared_encoding_is_decoded_and_one_that_belies_it_left_out(
+    tmp_path: Path,
+) -> None:
     good, bad = tmp_path / "good.py", tmp_path / "bad.py"
     good.write_bytes("# coding: latin-1\nx = 'é'\n".encode("latin-1"))
     bad.write_bytes(b"x = '\xe9'\n")
@@ -189,7 +239,7 @@ def test_a_python_file_in_its_declared_encoding_is_decoded_and_one_that_belies_i
     assert list(unit.read()) == ["# coding: latin-1\nx = 'é'\n"]
 
 
-# --- bad input -------------------------------------------------------------------------------------------------------
+# --- bad input ------------------------------------------------------------------------------------
 
 
 def refusal(path: Path, text_field: str = "text") -> str:
@@ -236,7 +286,12 @@ def test_text_that_is_not_utf8_is_named_with_the_byte(tmp_path: Path) -> None:
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("unit_bytes", [9, 1 << 20])
 def test_a_bad_line_is_named_with_file_and_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: bytes, complaint: str, packed: bool, unit_bytes: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    line: bytes,
+    complaint: str,
+    packed: bool,
+    unit_bytes: int,
 ) -> None:
     monkeypatch.setattr(text_sources, "JSONL_UNIT_BYTES", unit_bytes)
     raw = lines({"text": "a"}) + b"\n" + lines({"text": "b"}) + line + b"\n"
@@ -256,21 +311,38 @@ def test_a_parquet_file_without_the_field_names_those_it_has(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
-        ("a.xlsx", b"PK\x03\x04", ".xlsx files are not read; convert its rows to .jsonl or .parquet"),
+        (
+            "a.xlsx",
+            b"PK\x03\x04",
+            ".xlsx files are not read; convert its rows to .jsonl or .parquet",
+        ),
         ("a.pdf", b"%PDF-1.7\n", ".pdf files are not read; extract its text to a .txt"),
         ("a.docx", b"PK\x03\x04", ".docx files are not read; extract its text to a .txt"),
-        ("a.zip", b"PK\x03\x04", ".zip files are not read; unpack it: of packed files .gz and .zst are read"),
+        (
+            "a.zip",
+            b"PK\x03\x04",
+            ".zip files are not read; unpack it: of packed files .gz and .zst are read",
+        ),
         ("a.tar.gz", b"\x1f\x8b", ".tar files are not read; unpack it"),
         ("a.txt.bz2", b"BZh9", ".bz2 files are not read; unpack it"),
-        ("a.strange", b"hello", ".strange files are not read; if it is plain text, name its suffix in --text_suffixes"),
+        (
+            "a.strange",
+            b"hello",
+            ".strange files are not read; if it is plain text, name its suffix in --text_suffixes",
+        ),
         (
             "corpus",
             b"hello\0\1\2",
-            "a binary file: if it is plain text, name its suffix in --text_suffixes; if not, extract its text",
+            (
+                "a binary file: if it is plain text, name its suffix in --text_suffixes; if not,"
+                " extract its text"
+            ),
         ),
     ],
 )
-def test_a_file_of_another_kind_is_refused_with_what_to_do(tmp_path: Path, name: str, content: bytes, expected: str) -> None:
+def test_a_file_of_another_kind_is_refused_with_what_to_do(
+    tmp_path: Path, name: str, content: bytes, expected: str
+) -> None:
     (tmp_path / name).write_bytes(content)
     assert refusal(tmp_path / name).startswith(f"{tmp_path / name}: {expected}")
 
@@ -279,8 +351,12 @@ def long_line(size: int) -> bytes:
     return b'{"text": "a"}\n{"text": "' + b"x" * size + b'"}\n{"text": "b"}\n'
 
 
-@pytest.mark.parametrize("name", [pytest.param("a.jsonl.gz", marks=pytest.mark.slow), "a.jsonl.zst"])
-def test_a_line_beyond_the_limit_is_refused_without_reading_all_of_it(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param("a.jsonl.gz", marks=pytest.mark.slow), "a.jsonl.zst"]
+)
+def test_a_line_beyond_the_limit_is_refused_without_reading_all_of_it(
+    tmp_path: Path, name: str
+) -> None:
     """300 MB that take little on the disk."""
     pack = partial(gzip.compress, compresslevel=1) if name.endswith("gz") else zstandard.compress
     (tmp_path / name).write_bytes(pack(long_line(300_000_000)))
@@ -296,22 +372,43 @@ def test_a_line_beyond_the_limit_is_refused_without_reading_all_of_it(tmp_path: 
         "    print(problem)\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path / name)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / name)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     message, kib = done.stdout.splitlines()
-    assert message == f"{tmp_path / name}:2: a line of more than 67,108,864 bytes; split the record, or leave it out"
+    assert (
+        message
+        == f"{tmp_path / name}:2: a line of more than 67,108,864 bytes; split the record, or leave"
+        " it out"
+    )
     assert int(kib) < 200 * 2**10
 
 
-def test_a_long_line_of_another_range_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_line_of_another_range_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(text_sources, "JSONL_UNIT_BYTES", 1 << 20)
     (tmp_path / "a.jsonl").write_bytes(long_line(5 << 20))
-    assert [len(text) for text in texts(open_text_source(str(tmp_path / "a.jsonl")))] == [1, 5 << 20, 1]
+    assert [len(text) for text in texts(open_text_source(str(tmp_path / "a.jsonl")))] == [
+        1,
+        5 << 20,
+        1,
+    ]
 
 
-def test_a_row_of_a_table_with_a_line_that_is_too_long_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_of_a_table_with_a_line_that_is_too_long_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(units, "MAX_LINE_CHARACTERS", 50)
-    pyarrow.parquet.write_table(pyarrow.table({"text": ["a", "b", "c", "x" * 51]}), tmp_path / "a.parquet", row_group_size=2)
-    assert refusal(tmp_path).startswith(f"{tmp_path}/a.parquet, row 2 of group 2: a line of more than 50 characters")
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": ["a", "b", "c", "x" * 51]}), tmp_path / "a.parquet", row_group_size=2
+    )
+    assert refusal(tmp_path).startswith(
+        f"{tmp_path}/a.parquet, row 2 of group 2: a line of more than 50 characters"
+    )
     (tmp_path / "a.parquet").unlink()
     (tmp_path / "a.jsonl").write_bytes(lines({"text": "a"}, {"text": "x" * 51}))
     assert refusal(tmp_path).startswith(f"{tmp_path}/a.jsonl:2: a line of more than 50 characters")
@@ -324,7 +421,9 @@ def test_a_file_that_is_not_what_its_name_says_is_named(tmp_path: Path, name: st
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.txt.zst"])
-def test_a_truncated_compressed_file_is_named_and_not_taken_for_the_end(tmp_path: Path, name: str) -> None:
+def test_a_truncated_compressed_file_is_named_and_not_taken_for_the_end(
+    tmp_path: Path, name: str
+) -> None:
     chance = fresh_random()
     raw = lines(*({"text": chance.randbytes(50).hex()} for _ in range(2000)))
     packed = gzip.compress(raw) if name.endswith("gz") else zstandard.compress(raw)

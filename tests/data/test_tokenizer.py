@@ -23,7 +23,10 @@ from lmforge.core.data.tokenizer import (
 )
 from lmforge.core.errors import UserError
 
-SAMPLE = ["def f(x):\n    return x + 1\n\n\n# the end of it, isn't it?\n", "Ça va? 日本語 ☃️ 🏳️‍🌈 \t\r\n" * 3] * 20
+SAMPLE = [
+    "def f(x):\n    return x + 1\n\n\n# the end of it, isn't it?\n",
+    "Ça va? 日本語 ☃️ 🏳️‍🌈 \t\r\n" * 3,
+] * 20
 TEXTS = st.text(max_size=200) | st.text(alphabet=" \t\n\r\x0b\x0c.(_a1é日", max_size=80)
 
 
@@ -42,25 +45,51 @@ def byte_level(specials: list[str]) -> tokenizers.Tokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     bpe.train_from_iterator(
         SAMPLE,
-        trainers.BpeTrainer(vocab_size=400, special_tokens=specials, initial_alphabet=alphabet, show_progress=False),
+        trainers.BpeTrainer(
+            vocab_size=400, special_tokens=specials, initial_alphabet=alphabet, show_progress=False
+        ),
     )
     return bpe
 
 
 def sentencepiece(characters: str = "▁abcdehlortwéT") -> tokenizers.Tokenizer:
-    """As Llama 2's: blanks as ▁, what is not in the vocabulary as its bytes, a post-processor that adds <s> and </s>."""
-    vocabulary = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *characters, "▁h", "el", "▁hel", "lo"]
+    """As Llama 2's: blanks as ▁, what is not in the vocabulary as its bytes, a post-processor that
+    adds <s> and </s>.
+    """
+    vocabulary = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        *characters,
+        "▁h",
+        "el",
+        "▁hel",
+        "lo",
+    ]
     merges = [("▁", "h"), ("e", "l"), ("▁h", "el"), ("l", "o")]
     bpe = tokenizers.Tokenizer(
-        models.BPE({token: i for i, token in enumerate(vocabulary)}, merges, unk_token="<unk>", byte_fallback=True)
+        models.BPE(
+            {token: i for i, token in enumerate(vocabulary)},
+            merges,
+            unk_token="<unk>",
+            byte_fallback=True,
+        )
     )
     bpe.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     bpe.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     bpe.add_special_tokens(["<unk>", "<s>", "</s>"])
     bpe.post_processor = processors.TemplateProcessing(
-        single="<s> $A </s>", pair="<s> $A </s> <s> $B </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+        single="<s> $A </s>",
+        pair="<s> $A </s> <s> $B </s>",
+        special_tokens=[("<s>", 1), ("</s>", 2)],
     )
     return bpe
 
@@ -70,7 +99,7 @@ def trained() -> Tokenizer:
     return train_tokenizer(SAMPLE, 500)
 
 
-# --- our own ---------------------------------------------------------------------------------------------------------
+# --- our own --------------------------------------------------------------------------------------
 
 
 @settings(max_examples=300, deadline=None)
@@ -84,13 +113,17 @@ def test_any_text_comes_back_and_its_bytes_are_counted(trained: Tokenizer, text:
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(TEXTS, max_size=12).map("\n".join), st.integers(1, 20))
-def test_pieces_of_a_long_text_have_together_the_ids_of_the_text(trained: Tokenizer, text: str, length: int) -> None:
+def test_pieces_of_a_long_text_have_together_the_ids_of_the_text(
+    trained: Tokenizer, text: str, length: int
+) -> None:
     pieces = list(trained.split_long_text(text, length))
     assert "".join(pieces) == text
     assert [id for piece in pieces for id in trained.encode(piece)] == trained.encode(text)
 
 
-def test_a_text_of_lines_is_cut_where_its_tokenizer_allows_it(trained: Tokenizer, tmp_path: Path) -> None:
+def test_a_text_of_lines_is_cut_where_its_tokenizer_allows_it(
+    trained: Tokenizer, tmp_path: Path
+) -> None:
     text = "He said: the word\nrather low,\n\n    or so it\nseemed.\n" * 40
     assert 20 < len(list(trained.split_long_text(text, 50))) < len(text) / 50
     # A token that stands for the blank before every text would be there once a piece.
@@ -107,14 +140,18 @@ def test_a_text_of_paragraphs_between_blank_lines_is_cut_too(trained: Tokenizer)
 
 @settings(max_examples=100, deadline=None)
 @given(TEXTS)
-def test_text_decoded_id_by_id_is_the_same_in_complete_characters(trained: Tokenizer, text: str) -> None:
+def test_text_decoded_id_by_id_is_the_same_in_complete_characters(
+    trained: Tokenizer, text: str
+) -> None:
     decoder = StreamDecoder(trained)
     pieces = [decoder.feed(id) for id in trained.encode(text)]
     assert all("\ufffd" not in piece for piece in pieces) or "\ufffd" in text
     assert "".join(pieces) + decoder.finish() == text
 
 
-def test_a_character_cut_short_is_kept_back_and_then_marked(trained: Tokenizer, byte_tokenizer: Tokenizer) -> None:
+def test_a_character_cut_short_is_kept_back_and_then_marked(
+    trained: Tokenizer, byte_tokenizer: Tokenizer
+) -> None:
     decoder = StreamDecoder(byte_tokenizer)
     assert [decoder.feed(id) for id in byte_tokenizer.encode("☃")[:2]] == ["", ""]
     assert decoder.finish() == "\ufffd"
@@ -140,7 +177,11 @@ def test_a_token_of_the_character_tokenizer_is_a_character(text: str) -> None:
     ids = tokenizer.encode(text)
     assert [tokenizer.id_to_bytes(id) for id in ids] == [character.encode() for character in text]
     assert tokenizer.decode(ids) == text
-    assert tokenizer.decode(tokenizer.encode("▁")) == "▁" == tokenizer.id_to_bytes(tokenizer.encode("▁")[0]).decode()
+    assert (
+        tokenizer.decode(tokenizer.encode("▁"))
+        == "▁"
+        == tokenizer.id_to_bytes(tokenizer.encode("▁")[0]).decode()
+    )
     decoder = StreamDecoder(tokenizer)
     assert "".join(map(decoder.feed, ids)) == text
 
@@ -148,7 +189,11 @@ def test_a_token_of_the_character_tokenizer_is_a_character(text: str) -> None:
 def test_characters_are_in_order_after_the_special_tokens_and_others_are_one_token() -> None:
     tokenizer = character_tokenizer("banana\n")
     assert tokenizer.encode("\nabn") == [6, 7, 8, 9]
-    assert [tokenizer.id_to_token(id) for id in range(6)] == [EOS_TOKEN, *CHAT_SPECIAL_TOKENS, UNKNOWN_TOKEN]
+    assert [tokenizer.id_to_token(id) for id in range(6)] == [
+        EOS_TOKEN,
+        *CHAT_SPECIAL_TOKENS,
+        UNKNOWN_TOKEN,
+    ]
     assert tokenizer.encode("ax☃") == [7, 5, 5]
     assert tokenizer.decode([7, 5, 8]) == "ab"
     assert tokenizer.vocab_size == 10
@@ -167,7 +212,13 @@ def test_transformers_reads_the_built_in_tokenizers_as_they_are_saved(tmp_path: 
 
 
 def test_specials_come_first_and_stand_for_no_text(trained: Tokenizer) -> None:
-    assert [trained.token_to_id(token) for token in (EOS_TOKEN, *CHAT_SPECIAL_TOKENS)] == [0, 1, 2, 3, 4]
+    assert [trained.token_to_id(token) for token in (EOS_TOKEN, *CHAT_SPECIAL_TOKENS)] == [
+        0,
+        1,
+        2,
+        3,
+        4,
+    ]
     assert trained.eos_token_id == 0
     assert trained.bos_token_id is None
     assert trained.token_byte_lengths()[:5].tolist() == [0] * 5
@@ -197,7 +248,9 @@ def test_long_runs_of_blanks_take_no_longer_than_other_text(trained: Tokenizer) 
 
 @pytest.mark.parametrize("vocab_size", [-1, 0, MIN_VOCAB_SIZE - 1])
 def test_a_vocabulary_too_small_for_the_bytes_is_refused(vocab_size: int) -> None:
-    with pytest.raises(UserError, match=f"vocab_size {vocab_size}: the bytes and the special tokens alone are 261"):
+    with pytest.raises(
+        UserError, match=f"vocab_size {vocab_size}: the bytes and the special tokens alone are 261"
+    ):
         train_tokenizer(SAMPLE, vocab_size)
 
 
@@ -221,14 +274,20 @@ def test_saving_and_opening_keeps_everything(trained: Tokenizer, tmp_path: Path)
     Tokenizer.open(tmp_path / "a").save(tmp_path / "b")
     names = {path.name for path in (tmp_path / "a").iterdir()}
     assert names == {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
-    assert all((tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes() for name in names)
+    assert all(
+        (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+        for name in names
+    )
     assert Tokenizer.open(tmp_path / "b" / "tokenizer.json").hash == trained.hash
 
 
-def test_a_decoder_that_is_written_as_a_list_of_its_values_is_the_one_with_names(trained: Tokenizer) -> None:
+def test_a_decoder_that_is_written_as_a_list_of_its_values_is_the_one_with_names(
+    trained: Tokenizer,
+) -> None:
     file = json.loads(trained.files["tokenizer.json"])
     with_names, as_list = (
-        Tokenizer(json.dumps({**file, "decoder": decoder}), {}) for decoder in ({"type": "BPEDecoder", "suffix": "n"}, ["n"])
+        Tokenizer(json.dumps({**file, "decoder": decoder}), {})
+        for decoder in ({"type": "BPEDecoder", "suffix": "n"}, ["n"])
     )
     ids = trained.encode(SAMPLE[0])
     assert as_list.decode(ids) == with_names.decode(ids)
@@ -236,12 +295,14 @@ def test_a_decoder_that_is_written_as_a_list_of_its_values_is_the_one_with_names
     assert [as_list.id_to_bytes(id) for id in ids] == [with_names.id_to_bytes(id) for id in ids]
 
 
-def test_a_folder_may_have_the_name_of_a_sentencepiece_file(trained: Tokenizer, tmp_path: Path) -> None:
+def test_a_folder_may_have_the_name_of_a_sentencepiece_file(
+    trained: Tokenizer, tmp_path: Path
+) -> None:
     trained.save(tmp_path / "small.model")
     assert Tokenizer.open(tmp_path / "small.model").hash == trained.hash
 
 
-# --- others' ---------------------------------------------------------------------------------------------------------
+# --- others' --------------------------------------------------------------------------------------
 
 
 def test_a_post_processor_adds_nothing(tmp_path: Path) -> None:
@@ -293,9 +354,14 @@ def test_a_sentencepiece_vocabulary_counts_blanks_and_bytes(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("prepend_scheme", ["always", "first", "never"])
-def test_a_unigram_vocabulary_with_metaspace_decodes_as_it_comes(tmp_path: Path, prepend_scheme: str) -> None:
+def test_a_unigram_vocabulary_with_metaspace_decodes_as_it_comes(
+    tmp_path: Path, prepend_scheme: str
+) -> None:
     unigram = tokenizers.Tokenizer(
-        models.Unigram([("<unk>", 0.0), ("</s>", 0.0), *((c, -3.0) for c in "▁helowrd"), ("▁hello", -1.0)], unk_id=0)
+        models.Unigram(
+            [("<unk>", 0.0), ("</s>", 0.0), *((c, -3.0) for c in "▁helowrd"), ("▁hello", -1.0)],
+            unk_id=0,
+        )
     )
     unigram.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend_scheme)
     unigram.decoder = decoders.Metaspace(prepend_scheme=prepend_scheme)
@@ -309,7 +375,9 @@ def test_a_unigram_vocabulary_with_metaspace_decodes_as_it_comes(tmp_path: Path,
 
 
 def test_a_wordpiece_vocabulary_decodes_as_it_comes(tmp_path: Path) -> None:
-    vocabulary = {token: i for i, token in enumerate(["[UNK]", "[SEP]", "hel", "##lo", "world", "##s"])}
+    vocabulary = {
+        token: i for i, token in enumerate(["[UNK]", "[SEP]", "hel", "##lo", "world", "##s"])
+    }
     wordpiece = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
     wordpiece.pre_tokenizer = pre_tokenizers.Whitespace()
     wordpiece.decoder = decoders.WordPiece(cleanup=False)
@@ -321,7 +389,9 @@ def test_a_wordpiece_vocabulary_decodes_as_it_comes(tmp_path: Path) -> None:
 
 
 def test_a_vocabulary_of_words_without_a_decoder_decodes_as_it_comes(tmp_path: Path) -> None:
-    words = tokenizers.Tokenizer(models.WordLevel({"<eos>": 0, "[UNK]": 1, "hello": 2, "world": 3}, unk_token="[UNK]"))
+    words = tokenizers.Tokenizer(
+        models.WordLevel({"<eos>": 0, "[UNK]": 1, "hello": 2, "world": 3}, unk_token="[UNK]")
+    )
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.add_special_tokens(["<eos>", "[UNK]"])
     tokenizer = Tokenizer.open(write(tmp_path, words, eos_token="<eos>"))
@@ -333,20 +403,32 @@ def test_a_vocabulary_of_words_without_a_decoder_decodes_as_it_comes(tmp_path: P
 def test_the_end_of_text_is_found_wherever_it_is_written(tmp_path: Path) -> None:
     two = byte_level(["<a>", "<b>"])
     assert Tokenizer.open(write(tmp_path / "1", two, eos_token="<b>")).eos_token_id == 1
-    assert Tokenizer.open(write(tmp_path / "2", two, eos_token={"content": "<b>", "special": True})).eos_token_id == 1
+    assert (
+        Tokenizer.open(
+            write(tmp_path / "2", two, eos_token={"content": "<b>", "special": True})
+        ).eos_token_id
+        == 1
+    )
     write(tmp_path / "3", two)
     (tmp_path / "3" / "special_tokens_map.json").write_text('{"eos_token": {"content": "<a>"}}')
     assert Tokenizer.open(tmp_path / "3" / "tokenizer.json").eos_token_id == 0
-    assert Tokenizer.open(write(tmp_path / "4", byte_level(["<s>", "</s>", "<pad>"]))).eos_token_id == 1
+    assert (
+        Tokenizer.open(write(tmp_path / "4", byte_level(["<s>", "</s>", "<pad>"]))).eos_token_id
+        == 1
+    )
 
 
 def test_a_tokenizer_that_does_not_say_how_a_document_ends_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r'cannot tell which token ends a document: .* says "eos_token"'):
+    with pytest.raises(
+        UserError, match=r'cannot tell which token ends a document: .* says "eos_token"'
+    ):
         Tokenizer.open(write(tmp_path, byte_level(["<a>", "<b>"])))
 
 
 def test_an_end_of_text_that_is_not_in_the_vocabulary_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"has no token \"<z>\", which tokenizer_config\.json says is its eos_token"):
+    with pytest.raises(
+        UserError, match=r"has no token \"<z>\", which tokenizer_config\.json says is its eos_token"
+    ):
         Tokenizer.open(write(tmp_path, byte_level(["<a>"]), eos_token="<z>"))
 
 
@@ -366,7 +448,9 @@ def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path, text: str) -> None
 
 
 def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no such tokenizer; name a tokenizer\.json or a folder that holds one"):
+    with pytest.raises(
+        UserError, match=r"no such tokenizer; name a tokenizer\.json or a folder that holds one"
+    ):
         Tokenizer.open(tmp_path / "none")
 
 
@@ -382,7 +466,14 @@ def changed(folder: Path, trained: Tokenizer, **parts: Any) -> Path:
     ("parts", "message"),
     [
         (
-            {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}},
+            {
+                "pre_tokenizer": {
+                    "type": "Split",
+                    "pattern": {"Regex": "(a+)+$"},
+                    "behavior": "Isolated",
+                    "invert": False,
+                }
+            },
             "retry",
         ),
         ({"model": {"type": "Unigram", "vocab": [], "unk_id": None}}, "unk_id"),
@@ -393,7 +484,9 @@ def test_what_the_library_cannot_encode_is_named_with_the_file(
 ) -> None:
     tokenizer = Tokenizer.open(changed(tmp_path, trained, **parts))
     for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch([text])):
-        with pytest.raises(UserError, match=f"{tmp_path}/tokenizer.json: cannot encode a text: .*{message}"):
+        with pytest.raises(
+            UserError, match=f"{tmp_path}/tokenizer.json: cannot encode a text: .*{message}"
+        ):
             encode("a" * 60 + "b")
 
 
@@ -406,7 +499,10 @@ LETTERS = {"a": 0, "b": 1, "é": 2, "ab": 3, "xb": 4, "axb": 5}
         (
             "x",
             [["a", "xb"], ["a", "é"]],
-            "model.merges[1]: expected a second token that begins with the continuing_subword_prefix",
+            (
+                "model.merges[1]: expected a second token that begins with the"
+                " continuing_subword_prefix"
+            ),
         ),
         ("x", ["a é"], 'continuing_subword_prefix "x", got "a é"'),
         ("xxxxxx", [["a", "b"]], "model.merges[0]: expected"),
@@ -422,7 +518,8 @@ def test_a_prefix_over_which_the_library_would_end_the_process_is_refused(
     if twice:  # of a key that is there twice, the library kept the first where the second is null
         path.write_text(
             path.read_text().replace(
-                '"continuing_subword_prefix"', '"continuing_subword_prefix": null, "continuing_subword_prefix"'
+                '"continuing_subword_prefix"',
+                '"continuing_subword_prefix": null, "continuing_subword_prefix"',
             )
         )
     with pytest.raises(UserError) as caught:
@@ -439,10 +536,19 @@ def test_the_library_reads_the_json_that_was_checked(trained: Tokenizer, tmp_pat
     assert Tokenizer.open(tmp_path).encode("def f(x):") == trained.encode("def f(x):")
 
 
-def test_merges_whose_tokens_begin_with_the_prefix_are_read(trained: Tokenizer, tmp_path: Path) -> None:
-    model = {"type": "BPE", "vocab": LETTERS, "merges": [["a", "xb"]], "continuing_subword_prefix": "x"}
+def test_merges_whose_tokens_begin_with_the_prefix_are_read(
+    trained: Tokenizer, tmp_path: Path
+) -> None:
+    model = {
+        "type": "BPE",
+        "vocab": LETTERS,
+        "merges": [["a", "xb"]],
+        "continuing_subword_prefix": "x",
+    }
     end = {**json.loads(trained.files["tokenizer.json"])["added_tokens"][0], "id": len(LETTERS)}
-    tokenizer = Tokenizer.open(changed(tmp_path, trained, model=model, pre_tokenizer=None, added_tokens=[end]))
+    tokenizer = Tokenizer.open(
+        changed(tmp_path, trained, model=model, pre_tokenizer=None, added_tokens=[end])
+    )
     assert tokenizer.encode("ab") == [3]
 
 
@@ -454,7 +560,11 @@ def test_an_added_token_with_another_id_than_the_library_gives_it_is_refused(
     added = [*known, {**known[0], "content": "<|more|>", "id": id}]
     path = changed(tmp_path, trained, added_tokens=added) / "tokenizer.json"
     with pytest.raises(
-        UserError, match=rf"json: added_tokens\[{len(known)}\].id: {id}, but the library gives \"<\|more\|>\" the id"
+        UserError,
+        match=(
+            rf"json: added_tokens\[{len(known)}\].id: {id}, but the library gives \"<\|more\|>\""
+            r" the id"
+        ),
     ):
         Tokenizer.open(path)
 
@@ -468,35 +578,65 @@ def test_a_file_over_which_the_library_panics_is_named(trained: Tokenizer, tmp_p
 @pytest.mark.parametrize(
     ("part", "step", "message"),
     [
-        ("decoder", {"type": "Strip", "content": " ", "start": 0, "stop": 2}, "decoder: Strip: expected 0 as its stop, got 2"),
+        (
+            "decoder",
+            {"type": "Strip", "content": " ", "start": 0, "stop": 2},
+            "decoder: Strip: expected 0 as its stop, got 2",
+        ),
         ("normalizer", {"type": "Prepend", "prepend": ""}, "normalizer: Prepend: prepends nothing"),
         ("normalizer", [""], "normalizer: Prepend: prepends nothing"),  # its values alone
-        ("normalizer", {"type": "Replace", "pattern": {"String": ""}, "content": "-"}, 'Replace: its pattern "" matches'),
-        ("normalizer", {"type": "Replace", "pattern": {"Regex": "x*"}, "content": "-"}, 'Replace: its pattern "x*" matches'),
-        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "BAAAAAD/AAA="}, "precompiled_charsmap is damaged"),
+        (
+            "normalizer",
+            {"type": "Replace", "pattern": {"String": ""}, "content": "-"},
+            'Replace: its pattern "" matches',
+        ),
+        (
+            "normalizer",
+            {"type": "Replace", "pattern": {"Regex": "x*"}, "content": "-"},
+            'Replace: its pattern "x*" matches',
+        ),
+        (
+            "normalizer",
+            {"type": "Precompiled", "precompiled_charsmap": "BAAAAAD/AAA="},
+            "precompiled_charsmap is damaged",
+        ),
         ("normalizer", {"type": "Precompiled"}, "precompiled_charsmap is damaged"),
     ],
 )
 def test_a_step_over_which_the_library_would_panic_is_refused_in_one_line(
-    part: str, step: dict[str, Any], message: str, trained: Tokenizer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    part: str,
+    step: dict[str, Any],
+    message: str,
+    trained: Tokenizer,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    path = changed(tmp_path, trained, **{part: {"type": "Sequence", f"{part}s": [step]}}) / "tokenizer.json"
+    path = (
+        changed(tmp_path, trained, **{part: {"type": "Sequence", f"{part}s": [step]}})
+        / "tokenizer.json"
+    )
     with pytest.raises(UserError, match=f"{path}: .*{re.escape(message)}"):
         Tokenizer.open(path).decode(Tokenizer.open(path).encode("  a"))
     assert capfd.readouterr().err == ""
 
 
-def test_what_the_library_cannot_decode_is_named_with_the_file(trained: Tokenizer, tmp_path: Path) -> None:
+def test_what_the_library_cannot_decode_is_named_with_the_file(
+    trained: Tokenizer, tmp_path: Path
+) -> None:
     byte_level = json.loads(trained.files["tokenizer.json"])["decoder"]
     steps = [byte_level, {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": ""}]
-    tokenizer = Tokenizer.open(changed(tmp_path, trained, decoder={"type": "Sequence", "decoders": steps}))
+    tokenizer = Tokenizer.open(
+        changed(tmp_path, trained, decoder={"type": "Sequence", "decoders": steps})
+    )
     with pytest.raises(UserError, match=f"{tmp_path}/tokenizer.json: cannot decode ids: "):
         tokenizer.decode(trained.encode("a" * 60 + "b"))
 
 
 @pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
 @pytest.mark.parametrize("field", ["extra_special_tokens", "additional_special_tokens"])
-def test_special_tokens_that_are_no_list_are_refused_by_field(tmp_path: Path, field: str, file: str) -> None:
+def test_special_tokens_that_are_no_list_are_refused_by_field(
+    tmp_path: Path, field: str, file: str
+) -> None:
     train_tokenizer(["to be or not"], 270).save(tmp_path)
     (tmp_path / file).write_text(json.dumps({field: 5}))
     with pytest.raises(UserError, match=f"{field}: expected a list, got 5"):

@@ -32,7 +32,9 @@ def lines(texts: list[str]) -> bytes:
     return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
 
 
-def write_folder(folder: Path, texts: list[str], suffix: str = ".txt", pack: Callable[[bytes], bytes] = bytes) -> None:
+def write_folder(
+    folder: Path, texts: list[str], suffix: str = ".txt", pack: Callable[[bytes], bytes] = bytes
+) -> None:
     folder.mkdir()
     for number, text in enumerate(texts):
         (folder / f"{number:04d}{suffix}").write_bytes(pack(text.encode()))
@@ -65,7 +67,9 @@ def test_the_same_texts_give_the_same_tokenizer_whatever_holds_them(
     for name, write in CONTAINERS.items():
         write(tmp_path / name, some_documents())
         prepare(str(tmp_path / name), tmp_path / f"tokens of {name}", vocab_size=700, workers=1)
-        trained[name] = (tmp_path / f"tokens of {name}" / "tokenizer" / "tokenizer.json").read_bytes()
+        trained[name] = (
+            tmp_path / f"tokens of {name}" / "tokenizer" / "tokenizer.json"
+        ).read_bytes()
     assert [name for name in trained if trained[name] != trained["texts"]] == []
     prepare(str(tmp_path / "a.jsonl"), tmp_path / "other seed", vocab_size=700, workers=1, seed=1)
     other = (tmp_path / "other seed" / "tokenizer" / "tokenizer.json").read_bytes()
@@ -76,7 +80,13 @@ def sample(path: Path, workers: int, ratio: float = 0.0) -> list[str]:
     readers = [UnitReader(unit, None) for unit in open_text_source(str(path)).units()]
     with WorkerPool(workers) as pool:
         return sample_texts(
-            readers, pool, SingleProcessContext(), source_bytes=2, ratio=ratio, seed=0, on_progress=lambda unit, read: None
+            readers,
+            pool,
+            SingleProcessContext(),
+            source_bytes=2,
+            ratio=ratio,
+            seed=0,
+            on_progress=lambda unit, read: None,
         )
 
 
@@ -99,12 +109,16 @@ def test_a_sample_is_full_without_what_is_for_validation_and_the_same_from_sever
     assert every[len(part) - 1].startswith(part[-1])
 
 
-def test_a_guess_that_was_too_low_is_made_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_guess_that_was_too_low_is_made_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where the bytes of a source are hardly text, the first pass over it finds too little."""
     monkeypatch.setattr(tokenizer_sample, "SAMPLE_CHARACTERS", 5000)
     records = [{"text": text, "other": "x" * 3000} for text in some_texts(500)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    readers = [UnitReader(unit, None) for unit in open_text_source(str(tmp_path / "a.jsonl")).units()]
+    readers = [
+        UnitReader(unit, None) for unit in open_text_source(str(tmp_path / "a.jsonl")).units()
+    ]
     samples = []
     for source_bytes in (2, 10**9):
         with WorkerPool(1) as pool:

@@ -1,4 +1,6 @@
-"""Calls of tools in the text of an answer: each format that templates write, whole and as it comes, and what is none."""
+"""Calls of tools in the text of an answer: each format that templates write, whole and as it comes,
+and what is none.
+"""
 
 import ast
 import json
@@ -10,7 +12,13 @@ import pytest
 from lmforge.core.data.tokenizer import Tokenizer, train_tokenizer
 from lmforge.core.errors import UserError
 from lmforge.text.chat.templates import ChatTemplate
-from lmforge.text.chat.tool_calls import FORMATS, AnswerReader, ToolCall, ToolCallFormat, tool_call_format
+from lmforge.text.chat.tool_calls import (
+    FORMATS,
+    AnswerReader,
+    ToolCall,
+    ToolCallFormat,
+    tool_call_format,
+)
 from tests.counted_text import CountedText
 from tests.seeds import fresh_seed
 
@@ -20,13 +28,21 @@ TURNS = """{%% if tools %%}{{ tools | tojson }}{%% endif %%}{%% for m in message
 {%%- if m.role == 'assistant' %%}<|assistant|>{{ m.content }}{%% for call in m.tool_calls or [] %%}%s{%% endfor %%}<|end|>
 {%%- else %%}<|user|>{{ m.content }}{%% endif %%}{%% endfor %%}{%% if add_generation_prompt %%}<|assistant|>{%% endif %%}"""
 WRITTEN = {
-    "hermes": "\n<tool_call>\n{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}\n</tool_call>",
-    "mistral": "[TOOL_CALLS][{{ {'name': call.function.name, 'arguments': call.function.arguments, 'id': call.id} | tojson }}]",
-    "mistral of 2025": "[TOOL_CALLS]{{ call.function.name }}[ARGS]{{ call.function.arguments | tojson }}",
+    "hermes": (
+        "\n<tool_call>\n{{ {'name': call.function.name, 'arguments': call.function.arguments} |"
+        " tojson }}\n</tool_call>"
+    ),
+    "mistral": (
+        "[TOOL_CALLS][{{ {'name': call.function.name, 'arguments': call.function.arguments, 'id':"
+        " call.id} | tojson }}]"
+    ),
+    "mistral of 2025": (
+        "[TOOL_CALLS]{{ call.function.name }}[ARGS]{{ call.function.arguments | tojson }}"
+    ),
     "llama": "{{ {'name': call.function.name, 'parameters': call.function.arguments} | tojson }}",
     "pythonic": (
-        "[{{ call.function.name }}({% for key, value in call.function.arguments.items() %}{{ key }}={{ value | tojson }}"
-        "{% endfor %})]"
+        "[{{ call.function.name }}({% for key, value in call.function.arguments.items() %}{{ key"
+        " }}={{ value | tojson }}{% endfor %})]"
     ),
 }
 
@@ -37,13 +53,23 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-def test_the_format_of_a_template_is_found_by_what_it_renders(tokenizer: Tokenizer, name: str) -> None:
+def test_the_format_of_a_template_is_found_by_what_it_renders(
+    tokenizer: Tokenizer, name: str
+) -> None:
     template = ChatTemplate(tokenizer, TURNS % WRITTEN[name])
-    assert tool_call_format(template) is {"hermes": HERMES, "llama": LLAMA, "pythonic": PYTHONIC}.get(name, MISTRAL)
+    assert tool_call_format(template) is {
+        "hermes": HERMES,
+        "llama": LLAMA,
+        "pythonic": PYTHONIC,
+    }.get(name, MISTRAL)
 
 
-@pytest.mark.parametrize("written", ["call {{ call.function.name }} with {{ call.function.arguments | tojson }}", ""])
-def test_a_template_that_writes_calls_otherwise_or_not_at_all_is_refused(tokenizer: Tokenizer, written: str) -> None:
+@pytest.mark.parametrize(
+    "written", ["call {{ call.function.name }} with {{ call.function.arguments | tojson }}", ""]
+)
+def test_a_template_that_writes_calls_otherwise_or_not_at_all_is_refused(
+    tokenizer: Tokenizer, written: str
+) -> None:
     with pytest.raises(UserError, match="tool calls"):
         tool_call_format(ChatTemplate(tokenizer, TURNS % written))
 
@@ -53,10 +79,16 @@ SAID_ADD, SAID_ASK = ('{"name": "%s", "%%s": %s}' % call for call in (ADD, ASK))
 TWO_BLOCKS = [f"<tool_call>{said % 'arguments'}" for said in (SAID_ADD, SAID_ASK)]
 ANSWERS = [
     (HERMES, f"Sure.\n<tool_call>\n{SAID_ADD % 'arguments'}\n</tool_call>", "Sure.", [ADD]),
-    (HERMES, "</tool_call>\n".join(TWO_BLOCKS), "", [ADD, ASK]),  # the end of the last may be a stop token
+    # The end of the last may be a stop token.
+    (HERMES, "</tool_call>\n".join(TWO_BLOCKS), "", [ADD, ASK]),
     (MISTRAL, f"[TOOL_CALLS][{SAID_ASK % 'arguments'}]", "", [ASK]),
     (MISTRAL, f"[TOOL_CALLS] add[CALL_ID]a1 [ARGS] {ADD.arguments} ", "", [ADD]),
-    (MISTRAL, f"So[TOOL_CALLS]add[ARGS]{ADD.arguments}[TOOL_CALLS]ask{ASK.arguments}", "So", [ADD, ASK]),
+    (
+        MISTRAL,
+        f"So[TOOL_CALLS]add[ARGS]{ADD.arguments}[TOOL_CALLS]ask{ASK.arguments}",
+        "So",
+        [ADD, ASK],
+    ),
     (LLAMA, f"{SAID_ASK % 'parameters'}; {SAID_ADD % 'parameters'}", "", [ASK, ADD]),
     (LLAMA, f"<|python_tag|>{SAID_ASK % 'parameters'}", "", [ASK]),
     (PYTHONIC, "[add(a=1, b=[2, None]), ask(q='é } ; {')]", "", [ADD, ASK]),
@@ -95,7 +127,9 @@ def test_a_call_that_cannot_be_read_is_text(call_format, answer) -> None:  # typ
     assert call_format.split(answer) == (answer, [])
 
 
-def test_what_is_read_piece_by_piece_is_what_is_read_whole_and_no_part_of_a_call_is_content() -> None:
+def test_what_is_read_piece_by_piece_is_what_is_read_whole_and_no_part_of_a_call_is_content() -> (
+    None
+):
     draw = random.Random(fresh_seed())
     everything = [(form, answer) for form, answer, *_ in ANSWERS] + NO_CALLS
     for call_format, answer in everything:
@@ -128,7 +162,9 @@ LONG = [
 
 
 @pytest.mark.parametrize("call_format", FORMATS)
-def test_a_parser_goes_through_a_text_a_few_times_however_long_it_is(call_format: ToolCallFormat) -> None:
+def test_a_parser_goes_through_a_text_a_few_times_however_long_it_is(
+    call_format: ToolCallFormat,
+) -> None:
     for pump in [*LONG, call_format.marker, f"{call_format.marker}{{}}"]:
         for text in (call_format.marker + pump, call_format.bare + pump, "a" + pump):
             steps = []
@@ -139,9 +175,13 @@ def test_a_parser_goes_through_a_text_a_few_times_however_long_it_is(call_format
             assert steps[1] < 2 * steps[0], (text, steps)
 
 
-def test_a_string_that_python_reads_in_quadratic_time_is_refused_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_string_that_python_reads_in_quadratic_time_is_refused_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     parsed, parse = [], ast.parse
-    monkeypatch.setattr(ast, "parse", lambda *args, **options: parsed.append(args) or parse(*args, **options))
+    monkeypatch.setattr(
+        ast, "parse", lambda *args, **options: parsed.append(args) or parse(*args, **options)
+    )
     for prefix in ("f", "F", "rf", "fR"):
         assert PYTHONIC.split(text := f"[say(a='no', b={prefix}'{'{x}' * 10}')]") == (text, [])
     assert not parsed
@@ -156,9 +196,18 @@ class CountingFormat(ToolCallFormat):
 
 
 @pytest.mark.parametrize("call_format", FORMATS)
-def test_an_answer_that_comes_piece_by_piece_is_gone_through_once(call_format: ToolCallFormat) -> None:
+def test_an_answer_that_comes_piece_by_piece_is_gone_through_once(
+    call_format: ToolCallFormat,
+) -> None:
     counting = CountingFormat(call_format.marker, call_format.bare, call_format.read)
-    for begin in ("", " \n", "So.", call_format.marker, call_format.bare, f"So.{call_format.marker}"):
+    for begin in (
+        "",
+        " \n",
+        "So.",
+        call_format.marker,
+        call_format.bare,
+        f"So.{call_format.marker}",
+    ):
         for pump in ("ab", " ", call_format.marker[:2]):
             CountedText.steps = 0
             reader = AnswerReader(counting)

@@ -1,4 +1,6 @@
-"""What is scored with a template is what TRL's copy of it for training tags, for each template that TRL carries both of."""
+"""What is scored with a template is what TRL's copy of it for training tags, for each template that
+TRL carries both of.
+"""
 
 import importlib.util
 import json
@@ -20,19 +22,36 @@ from lmforge.text.chat.template_probe import TemplateProbe
 from lmforge.text.chat.templates import ChatTemplate, build_layouts, one_layout
 
 [PACKAGE] = importlib.util.find_spec("trl").submodule_search_locations  # type: ignore[union-attr, misc]
-SOURCES = {each.stem: each.read_text() for each in sorted((Path(PACKAGE) / "chat_templates").glob("*.jinja"))}
-SPECIAL = re.compile(r"<\|[^<>|\s]+\|?>|<[^<>|\s]+\|>|<｜[^｜<>]+｜>|<(?:start|end)_of_[a-z]+>|\[gMASK\]|<sop>")
+SOURCES = {
+    each.stem: each.read_text()
+    for each in sorted((Path(PACKAGE) / "chat_templates").glob("*.jinja"))
+}
+SPECIAL = re.compile(
+    r"<\|[^<>|\s]+\|?>|<[^<>|\s]+\|>|<｜[^｜<>]+｜>|<(?:start|end)_of_[a-z]+>|\[gMASK\]|<sop>"
+)
 TOOLS: list[dict[str, Any]] = [
-    {"type": "function", "function": {"name": "weather", "description": "The weather.", "parameters": {"type": "object"}}}
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "The weather.",
+            "parameters": {"type": "object"},
+        },
+    }
 ]
-TOOLS[0]["function"]["parameters"]["properties"] = {"city": {"type": "string", "description": "Where."}}
+TOOLS[0]["function"]["parameters"]["properties"] = {
+    "city": {"type": "string", "description": "Where."}
+}
 Q, A = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "It is 4."}
 RESULT = {"role": "tool", "name": "weather", "tool_call_id": "call00000", "content": "Rain."}
 
 
 def called(*cities: str, **fields: str) -> dict[str, Any]:
     functions = [{"name": "weather", "arguments": {"city": city}} for city in cities]
-    calls = [{"id": f"call0000{at}", "type": "function", "function": each} for at, each in enumerate(functions)]
+    calls = [
+        {"id": f"call0000{at}", "type": "function", "function": each}
+        for at, each in enumerate(functions)
+    ]
     return {"role": "assistant", "content": "", "tool_calls": calls, **fields}
 
 
@@ -105,7 +124,12 @@ def folder_for(folder: Path, source: str) -> Path:
     tokenizer.add_special_tokens(["<s>", "</s>", *sorted(set(SPECIAL.findall(source)))])
     folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", "chat_template": source}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "chat_template": source,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 
@@ -115,8 +139,12 @@ def scored_parts(decode: Any, ids: list[int], mask: list[bool]) -> list[str]:
     return [decode([id for id, _ in group]) for scored, group in groups if scored]
 
 
-def tagged_parts(theirs: PreTrainedTokenizerFast, training: str, messages: list[Any], tools: Any) -> list[str]:
-    """What transformers says is the assistant's, of messages in the first form in which it is all there."""
+def tagged_parts(
+    theirs: PreTrainedTokenizerFast, training: str, messages: list[Any], tools: Any
+) -> list[str]:
+    """What transformers says is the assistant's, of messages in the first form in which it is all
+    there.
+    """
     for form in message_forms(messages):
         try:
             encoded = theirs.apply_chat_template(
@@ -178,20 +206,30 @@ def why(template: ChatTemplate, ours: list[str], theirs: list[str]) -> str:
 
 
 def row(folder: Path, name: str) -> str:
-    return compare(folder_for(folder, SOURCES[name]), SOURCES.get(f"{name}_training", SOURCES[name]))
+    return compare(
+        folder_for(folder, SOURCES[name]), SOURCES.get(f"{name}_training", SOURCES[name])
+    )
 
 
-def test_the_table_has_a_row_for_each_template_that_has_a_copy_for_training_or_tags_of_its_own() -> None:
-    tagged = (name for name, source in SOURCES.items() if re.search(r"\{%-?\s*generation\b", source))
+def test_the_table_has_a_row_for_each_template_that_has_a_copy_for_training_or_tags_of_its_own() -> (
+    None
+):
+    tagged = (
+        name for name, source in SOURCES.items() if re.search(r"\{%-?\s*generation\b", source)
+    )
     assert {name.removesuffix("_training") for name in tagged} == ROWS.keys()
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_what_is_scored_is_what_the_copy_for_training_tags_or_it_is_known_why_not(tmp_path: Path, name: str) -> None:
+def test_what_is_scored_is_what_the_copy_for_training_tags_or_it_is_known_why_not(
+    tmp_path: Path, name: str
+) -> None:
     assert row(tmp_path / "tokenizer", name) == ROWS[name]
 
 
-@pytest.mark.parametrize("name", ["cohere2", "diffusion_gemma", "gptoss", "lfm2_v2", "muse_glimmer"])
+@pytest.mark.parametrize(
+    "name", ["cohere2", "diffusion_gemma", "gptoss", "lfm2_v2", "muse_glimmer"]
+)
 def test_the_table_shows_answers_that_are_cut_at_their_first_special_token(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

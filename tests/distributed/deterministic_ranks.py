@@ -1,6 +1,7 @@
 """Run in every rank: pretraining runs whose ranks record torch's settings while they train.
 
-deterministic_ranks.py FOLDER CASES.json     a list of command lines of `lmforge pretrain`, without the verb
+deterministic_ranks.py FOLDER CASES.json     a list of command lines of `lmforge pretrain`, without
+                                             the verb
 """
 
 import json
@@ -27,7 +28,9 @@ if __name__ == "__main__":
                 "algorithms": torch.are_deterministic_algorithms_enabled(),
                 "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
                 "cudnn": torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark,
-                "environment": {variable: os.environ.get(variable) for variable in REQUIRED_ENVIRONMENT},
+                "environment": {
+                    variable: os.environ.get(variable) for variable in REQUIRED_ENVIRONMENT
+                },
             }
             Path(sys.argv[1], f"{name}-{os.environ['RANK']}.json").write_text(json.dumps(settings))
             return step(*arguments, **options)

@@ -2,7 +2,8 @@
 
     float8_ranks.py FILE
 
-Writes the losses of each case, and the name, shape and dtype of every tensor that a checkpoint would hold.
+Writes the losses of each case, and the name, shape and dtype of every tensor that a checkpoint
+would hold.
 """
 
 import json
@@ -42,8 +43,14 @@ if __name__ == "__main__":
         ),
     ):
         result = run_case(case, ParityData(sequences=8, sequence_length=50, steps=12), ranks)
-        tensors = {name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in result.weights.items()}
-        results[case.name] = {"losses": result.losses, "tensors": tensors, "bytes": result.memory_bytes}
+        tensors = {
+            name: [list(tensor.shape), str(tensor.dtype)] for name, tensor in result.weights.items()
+        }
+        results[case.name] = {
+            "losses": result.losses,
+            "tensors": tensors,
+            "bytes": result.memory_bytes,
+        }
     if ranks.is_rank0:
         Path(sys.argv[1]).write_text(json.dumps(results))
     cluster.destroy_distributed()

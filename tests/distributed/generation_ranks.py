@@ -1,6 +1,8 @@
-"""Run on every rank: a parallel model generates text between two training steps, with different prompts on each rank.
+"""Run on every rank: a parallel model generates text between two training steps, with different
+prompts on each rank.
 
-generation_ranks.py SEED       fails where a parallel model generates, or continues training, unlike an unsharded one
+generation_ranks.py SEED       fails where a parallel model generates, or continues training, unlike
+                               an unsharded one
 """
 
 import sys
@@ -22,7 +24,13 @@ from lmforge.serve.decoding.sampling import SamplingParams
 from tests.decoding import decode
 from tests.distributed.strategies import CollectiveCounter
 
-SIZES = {"vocab_size": 131, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "initializer_range": 0.3}
+SIZES = {
+    "vocab_size": 131,
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "initializer_range": 0.3,
+}
 CONFIGS = {
     "llama": ModelConfig(**SIZES, intermediate_size=40, num_key_value_heads=2),
     "gpt2": ModelConfig(**SIZES, model_type="gpt2", max_position_embeddings=64),
@@ -31,19 +39,31 @@ SETTINGS = {"vocab_size": 131, "sampling": SamplingParams(1.0), "stop_ids": froz
 
 
 def generate(model: LanguageModel, seed: int, rank: int) -> list[list[int]]:
-    """Two completions of each of this rank's prompts, whose number and length depend on the rank."""
+    """Two completions of each of this rank's prompts, whose number and length depend on the
+    rank.
+    """
     generator = torch.Generator().manual_seed(seed + rank)
-    prompts = [torch.randint(1, 131, (1 + 5 * number + rank,), generator=generator).tolist() for number in range(1 + 2 * rank)]
+    prompts = [
+        torch.randint(1, 131, (1 + 5 * number + rank,), generator=generator).tolist()
+        for number in range(1 + 2 * rank)
+    ]
     return decode(model, prompts, num_completions=2, max_tokens=4 + 7 * rank, seed=seed, **SETTINGS)
 
 
 if __name__ == "__main__":
     seed = int(sys.argv[1])
     dist_ctx = cluster.init_distributed("cpu", threads=1)
-    objective, task = NextTokenObjective(), ParityData(sequences=2 * dist_ctx.world_size, sequence_length=24, seed=seed)
+    objective, task = (
+        NextTokenObjective(),
+        ParityData(sequences=2 * dist_ctx.world_size, sequence_length=24, seed=seed),
+    )
     for config in CONFIGS.values():
         expected: list[list[list[int]]] | None = None
-        for engine, dtype in (("ddp", torch.float32), ("fsdp2", torch.float32), ("fsdp2", torch.bfloat16)):
+        for engine, dtype in (
+            ("ddp", torch.float32),
+            ("fsdp2", torch.float32),
+            ("fsdp2", torch.bfloat16),
+        ):
             parallel_model = parallelize(
                 build_model(config, "meta"),
                 objective.loss,
@@ -52,13 +72,20 @@ if __name__ == "__main__":
                 options=ParallelOptions(engine=engine),
                 init_weights=lambda model: init_weights(model, seed),
             )
-            optimizer, texts = build_optimizer(parallel_model.model, OptimizerOptions(), parallel_model.parameter_shapes), []
+            optimizer, texts = (
+                build_optimizer(
+                    parallel_model.model, OptimizerOptions(), parallel_model.parameter_shapes
+                ),
+                [],
+            )
             for step in range(2):
                 with parallel_model.unsharded() as model, parallel_model.autocast():
                     with CollectiveCounter() as collectives:
                         texts.append(generate(model, seed + step, dist_ctx.rank_info.rank))
                     # Weights are gathered once, before the first token.
-                    assert not collectives.counts, f"{engine} {dtype} step {step}: {collectives.counts}"
+                    assert not collectives.counts, (
+                        f"{engine} {dtype} step {step}: {collectives.counts}"
+                    )
                 first = 2 * dist_ctx.rank_info.rank
                 batch = task.batch(step, config.vocab_size)[first : first + 2]
                 train_step(
@@ -72,7 +99,9 @@ if __name__ == "__main__":
                 )
             if expected is None:
                 unsharded = init_weights(build_model(config), seed)
-                assert texts[0] == generate(unsharded, seed, dist_ctx.rank_info.rank), f"{engine} {dtype}"
+                assert texts[0] == generate(unsharded, seed, dist_ctx.rank_info.rank), (
+                    f"{engine} {dtype}"
+                )
                 expected = texts
             if dtype == torch.float32:
                 assert texts == expected, f"{engine} {dtype}"

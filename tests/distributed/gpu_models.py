@@ -1,4 +1,6 @@
-"""What the tests for a GPU share: models that are trained in this process, and runs of `tiny_options` on a device."""
+"""What the tests for a GPU share: models that are trained in this process, and runs of
+`tiny_options` on a device.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,7 +27,9 @@ from tests.distributed.conftest import losses
 Trained = dict[int, float]
 
 
-def trained(lmforge: Command, options: list[str], folder: Path, name: str, device: str, *words: object) -> Trained:
+def trained(
+    lmforge: Command, options: list[str], folder: Path, name: str, device: str, *words: object
+) -> Trained:
     """The losses of a run of `tiny_options`, by step."""
     where = ["--train.device", device, "--run.folder", folder, "--run.name", name]
     done = lmforge("pretrain", *options, *where, *words)
@@ -42,10 +46,14 @@ def language_model(
     model: LanguageModel | None = None,
     **options: Any,
 ) -> Iterator[ParallelModel]:
-    """A model that is trained on next tokens, with new weights unless it is given. At the end the process group of fsdp2 is
-    destroyed."""
+    """A model that is trained on next tokens, with new weights unless it is given.
+
+    At the end the process group of fsdp2 is destroyed.
+    """
     torch._dynamo.reset()
-    init: Callable[[LanguageModel], Any] | None = None if model else lambda model: init_weights(model, 0)
+    init: Callable[[LanguageModel], Any] | None = (
+        None if model else lambda model: init_weights(model, 0)
+    )
     try:
         yield parallelize(
             build_model(config, "meta") if model is None else model.to(device),
@@ -60,9 +68,14 @@ def language_model(
         destroy_distributed()
 
 
-def loss_and_gradients(model: ParallelModel, device: torch.device) -> tuple[float, list[torch.Tensor]]:
+def loss_and_gradients(
+    model: ParallelModel, device: torch.device
+) -> tuple[float, list[torch.Tensor]]:
     """Of two micro-batches: the sum of losses, and the gradients, on the CPU."""
-    batches = [ParityData(sequences=2).batch(number, SMALL_MODEL.vocab_size).to(device) for number in range(2)]
+    batches = [
+        ParityData(sequences=2).batch(number, SMALL_MODEL.vocab_size).to(device)
+        for number in range(2)
+    ]
     metrics = model.forward_backward(batches, torch.tensor(99.0, device=device), lambda phase: None)
     loss = sum(float(each["loss"][0]) for each in metrics)
     return loss, [gradient.detach().float().cpu().clone() for gradient in model._local_grads()]

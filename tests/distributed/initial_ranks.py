@@ -1,6 +1,8 @@
-"""Run by test_initial_weights.py on each rank: first values are those of one process, and each rank draws only what it holds.
+"""Run by test_initial_weights.py on each rank: first values are those of one process, and each rank
+draws only what it holds.
 
-With a number of ranks as its argument it is one of that many, but the others do not exist, since nothing is communicated.
+With a number of ranks as its argument it is one of that many, but the others do not exist, since
+nothing is communicated.
 """
 
 import json
@@ -67,13 +69,16 @@ if __name__ == "__main__":
     if absent:
         world_size = int(sys.argv[2])
         rank_info = RankInfo(world_size // 2, world_size, 0, 8, launched=True)
-        dist.init_process_group("fake", store=FakeStore(), rank=rank_info.rank, world_size=world_size)
+        dist.init_process_group(
+            "fake", store=FakeStore(), rank=rank_info.rank, world_size=world_size
+        )
         dist_ctx, config = DistributedContext(rank_info, torch.device("cpu"), None), LARGE_CONFIG
     else:
         dist_ctx, config = cluster.init_distributed("cpu", threads=1), CONFIG
     counts = {}
     for name, options in STRATEGIES.items():
-        if absent and name in ("ddp", "pipeline"):  # DDP waits for what the others send, and there are not that many blocks
+        # DDP waits for what the others send, and there are not that many blocks.
+        if absent and name in ("ddp", "pipeline"):
             continue
         adapters, num_drawn = "adapters" in name, 0
         result = parallelize(
@@ -84,7 +89,10 @@ if __name__ == "__main__":
             options=options,
             init_weights=lambda model: init_weights(model, SEED),
         )
-        counts[name] = num_drawn, sum(local_tensor(each).numel() for each in result.model.parameters())
+        counts[name] = (
+            num_drawn,
+            sum(local_tensor(each).numel() for each in result.model.parameters()),
+        )
         if not absent:
             single = init_weights(build(config, "cpu", adapters), SEED)
             assert_same(result, {name: each.detach() for name, each in single.named_parameters()})

@@ -2,8 +2,9 @@
 
     lora_saved.py FOLDER
 
-Writes FOLDER/result.json: by engine, what the optimizer had state of, the losses after saving, those of the engine that
-took over, and what the model sees of a batch when it is whole, with adapters and without.
+Writes FOLDER/result.json: by engine, what the optimizer had state of, the losses after saving,
+those of the engine that took over, and what the model sees of a batch when it is whole, with
+adapters and without.
 """
 
 import json
@@ -29,20 +30,31 @@ from lmforge.lab.bench.parity import SMALL_MODEL, ParityData
 ENGINES = {"ddp": "fsdp1", "fsdp1": "fsdp2", "fsdp2": "ddp"}  # and who takes over from it
 
 
-def trained_by(engine: str, fill: Callable[[LanguageModel], None]) -> tuple[ParallelModel, torch.optim.Optimizer]:
+def trained_by(
+    engine: str, fill: Callable[[LanguageModel], None]
+) -> tuple[ParallelModel, torch.optim.Optimizer]:
     model = build_model(SMALL_MODEL, "meta")
     add_lora(model, LoraConfig(3, 6.0))
     strategy = ParallelOptions(engine=engine)
     spread_out = parallelize(
-        model, NextTokenObjective().loss, dist_ctx=ranks, dtype=torch.float32, options=strategy, init_weights=fill
+        model,
+        NextTokenObjective().loss,
+        dist_ctx=ranks,
+        dtype=torch.float32,
+        options=strategy,
+        init_weights=fill,
     )
-    return spread_out, build_optimizer(spread_out.model, OptimizerOptions(lr=1e-2), spread_out.parameter_shapes)
+    return spread_out, build_optimizer(
+        spread_out.model, OptimizerOptions(lr=1e-2), spread_out.parameter_shapes
+    )
 
 
 def step(spread_out: ParallelModel, optimizer: torch.optim.Optimizer, number: int) -> float:
     """The loss of a step, over all ranks."""
     mine = task.batch(number, SMALL_MODEL.vocab_size)[ranks.rank_info.rank :: 2]
-    _, (metrics,) = train_step(spread_out, optimizer, [mine], NextTokenObjective().num_items, lr=1e-2, max_grad_norm=1.0)
+    _, (metrics,) = train_step(
+        spread_out, optimizer, [mine], NextTokenObjective().num_items, lr=1e-2, max_grad_norm=1.0
+    )
     total, count = metrics["loss"]
     return float(ranks.all_reduce_sum(total) / ranks.all_reduce_sum(count))
 
@@ -69,7 +81,10 @@ if __name__ == "__main__":
         state = second.state_dict(its_optimizer, named_optimizer_state)
         dcp.load(state, checkpoint_id=folder / engine)
         second.load_state_dict(its_optimizer, state)
-        losses = [[step(*each, number) for number in (0, 2)] for each in ((first, optimizer), (second, its_optimizer))]
+        losses = [
+            [step(*each, number) for number in (0, 2)]
+            for each in ((first, optimizer), (second, its_optimizer))
+        ]
         result[engine] = {"trained": trained, "losses": losses, "whole": whole}
     if ranks.is_rank0:
         (folder / "result.json").write_text(json.dumps(result))

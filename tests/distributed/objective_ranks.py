@@ -1,6 +1,9 @@
-"""Run in every rank: gradients of objectives under each engine, against one process. All logits are capped.
+"""Run in every rank: gradients of objectives under each engine, against one process.
 
-objective_ranks.py SEED WHICH     fails where an engine gives another loss or gradient than one process, or narrows the
+All logits are capped.
+
+objective_ranks.py SEED WHICH     fails where an engine gives another loss or gradient than one
+                                  process, or narrows the
                                   extras; WHICH is all, or sample: one dtype of each case, by turns
 """
 
@@ -21,7 +24,11 @@ from lmforge.core.model.init_weights import init_weights
 from lmforge.core.model.layers import LanguageModel
 from lmforge.core.options.sections import ParallelOptions
 from lmforge.core.parallel.parallelize import parallelize
-from lmforge.post.objectives.distillation import DistillationConfig, DistillationObjective, TeacherHead
+from lmforge.post.objectives.distillation import (
+    DistillationConfig,
+    DistillationObjective,
+    TeacherHead,
+)
 from lmforge.post.objectives.policy import PolicyLossConfig, PolicyObjective
 from lmforge.post.objectives.preference import KTOObjective, PreferenceObjective, dpo
 from tests.model.foreign import described
@@ -60,7 +67,9 @@ OBJECTIVES: dict[str, Any] = {
     "dpo": PreferenceObjective(partial(dpo, beta=0.1), uses_reference=True),
     "kto": KTOObjective(beta=0.1, desirable_weight=1.0, undesirable_weight=0.7),
     "grpo": PolicyObjective(
-        PolicyLossConfig(epsilon=0.5, epsilon_high=1.0, loss_aggregation="sequence", kl_estimator="k3", beta=0.04)
+        PolicyLossConfig(
+            epsilon=0.5, epsilon_high=1.0, loss_aggregation="sequence", kl_estimator="k3", beta=0.04
+        )
     ),
     # Without bounds on the ratios, of sequences: the mean of several may be near any.
     "gspo": PolicyObjective(
@@ -74,17 +83,24 @@ OBJECTIVES: dict[str, Any] = {
         )
     ),
     # Ids from 60 on pad both heads; the teacher's has fewer rows than the student's.
-    "distillation": DistillationObjective(DistillationConfig(beta=0.3, temperature=1.5, kd_ratio=0.7, vocab_size=60)),
-    "stored distillation": DistillationObjective(DistillationConfig(beta=0.3, temperature=1.5, kd_ratio=0.7, vocab_size=60)),
+    "distillation": DistillationObjective(
+        DistillationConfig(beta=0.3, temperature=1.5, kd_ratio=0.7, vocab_size=60)
+    ),
+    "stored distillation": DistillationObjective(
+        DistillationConfig(beta=0.3, temperature=1.5, kd_ratio=0.7, vocab_size=60)
+    ),
 }
 DTYPES = (torch.float32, torch.bfloat16)
-# Of importance ratios, within the clipped range, below and above it. Where a ratio crosses a bound (-0.69 and 0.69) the
-# gradient jumps by all that a token gives: no bf16 log-probability is as far off as these are from the bounds.
+# Of importance ratios, within the clipped range, below and above it. Where a ratio crosses a bound
+# (-0.69 and 0.69) the gradient jumps by all that a token gives: no bf16 log-probability is as far
+# off as these are from the bounds.
 LOG_RATIOS = torch.tensor([0.0, -1.1, 1.1])
 
 
 def whole_batch(model: LanguageModel, seed: int) -> Batch:
-    """Four rows of two pairs with all that any objective asks for, of a length that two ranks cut into two pieces each."""
+    """Four rows of two pairs with all that any objective asks for, of a length that two ranks cut
+    into two pieces each.
+    """
     generator = torch.Generator().manual_seed(seed)
     rows = [[side for pair in drawn_pairs(generator, 2) for side in pair] for _ in range(4)]
     batch = packed(rows)
@@ -96,11 +112,14 @@ def whole_batch(model: LanguageModel, seed: int) -> Batch:
     return with_extras(
         batch,
         reference_logprobs=logprobs_under(moved(model, 0.02, seed), batch),
-        old_logprobs=logprobs_under(model, batch) - LOG_RATIOS[torch.randint(3, batch.tokens.shape, generator=generator)],
+        old_logprobs=logprobs_under(model, batch)
+        - LOG_RATIOS[torch.randint(3, batch.tokens.shape, generator=generator)],
         advantages=advantages.tolist(),
         kto_labels=[[1.0, 1.0, 0.0, 0.0]] * 4,
         teacher_hidden=draw(*batch.tokens.shape, 24),
-        teacher_ids=torch.rand(*batch.tokens.shape, 60, generator=generator).argsort(-1)[..., :5].float(),
+        teacher_ids=torch.rand(*batch.tokens.shape, 60, generator=generator)
+        .argsort(-1)[..., :5]
+        .float(),
         teacher_logprobs=draw(*batch.tokens.shape, 6).log_softmax(-1),
     )
 
@@ -128,28 +147,47 @@ if __name__ == "__main__":
             model = init_weights(build_model(shape), seed)
             batch = whole_batch(model, seed)
             if name == "distillation":
-                objective.teacher_head = TeacherHead(torch.randn(60, 24, generator=torch.Generator().manual_seed(seed)))
+                objective.teacher_head = TeacherHead(
+                    torch.randn(60, 24, generator=torch.Generator().manual_seed(seed))
+                )
             weight = objective.num_items(batch)
             total, alone = objective.loss(model, batch)
             (total / weight).backward()
             expected = {key: parameter.grad for key, parameter in model.named_parameters()}
-            norm = torch.cat([gradient.flatten() for gradient in expected.values() if gradient is not None]).norm()
-            for number, (engine, strategy) in enumerate(STRATEGIES.items(), start=shape_number + objective_number):
-                is_pipeline, is_context = strategy.pipeline_parallel_degree > 1, strategy.context_parallel_degree > 1
+            norm = torch.cat(
+                [gradient.flatten() for gradient in expected.values() if gradient is not None]
+            ).norm()
+            for number, (engine, strategy) in enumerate(
+                STRATEGIES.items(), start=shape_number + objective_number
+            ):
+                is_pipeline, is_context = (
+                    strategy.pipeline_parallel_degree > 1,
+                    strategy.context_parallel_degree > 1,
+                )
                 is_split = strategy.splits_model or is_context
-                if (has_bias(shape) and is_split) or (is_pipeline and name.endswith("distillation")):
+                if (has_bias(shape) and is_split) or (
+                    is_pipeline and name.endswith("distillation")
+                ):
                     continue
                 for dtype in DTYPES if which == "all" else [DTYPES[number % 2]]:
-                    # What fp32 leaves of sums in another order; of bf16 products it is the order of magnitude.
+                    # What fp32 leaves of sums in another order; of bf16 products it is the order of
+                    # magnitude.
                     tolerance = 1e-5 if dtype == torch.float32 else 0.2
                     loss = partial(in_fp32, objective)
                     whole_model = init_weights(build_model(shape), seed)
                     whole_model.lm_head.passes = "fused" if engine.endswith("fused") else "stored"
-                    made = parallelize(whole_model, loss, dist_ctx=ranks, dtype=dtype, options=strategy)
-                    part, parts = ranks.rank_info.rank // made.model_parallel_size, ranks.world_size // made.model_parallel_size
+                    made = parallelize(
+                        whole_model, loss, dist_ctx=ranks, dtype=dtype, options=strategy
+                    )
+                    part, parts = (
+                        ranks.rank_info.rank // made.model_parallel_size,
+                        ranks.world_size // made.model_parallel_size,
+                    )
                     size = batch.batch_size // parts
                     mine = batch[part * size : (part + 1) * size]
-                    metrics = made.forward_backward([mine[: size // 2], mine[size // 2 :]], weight, lambda phase: None)
+                    metrics = made.forward_backward(
+                        [mine[: size // 2], mine[size // 2 :]], weight, lambda phase: None
+                    )
                     where = f"{name} under {engine} in {dtype}, vocabulary {vocabulary}"
                     assert abs(made.clip_grad_norm(0.0) - norm) <= tolerance * norm, where
                     if engine != "fsdp1":
@@ -158,11 +196,16 @@ if __name__ == "__main__":
                             apart = (whole(parameter.grad) - expected[key]).norm()  # type: ignore[operator]
                             assert apart <= tolerance * norm, f"{where}: {key}"
                     for metric in alone.keys() & {"loss", "z_loss"}:
-                        found = ranks.all_reduce_sum(torch.stack([each[metric][0] for each in metrics]).sum())
-                        # Of a pipeline the last stage has it; and of losses of single tokens each rank has its own part.
+                        found = ranks.all_reduce_sum(
+                            torch.stack([each[metric][0] for each in metrics]).sum()
+                        )
+                        # Of a pipeline the last stage has it; and of losses of single tokens each
+                        # rank has its own part.
                         once = is_pipeline or (is_context and name not in ("dpo", "kto"))
                         found /= 1 if once else made.model_parallel_size
-                        assert abs(found - alone[metric][0]) <= tolerance * max(1.0, abs(float(alone[metric][0]))), where
+                        assert abs(found - alone[metric][0]) <= tolerance * max(
+                            1.0, abs(float(alone[metric][0]))
+                        ), where
             if ranks.is_rank0:
                 print(f"{name}, vocabulary {vocabulary}: the same")
     cluster.destroy_distributed()

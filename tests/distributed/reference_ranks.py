@@ -1,6 +1,8 @@
-"""Run in every rank: log-probabilities of references under each engine, by a model that has dropout and noise in training.
+"""Run in every rank: log-probabilities of references under each engine, by a model that has dropout
+and noise in training.
 
-reference_ranks.py SEED     fails where they differ from those of a model without either in one process
+reference_ranks.py SEED     fails where they differ from those of a model without either in one
+                            process
 """
 
 import sys
@@ -36,7 +38,9 @@ if __name__ == "__main__":
     expected = logprobs_under(quiet, batch)
     for engine, strategy in STRATEGIES.items():
         model = noisy(seed, is_context=strategy.context_parallel_degree > 1)
-        made = parallelize(model, objective.loss, dist_ctx=ranks, dtype=torch.float32, options=strategy)
+        made = parallelize(
+            model, objective.loss, dist_ctx=ranks, dtype=torch.float32, options=strategy
+        )
         found = ReferenceModel(made).add_logprobs(replace(batch, rng_keys=keys))
         assert found.rng_keys is keys  # the policy still draws from them
         assert (found.extra("reference_logprobs") - expected).abs().max() <= 1e-5, engine

@@ -1,6 +1,7 @@
 """Run in every rank: several whole runs, one after another, in one set of processes.
 
-    several_runs.py CASES.json     a list of command lines of verbs that train; those without a verb are of pretrain
+    several_runs.py CASES.json     a list of command lines of verbs that train; those without a verb
+                                   are of pretrain
 
 Starting ranks costs more than a tiny run, so that many cases share one start.
 """
@@ -17,7 +18,8 @@ if __name__ == "__main__":
     standard = sys.stdout, sys.stderr
     for words in json.loads(Path(sys.argv[1]).read_text()):
         verb, rest = ("pretrain", words) if words[0].startswith("-") else (words[0], words[1:])
-        gc.freeze()  # what is there already, modules above all, need not be looked through at each run
+        # What is there already, modules above all, need not be looked through at each run.
+        gc.freeze()
         status = stages.run_stage(parse_config(STAGES[verb], rest))
         sys.stdout, sys.stderr = standard
         assert status == 0, f"{words}: status {status}"

@@ -1,7 +1,8 @@
-"""The model configs that strategies are tried on: untied and tied heads, grouped and single key heads, biases, GPT-2.
+"""The model configs that strategies are tried on: untied and tied heads, grouped and single key
+heads, biases, GPT-2.
 
-`make test` runs a sample of the cases in which every model config, every number of ranks and every pair of settings of the
-cases that are not compiled appears; the rest of the matrix is marked slow.
+`make test` runs a sample of the cases in which every model config, every number of ranks and every
+pair of settings of the cases that are not compiled appears; the rest of the matrix is marked slow.
 """
 
 from collections.abc import Iterator
@@ -21,11 +22,18 @@ _SIZES = {"vocab_size": 131, "hidden_size": 30, "num_hidden_layers": 3, "num_att
 _EVEN = {"vocab_size": 132, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
 SHAPES = {
     "llama": SMALL_MODEL,
-    "tied": ModelConfig(intermediate_size=42, num_key_value_heads=1, tie_word_embeddings=True, **_SIZES),
+    "tied": ModelConfig(
+        intermediate_size=42, num_key_value_heads=1, tie_word_embeddings=True, **_SIZES
+    ),
     "qwen3": ModelConfig(model_type="qwen3", intermediate_size=42, qk_norm=True, **_SIZES),
-    "gpt2": ModelConfig(model_type="gpt2", tie_word_embeddings=True, max_position_embeddings=64, **_SIZES),
-    # For tensor, context and pipeline parallelism: sizes that divide, with everything that is split in a special way.
-    "split qwen3": ModelConfig(model_type="qwen3", intermediate_size=44, num_key_value_heads=2, qk_norm=True, **_EVEN),
+    "gpt2": ModelConfig(
+        model_type="gpt2", tie_word_embeddings=True, max_position_embeddings=64, **_SIZES
+    ),
+    # For tensor, context and pipeline parallelism: sizes that divide, with everything that is split
+    # in a special way.
+    "split qwen3": ModelConfig(
+        model_type="qwen3", intermediate_size=44, num_key_value_heads=2, qk_norm=True, **_EVEN
+    ),
     "split tied": ModelConfig(
         intermediate_size=44,
         attention_bias=True,
@@ -34,10 +42,20 @@ SHAPES = {
         tie_word_embeddings=True,
         **_EVEN,
     ),
-    "split gpt2": ModelConfig(model_type="gpt2", max_position_embeddings=64, tie_word_embeddings=False, **_EVEN),
-    # Norms over channels that tensor parallelism splits; two kinds of rotary positions, two of masks.
-    # Larger weights, since a norm divides what the small ones give: its gradient has as much more rounding.
-    "olmo2": ModelConfig(model_type="olmo2", intermediate_size=44, num_key_value_heads=2, initializer_range=0.2, **_EVEN),
+    "split gpt2": ModelConfig(
+        model_type="gpt2", max_position_embeddings=64, tie_word_embeddings=False, **_EVEN
+    ),
+    # Norms over channels that tensor parallelism splits; two kinds of rotary positions, two of
+    # masks.
+    # Larger weights, since a norm divides what the small ones give: its gradient has as much more
+    # rounding.
+    "olmo2": ModelConfig(
+        model_type="olmo2",
+        intermediate_size=44,
+        num_key_value_heads=2,
+        initializer_range=0.2,
+        **_EVEN,
+    ),
     "gemma3": ModelConfig(
         model_type="gemma3_text",
         intermediate_size=44,
@@ -104,13 +122,31 @@ CASES_OF_SPLIT_SHAPES = {
     "split qwen3": ("tensor 2", "context 2", "pipeline 2, activation", "pipeline 2, inter"),
     "split tied": ("tensor 2", "context 2"),
     "split gpt2": ("context 2", "pipeline 2, 4"),
-    "mixture": (*CASES_OF_SHAPES, "fsdp2, checkpointing full", "tensor 2", "context 2", "pipeline 2, inter"),
-    "latents": ("fsdp1 full", "fsdp2, checkpointing full", "fsdp2, CPU", "tensor 2", "context 2", "pipeline 2, inter"),
-    **dict.fromkeys(("olmo2", "gemma3"), (*CASES_OF_SHAPES, "tensor 2", "context 2", "pipeline 2, inter")),
+    "mixture": (
+        *CASES_OF_SHAPES,
+        "fsdp2, checkpointing full",
+        "tensor 2",
+        "context 2",
+        "pipeline 2, inter",
+    ),
+    "latents": (
+        "fsdp1 full",
+        "fsdp2, checkpointing full",
+        "fsdp2, CPU",
+        "tensor 2",
+        "context 2",
+        "pipeline 2, inter",
+    ),
+    **dict.fromkeys(
+        ("olmo2", "gemma3"), (*CASES_OF_SHAPES, "tensor 2", "context 2", "pipeline 2, inter")
+    ),
 }
 # Which cases of these are in `make test`, by number of ranks and model config.
 SAMPLE: dict[int, dict[str, tuple[str, ...]]] = {
-    1: {"llama": ("one process, 2 micro-batches", "fsdp2 full-shard"), "gpt2": ("fsdp2, CPU offload",)},
+    1: {
+        "llama": ("one process, 2 micro-batches", "fsdp2 full-shard"),
+        "gpt2": ("fsdp2, CPU offload",),
+    },
     2: {
         "llama": (
             "ddp, checkpointing full, 2 micro-batches",
@@ -151,8 +187,16 @@ SAMPLE: dict[int, dict[str, tuple[str, ...]]] = {
             "experts 2 × context 2, checkpointing selective-ops",
             "experts 2 grad-shard, CPU offload",
         ),
-        "latents": ("fsdp1 full-shard", "tensor 2", "context 2", "pipeline 2, interleaved, 4 micro-batches"),
-        "latent experts": ("experts 2 × tensor 2", "experts 2, checkpointing full, 2 micro-batches"),
+        "latents": (
+            "fsdp1 full-shard",
+            "tensor 2",
+            "context 2",
+            "pipeline 2, interleaved, 4 micro-batches",
+        ),
+        "latent experts": (
+            "experts 2 × tensor 2",
+            "experts 2, checkpointing full, 2 micro-batches",
+        ),
     },
     3: {"llama": ("ddp", "fsdp2 grad-shard")},
     4: {
@@ -179,14 +223,22 @@ SAMPLE: dict[int, dict[str, tuple[str, ...]]] = {
 
 
 def setting_pairs(case: ParityCase) -> set[tuple[tuple[str, object], tuple[str, object]]]:
-    """Every pair of what distinguishes a case from others: its engine, sharding, degrees and ways to save memory."""
+    """Every pair of what distinguishes a case from others: its engine, sharding, degrees and ways
+    to save memory.
+    """
     options = case.options.model_dump()
-    settings = {name: options[name] for name in ("engine", "sharding", "activation_checkpointing", "cpu_offload")}
-    settings |= {name: value for name, value in options.items() if name.endswith("_parallel_degree")}
+    settings = {
+        name: options[name]
+        for name in ("engine", "sharding", "activation_checkpointing", "cpu_offload")
+    }
+    settings |= {
+        name: value for name, value in options.items() if name.endswith("_parallel_degree")
+    }
     return set(combinations(sorted({**settings, "accumulation": case.accumulation}.items()), 2))
 
 
-# Cases that cut batches, sequences, blocks or the sequence dimension differently, or recompute some of them.
+# Cases that cut batches, sequences, blocks or the sequence dimension differently, or recompute some
+# of them.
 CASES_OF_DROPOUT = {
     "llama": (
         "one process",
@@ -224,7 +276,8 @@ SAMPLE_OF_LORA: dict[int, dict[str, tuple[str, ...]]] = {
     },
 }
 
-# Cases in which frozen and trained parameters share a unit, bucket or flat tensor, or are recomputed.
+# Cases in which frozen and trained parameters share a unit, bucket or flat tensor, or are
+# recomputed.
 CASES_OF_LORA = {
     "llama": (
         "ddp",
@@ -241,7 +294,11 @@ CASES_OF_LORA = {
     "gpt2": ("ddp", "fsdp1 grad", "fsdp2 full", "fsdp2, checkpointing selective-ops"),
     "split gpt2": ("pipeline 2",),
     "mixture": ("ddp", "fsdp1 full", "fsdp2 full", "fsdp2, checkpointing full", "pipeline 2"),
-    "experts": ("experts 2 × pipeline 2", "experts 2, checkpointing full, 2", "experts 2 grad-shard"),
+    "experts": (
+        "experts 2 × pipeline 2",
+        "experts 2, checkpointing full, 2",
+        "experts 2 grad-shard",
+    ),
     "latent experts": ("experts 2, checkpointing full, 2",),
 }
 
@@ -249,24 +306,40 @@ CASES_OF_LORA = {
 def shapes_on(world_size: int) -> list[str]:
     """Which model configs are tried on this number of ranks."""
     mixtures = ["mixture", "latents", "experts", "latent experts"]
-    shapes = {1: ["llama", "gpt2"], 2: list(SHAPES), 4: ["llama", *mixtures], 6: ["experts"], 8: ["experts"]}
+    shapes = {
+        1: ["llama", "gpt2"],
+        2: list(SHAPES),
+        4: ["llama", *mixtures],
+        6: ["experts"],
+        8: ["experts"],
+    }
     return shapes.get(world_size, ["llama"])
 
 
 def chosen_cases(shape: str, world_size: int) -> list[ParityCase]:
-    """The cases that are tried on a model config. Compiled ones, which take a quarter of a minute each, on two only: one whose
-    vocabulary tensor parallelism does not split, and one whose it splits."""
+    """The cases that are tried on a model config.
+
+    Compiled ones, which take a quarter of a minute each, on two only: one whose vocabulary tensor
+    parallelism does not split, and one whose it splits.
+    """
     if shape in ("experts", "latent experts"):
         cases = expert_parallel_cases(world_size)
         return cases if shape == "experts" else _balanced_in_all_ways(cases)
-    cases = strategy_cases(world_size, compile_model=shape in ("llama", "olmo2", "mixture", "latents") and world_size == 2)
+    cases = strategy_cases(
+        world_size,
+        compile_model=shape in ("llama", "olmo2", "mixture", "latents") and world_size == 2,
+    )
     if shape == "llama":
         return cases
     if shape == "latents":
         cases = _balanced_in_all_ways(cases)
     if shape in ("split qwen3", "olmo2"):
         cases = [replace(case, change_model=_follow_a_base_model) for case in cases]
-    return [case for case in cases if case.name.startswith(CASES_OF_SPLIT_SHAPES.get(shape, CASES_OF_SHAPES))]
+    return [
+        case
+        for case in cases
+        if case.name.startswith(CASES_OF_SPLIT_SHAPES.get(shape, CASES_OF_SHAPES))
+    ]
 
 
 def _balanced_in_all_ways(cases: list[ParityCase]) -> list[ParityCase]:
@@ -303,16 +376,27 @@ def _set_dropout(model: LanguageModel) -> None:
 
 
 def lora_cases(shape: str, world_size: int) -> list[ParityCase]:
-    """The cases that are tried with adapters and their dropout, one of them compiled; on GPT-2 with NEFTune."""
+    """The cases that are tried with adapters and their dropout, one of them compiled; on GPT-2 with
+    NEFTune.
+    """
     # Ranks of a context do not see how long a document is.
     alpha = 5.0 if shape == "gpt2" else 0.0
     cases = _few_compiled(chosen_cases(shape, world_size), CASES_OF_LORA.get(shape, ()))
-    return [replace(case, change_model=partial(_add_lora_and_neftune, alpha=alpha)) for case in cases]
+    return [
+        replace(case, change_model=partial(_add_lora_and_neftune, alpha=alpha)) for case in cases
+    ]
 
 
 # The strategies that quantized matrices are tried with, and how they are stored.
 CASES_OF_QLORA = {
-    "llama": ("ddp", "fsdp2 full", "fsdp2, checkpointing full, compiled", "fsdp2, CPU offload", "context 2", "pipeline 2"),
+    "llama": (
+        "ddp",
+        "fsdp2 full",
+        "fsdp2, checkpointing full, compiled",
+        "fsdp2, CPU offload",
+        "context 2",
+        "pipeline 2",
+    ),
     "gpt2": ("ddp", "fsdp2 full", "fsdp2, checkpointing selective-ops"),
     "mixture": ("ddp", "fsdp2 full", "fsdp2, checkpointing full"),
     # A stage that begins with a quantized matrix: no norm is before attention.
@@ -335,20 +419,35 @@ SAMPLE_OF_QLORA: dict[int, dict[str, tuple[str, ...]]] = {
 
 
 def qlora_cases(shape: str, world_size: int) -> list[ParityCase]:
-    """The cases that are tried with adapters beside matrices in 4 or 8 bits, one of them compiled."""
+    """The cases that are tried with adapters beside matrices in 4 or 8 bits, one of them
+    compiled.
+    """
     cases = _few_compiled(chosen_cases(shape, world_size), CASES_OF_QLORA.get(shape, ()))
-    return [replace(case, change_model=partial(_add_lora_and_neftune, alpha=0.0, **STORED[shape])) for case in cases]
+    return [
+        replace(case, change_model=partial(_add_lora_and_neftune, alpha=0.0, **STORED[shape]))
+        for case in cases
+    ]
 
 
 def _add_lora_and_neftune(model: LanguageModel, alpha: float, **stored: Any) -> None:
     model.neftune_noise_alpha = alpha
     # Those of experts and routers have no dropout.
     parameters = ("gate_up_proj", "down_proj", "gate.weight") if model.config.num_experts else ()
-    add_lora(model, LoraConfig(3, 6.0, target_parameters=parameters, dropout=0.0 if parameters else 0.1, **stored))
+    add_lora(
+        model,
+        LoraConfig(
+            3, 6.0, target_parameters=parameters, dropout=0.0 if parameters else 0.1, **stored
+        ),
+    )
 
 
 CASES = {"plain": chosen_cases, "dropout": dropout_cases, "lora": lora_cases, "qlora": qlora_cases}
-SAMPLES = {"plain": SAMPLE, "dropout": SAMPLE_OF_DROPOUT, "lora": SAMPLE_OF_LORA, "qlora": SAMPLE_OF_QLORA}
+SAMPLES = {
+    "plain": SAMPLE,
+    "dropout": SAMPLE_OF_DROPOUT,
+    "lora": SAMPLE_OF_LORA,
+    "qlora": SAMPLE_OF_QLORA,
+}
 
 
 def select_cases(kind: str, which: str, world_size: int) -> dict[str, list[ParityCase]]:
@@ -361,6 +460,8 @@ def select_cases(kind: str, which: str, world_size: int) -> dict[str, list[Parit
         return cases
     sample = SAMPLES[kind].get(world_size, {})
     return {
-        shape: [case for case in of_shape if (case.name in sample.get(shape, ())) == (which == "sample")]
+        shape: [
+            case for case in of_shape if (case.name in sample.get(shape, ())) == (which == "sample")
+        ]
         for shape, of_shape in cases.items()
     }

@@ -2,8 +2,8 @@
 
     strategies.py FOLDER SEED KIND WHICH     as shapes.select_cases takes them
 
-Writes FOLDER/NAME.json of each case (what it measured, and how far it is from one process) from rank 0, and
-FOLDER/NAME-RANK.json of the memory that each rank held.
+Writes FOLDER/NAME.json of each case (what it measured, and how far it is from one process) from
+rank 0, and FOLDER/NAME-RANK.json of the memory that each rank held.
 """
 
 import json
@@ -21,14 +21,24 @@ from lmforge.core.distributed import distributed as cluster
 from lmforge.core.distributed.distributed import DistributedContext
 from lmforge.core.parallel.precision import missing_for_compile
 from lmforge.lab.bench.bounds import FP32, relative_difference
-from lmforge.lab.bench.parity import OPTIMIZER, ParityCase, ParityData, ParityResult, relative_differences, run_case, run_single
+from lmforge.lab.bench.parity import (
+    OPTIMIZER,
+    ParityCase,
+    ParityData,
+    ParityResult,
+    relative_differences,
+    run_case,
+    run_single,
+)
 from tests.distributed.shapes import SHAPES, select_cases
 from tests.near_ties import near_ties
 from tests.rounding import other_rounding
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Counts the collectives of the training group inside this context, by torch's names for them."""
+    """Counts the collectives of the training group inside this context, by torch's names for
+    them.
+    """
 
     supports_higher_order_operators = True
 
@@ -36,10 +46,15 @@ class CollectiveCounter(TorchDispatchMode):
         super().__init__()
         self.counts: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        namespace, _, name = function.name().rpartition("::")  # a higher-order operator has no namespace
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        # A higher-order operator has no namespace.
+        namespace, _, name = function.name().rpartition("::")
         asks = name.startswith(("exchange_counts", "sizes_by_rank"))  # of expert parallelism
-        if asks or (namespace in ("c10d", "_c10d_functional") and not name.startswith(("wait", "_wrap"))):
+        if asks or (
+            namespace in ("c10d", "_c10d_functional") and not name.startswith(("wait", "_wrap"))
+        ):
             self.counts[name.partition(".")[0].strip("_")] += 1
         return function(*args, **(kwargs or {}))
 
@@ -52,15 +67,19 @@ class DrawnData(ParityData):
 
     def batch(self, step: int, vocab_size: int) -> Batch:
         seed = self.seed + 2**13 * self.again[step]  # seeds are below
-        return ParityData(self.sequences, self.sequence_length, self.steps, seed).batch(step, vocab_size)
+        return ParityData(self.sequences, self.sequence_length, self.steps, seed).batch(
+            step, vocab_size
+        )
 
 
 def run_where_rounding_stays_small(
     case: ParityCase, data: DrawnData, dist_ctx: DistributedContext
 ) -> tuple[DrawnData, ParityResult, ParityResult]:
-    """The results of one process, also with other rounding, on data where that chooses no other expert and does not grow.
+    """The results of one process, also with other rounding, on data where that chooses no other
+    expert and does not grow.
 
-    It grows where a loss spikes: there one process that rounds differently is as far from itself as its splits are from it.
+    It grows where a loss spikes: there one process that rounds differently is as far from itself as
+    its splits are from it.
     """
     while True:
         with near_ties() as found:
@@ -68,10 +87,14 @@ def run_where_rounding_stays_small(
         with other_rounding():
             rounded = run_single(case, data, dist_ctx)
         mixtures = case.model_config.sparse_layers.count(True)
-        near = [sum(found[step * mixtures : (step + 1) * mixtures]) > 0 for step in range(data.steps)]
+        near = [
+            sum(found[step * mixtures : (step + 1) * mixtures]) > 0 for step in range(data.steps)
+        ]
         apart = map(relative_difference, rounded.grad_norms, result.grad_norms)
         # What follows a spike may differ because of it.
-        spike = next((step for step, each in enumerate(apart) if each > FP32.gradient_norm / 2), None)
+        spike = next(
+            (step for step, each in enumerate(apart) if each > FP32.gradient_norm / 2), None
+        )
         if not any(near) and spike is None:
             return data, result, rounded
         again = [times + (near[step] or step == spike) for step, times in enumerate(data.again)]
@@ -80,9 +103,16 @@ def run_where_rounding_stays_small(
 
 
 def _with_norm_offset(result: ParityResult, case: ParityCase) -> ParityResult:
-    """With what norms multiply by instead of their weights, where that is more: the weights themselves begin at 0."""
+    """With what norms multiply by instead of their weights, where that is more: the weights
+    themselves begin at 0.
+    """
     offset = case.model_config.family.norm_offset or 0.0
-    return replace(result, weights={name: each + offset if each.ndim == 1 else each for name, each in result.weights.items()})
+    return replace(
+        result,
+        weights={
+            name: each + offset if each.ndim == 1 else each for name, each in result.weights.items()
+        },
+    )
 
 
 if __name__ == "__main__":
@@ -105,7 +135,9 @@ if __name__ == "__main__":
             collectives = CollectiveCounter()
             result = _with_norm_offset(run_case(case, data, dist_ctx, collectives), case)
             name = f"{shape} {case.name}"
-            (folder / f"{name}-{dist_ctx.rank_info.rank}.json").write_text(json.dumps(result.memory_bytes))
+            (folder / f"{name}-{dist_ctx.rank_info.rank}.json").write_text(
+                json.dumps(result.memory_bytes)
+            )
             if reference is not None:
                 content = {
                     "losses": result.losses,

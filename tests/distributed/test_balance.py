@@ -1,4 +1,6 @@
-"""Runs whose experts are balanced in all ways: cut into legs on other ranks, with other micro-batches."""
+"""Runs whose experts are balanced in all ways: cut into legs on other ranks, with other
+micro-batches.
+"""
 
 import json
 from pathlib import Path
@@ -28,21 +30,42 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(folder: Path, recipe: Recipe, lmforge: Command, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def whole(
+    folder: Path, recipe: Recipe, lmforge: Command, tmp_path_factory: pytest.TempPathFactory
+) -> Run:
     place = tmp_path_factory.mktemp("whole")
     train(lmforge, recipe, folder, place, 6, 1, "--run.name", "run rounded", **OTHER_ROUNDING)
     return train(lmforge, recipe, folder, place, 6, 1)
 
 
 def train(
-    lmforge: Command, recipe: Recipe, source: Path, folder: Path, steps: int, ranks: int, *more: str, **variables: str
+    lmforge: Command,
+    recipe: Recipe,
+    source: Path,
+    folder: Path,
+    steps: int,
+    ranks: int,
+    *more: str,
+    **variables: str,
 ) -> Run:
     words = without_model(
-        recipe(folder, "run", "--model.source", str(source), "--model.load_weights", "false", *BALANCED, *more)
+        recipe(
+            folder,
+            "run",
+            "--model.source",
+            str(source),
+            "--model.load_weights",
+            "false",
+            *BALANCED,
+            *more,
+        )
     )
     done = lmforge("pretrain", *words, "--train.steps", steps, ranks=ranks, **variables)
     assert done.returncode == 0, done.stderr
-    for said in ("a loss of weight 0.5 over the global batch, with the choices of the one before", "biases that move by 0.01"):
+    for said in (
+        "a loss of weight 0.5 over the global batch, with the choices of the one before",
+        "biases that move by 0.01",
+    ):
         assert said in done.stdout
     return Run(folder / "run")
 
@@ -50,12 +73,25 @@ def train(
 def without_model(words: list[str]) -> list[str]:
     """Without the sizes of the model that a recipe names."""
     pairs = zip(words[::2], words[1::2], strict=True)
-    own = ("source", "load_weights", "router_aux_loss_scope", "router_z_loss_coef", "bias_update_speed")
-    return [word for pair in pairs if not pair[0].startswith("--model.") or pair[0].endswith(own) for word in pair]
+    own = (
+        "source",
+        "load_weights",
+        "router_aux_loss_scope",
+        "router_z_loss_coef",
+        "bias_update_speed",
+    )
+    return [
+        word
+        for pair in pairs
+        if not pair[0].startswith("--model.") or pair[0].endswith(own)
+        for word in pair
+    ]
 
 
 @pytest.mark.parametrize(
-    "more", [["--train.micro_batch_size", "2"], pytest.param(PIPELINE, marks=pytest.mark.slow)], ids=["fsdp2", "pipeline"]
+    "more",
+    [["--train.micro_batch_size", "2"], pytest.param(PIPELINE, marks=pytest.mark.slow)],
+    ids=["fsdp2", "pipeline"],
 )
 def test_a_run_that_is_cut_and_continued_on_other_ranks_is_the_uncut_one(
     more: list[str], folder: Path, whole: Run, recipe: Recipe, lmforge: Command, tmp_path: Path
@@ -63,6 +99,10 @@ def test_a_run_that_is_cut_and_continued_on_other_ranks_is_the_uncut_one(
     train(lmforge, recipe, folder, tmp_path, 3, 2, *more)
     cut = train(lmforge, recipe, folder, tmp_path, 6, 1, "--train.micro_batch_size", "3")
     assert_agree(cut, whole, validated=False)
-    biases = [tensor for name, tensor in weights(whole).items() if name.endswith("e_score_correction_bias")]
+    biases = [
+        tensor
+        for name, tensor in weights(whole).items()
+        if name.endswith("e_score_correction_bias")
+    ]
     assert len(biases) == 3
     assert all(0 < float(each.abs().max()) <= 0.06 + 1e-6 for each in biases)

@@ -1,4 +1,6 @@
-"""A checkpoint written under any strategy can be resumed under any other, including the optimizer's state."""
+"""A checkpoint written under any strategy can be resumed under any other, including the optimizer's
+state.
+"""
 
 import shutil
 from collections.abc import Iterable
@@ -25,11 +27,20 @@ WRITERS: dict[str, tuple[int, list[str]]] = {
     "single": (1, SAMPLES),
     "tied single": (1, TIED),
     "bf16 single": (1, BF16),
-    "ddp on 2": (2, ["--parallel.engine", "ddp", "--parallel.activation_checkpointing", "selective-ops"]),
+    "ddp on 2": (
+        2,
+        ["--parallel.engine", "ddp", "--parallel.activation_checkpointing", "selective-ops"],
+    ),
     "fsdp1 on 2": (2, [*FSDP1, *SAMPLES]),
     "tied fsdp1 on 2": (2, [*FSDP1, *TIED]),
-    "fsdp2 offloaded on 2": (2, ["--parallel.cpu_offload", "--parallel.activation_checkpointing", "full", *SAMPLES]),
-    "context of 2, grad-shard": (2, ["--parallel.context_parallel_degree", "2", "--parallel.sharding", "grad-shard", *SAMPLES]),
+    "fsdp2 offloaded on 2": (
+        2,
+        ["--parallel.cpu_offload", "--parallel.activation_checkpointing", "full", *SAMPLES],
+    ),
+    "context of 2, grad-shard": (
+        2,
+        ["--parallel.context_parallel_degree", "2", "--parallel.sharding", "grad-shard", *SAMPLES],
+    ),
     "tensor on 2": (2, TENSOR),
     "tied tensor on 2": (2, [*TENSOR, *TIED]),
     "fsdp1 hybrid on 4": (4, [*FSDP1, *HYBRID, "hybrid-full-shard"]),
@@ -46,17 +57,37 @@ READERS: dict[str, tuple[str, int, list[str]]] = {
     "single, then fsdp1 on 2": ("single", 2, [*FSDP1, "--parallel.sharding", "grad-shard"]),
     "tied single, then fsdp1 on 2": ("tied single", 2, FSDP1),
     "bf16 single, then fsdp2 on 2": ("bf16 single", 2, BF16),
-    "fsdp1 hybrid on 4, then fsdp2 offloaded on 2": ("fsdp1 hybrid on 4", 2, ["--parallel.cpu_offload"]),
-    "ddp on 2, then tensor and fsdp2 hybrid on 4": ("ddp on 2", 4, [*TENSOR, *HYBRID, "hybrid-grad-shard"]),
-    "fsdp2 offloaded on 2, then no-shard on 4": ("fsdp2 offloaded on 2", 4, ["--parallel.sharding", "no-shard"]),
+    "fsdp1 hybrid on 4, then fsdp2 offloaded on 2": (
+        "fsdp1 hybrid on 4",
+        2,
+        ["--parallel.cpu_offload"],
+    ),
+    "ddp on 2, then tensor and fsdp2 hybrid on 4": (
+        "ddp on 2",
+        4,
+        [*TENSOR, *HYBRID, "hybrid-grad-shard"],
+    ),
+    "fsdp2 offloaded on 2, then no-shard on 4": (
+        "fsdp2 offloaded on 2",
+        4,
+        ["--parallel.sharding", "no-shard"],
+    ),
 }
 # Only in make test-all: these, whoever reads what they wrote, and one more reader.
-SLOW = ("tied ", "tensor and pipeline on 4", "fsdp1 hybrid on 4", "fsdp2 offloaded on 2, then no-shard on 4")
+SLOW = (
+    "tied ",
+    "tensor and pipeline on 4",
+    "fsdp1 hybrid on 4",
+    "fsdp2 offloaded on 2, then no-shard on 4",
+)
 BF16_MASTERS = ["--train.master_dtype", "bf16"]
 
 
 def cases(names: Iterable[str]) -> list[ParameterSet]:
-    return [pytest.param(name, marks=[pytest.mark.slow] if name.startswith(SLOW) else []) for name in names]
+    return [
+        pytest.param(name, marks=[pytest.mark.slow] if name.startswith(SLOW) else [])
+        for name in names
+    ]
 
 
 class Runs(dict[str, Run]):
@@ -75,7 +106,9 @@ class Runs(dict[str, Run]):
         writers = {name: case for name, case in WRITERS.items() if name.startswith(SLOW) == slow}
         readers = {name: case for name, case in READERS.items() if name.startswith(SLOW) == slow}
         for ranks in (1, 2, 4):
-            lines = [self._line(name, *more) for name, (count, more) in writers.items() if count == ranks]
+            lines = [
+                self._line(name, *more) for name, (count, more) in writers.items() if count == ranks
+            ]
             run_cases(ranks, lines, self._folder)
         for name, (writer, _, _) in readers.items():
             ignored = shutil.ignore_patterns(".lock", "step-00000006")
@@ -114,14 +147,22 @@ def test_ranks_that_split_the_model_begin_from_a_folder_and_keep_their_masters_i
         lines = [recipe(tmp_path, begun, *SCHEDULE, *source, *own)]
         lines.append(recipe(tmp_path, f"bf16 {begun}", *SCHEDULE, *source, *BF16_MASTERS, *own))
         run_cases(ranks, lines, tmp_path)
-    assert losses(Run(tmp_path / name)) == pytest.approx(losses(Run(tmp_path / "single")), rel=bounds.FP32.loss)
+    assert losses(Run(tmp_path / name)) == pytest.approx(
+        losses(Run(tmp_path / "single")), rel=bounds.FP32.loss
+    )
     narrow = losses(Run(tmp_path / "bf16 single"), "val/loss")
-    assert losses(Run(tmp_path / f"bf16 {name}"), "val/loss") == pytest.approx(narrow, rel=bounds.BF16_STATES.loss)
+    assert losses(Run(tmp_path / f"bf16 {name}"), "val/loss") == pytest.approx(
+        narrow, rel=bounds.BF16_STATES.loss
+    )
     assert losses(Run(tmp_path / "single"))[1] < losses(runs["single"])[1] - 0.05
 
 
 def reference(runs: Runs, name: str) -> dict[int, float]:
-    return losses(runs[next((model for model in ("tied single", "bf16 single") if model[:4] in name), "single")])
+    return losses(
+        runs[
+            next((model for model in ("tied single", "bf16 single") if model[:4] in name), "single")
+        ]
+    )
 
 
 @pytest.mark.parametrize("name", cases(name for name in WRITERS if not name.endswith("single")))
@@ -130,10 +171,14 @@ def test_a_run_is_the_same_run_under_every_strategy(runs: Runs, name: str) -> No
 
 
 @pytest.mark.parametrize("name", cases(READERS))
-def test_a_checkpoint_continues_under_another_strategy_with_the_same_losses(runs: Runs, name: str) -> None:
+def test_a_checkpoint_continues_under_another_strategy_with_the_same_losses(
+    runs: Runs, name: str
+) -> None:
     log = runs[name].log_path(2, 0).read_text()
     assert "from step 3" in log
-    assert losses(runs[name]) == pytest.approx(reference(runs, name), rel=(bounds.BF16 if "bf16" in name else bounds.FP32).loss)
+    assert losses(runs[name]) == pytest.approx(
+        reference(runs, name), rel=(bounds.BF16 if "bf16" in name else bounds.FP32).loss
+    )
 
 
 def test_the_losses_that_are_compared_change_with_each_step(runs: Runs) -> None:

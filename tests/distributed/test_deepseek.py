@@ -1,4 +1,6 @@
-"""DeepSeek-V3 from a folder as it is published, through tuning whose experts are split, to the server."""
+"""DeepSeek-V3 from a folder as it is published, through tuning whose experts are split, to the
+server.
+"""
 
 import json
 from collections.abc import Callable
@@ -33,7 +35,9 @@ def answer(content: str) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def folder(recipe: Recipe, lmforge: Command, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`published`: in float8, with a layer that predicts further tokens; and runs that begin with it, on one rank and two."""
+    """`published`: in float8, with a layer that predicts further tokens; and runs that begin with
+    it, on one rank and two.
+    """
     folder = tmp_path_factory.mktemp("deepseek")
     content: dict[str, Any] = to_config_json(SHAPES["latent experts"]) | {"vocab_size": 512}
     (folder / "shape").mkdir()
@@ -43,16 +47,36 @@ def folder(recipe: Recipe, lmforge: Command, tmp_path_factory: pytest.TempPathFa
     run(lmforge, "export", folder / "base", folder / "published")
     quantized(folder / "published", (16, 8))
     tensors = load_file(folder / "published" / "model.safetensors")
-    save_file({**tensors, "model.layers.4.eh_proj.weight": torch.zeros(3)}, folder / "published" / "model.safetensors")
+    save_file(
+        {**tensors, "model.layers.4.eh_proj.weight": torch.zeros(3)},
+        folder / "published" / "model.safetensors",
+    )
     config = json.loads((folder / "published" / "config.json").read_text())
-    (folder / "published" / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    (folder / "published" / "config.json").write_text(
+        json.dumps(config | {"num_nextn_predict_layers": 1})
+    )
     chats = [{"messages": QUESTION + answer(str(number))} for number in range(24)]
-    pairs = [{"prompt": QUESTION, "chosen": answer(str(number)), "rejected": answer("none")} for number in range(24)]
+    pairs = [
+        {"prompt": QUESTION, "chosen": answer(str(number)), "rejected": answer("none")}
+        for number in range(24)
+    ]
     for name, records in (("chats", chats), ("pairs", pairs)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        (folder / f"{name}.jsonl").write_text(
+            "".join(json.dumps(record) + "\n" for record in records)
+        )
     lora = ["--lora.rank", 3, "--lora.target_parameters", *PARAMETERS]
     for ranks, split in ((1, []), (2, ["--parallel.expert_parallel_degree", 2])):
-        said = tune(lmforge, folder, "sft", f"sft {ranks}", ranks, "published", "--optimizer.name", "muon", *split)
+        said = tune(
+            lmforge,
+            folder,
+            "sft",
+            f"sft {ranks}",
+            ranks,
+            "published",
+            "--optimizer.name",
+            "muon",
+            *split,
+        )
         assert f"{folder}/published, {SAID}" in said
         tune(lmforge, folder, "sft", f"lora {ranks}", ranks, "published", *lora, *split)
         tune(lmforge, folder, "align", f"dpo {ranks}", ranks, "sft 1", *split)
@@ -65,7 +89,9 @@ def run(lmforge: Command, *words: object, ranks: int = 1) -> str:
     return done.stdout + done.stderr
 
 
-def tune(lmforge: Command, folder: Path, verb: str, name: str, ranks: int, source: str, *more: object) -> str:
+def tune(
+    lmforge: Command, folder: Path, verb: str, name: str, ranks: int, source: str, *more: object
+) -> str:
     words: dict[str, object] = {
         "model.source": folder / source,
         "model.router_aux_loss_scope": "global_batch",
@@ -85,20 +111,32 @@ def tune(lmforge: Command, folder: Path, verb: str, name: str, ranks: int, sourc
         "schedule.name": "constant",
         "log.every_steps": 1,
     }
-    return run(lmforge, verb, *(word for name, value in words.items() for word in (f"--{name}", value)), *more, ranks=ranks)
+    return run(
+        lmforge,
+        verb,
+        *(word for name, value in words.items() for word in (f"--{name}", value)),
+        *more,
+        ranks=ranks,
+    )
 
 
 @pytest.mark.parametrize("name", TUNED)
-def test_tuning_with_experts_split_over_ranks_is_that_of_one_process(name: str, folder: Path) -> None:
+def test_tuning_with_experts_split_over_ranks_is_that_of_one_process(
+    name: str, folder: Path
+) -> None:
     whole, split = Run(folder / f"{name} 1"), Run(folder / f"{name} 2")
     assert losses(whole)[4] < losses(whole)[1]
     assert losses(split) == pytest.approx(losses(whole), rel=2 * FP32.loss)
     found = weights(split)
     for tensor_name, tensor in weights(whole).items():
-        assert weights_difference(tensor_name, found[tensor_name], tensor) <= MUON.weights, tensor_name
+        assert weights_difference(tensor_name, found[tensor_name], tensor) <= MUON.weights, (
+            tensor_name
+        )
 
 
-def test_each_verb_says_once_what_was_dequantized_and_what_is_left_unread(folder: Path, lmforge: Command) -> None:
+def test_each_verb_says_once_what_was_dequantized_and_what_is_left_unread(
+    folder: Path, lmforge: Command
+) -> None:
     for words in (
         ["generate", folder / "published", "a"],
         ["evaluate", folder / "published", "--data", folder / "chats.jsonl"],

@@ -8,7 +8,11 @@ import torch
 
 from lmforge.core.errors import UserError
 from lmforge.core.records.runs import Run
-from lmforge.core.steps.determinism import REQUIRED_ENVIRONMENT, explain_nondeterministic_op, set_determinism
+from lmforge.core.steps.determinism import (
+    REQUIRED_ENVIRONMENT,
+    explain_nondeterministic_op,
+    set_determinism,
+)
 from tests.distributed.conftest import HERE, Recipe, losses, weights
 from tests.preloaded import on_ranks
 
@@ -20,7 +24,9 @@ def folder(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two runs with the option, with dropout and micro-batches, and one without."""
     folder = tmp_path_factory.mktemp("deterministic")
     more = ["--model.dropout", "0.1", "--train.micro_batch_size", "3", "--train.steps", "4"]
-    lines = [recipe(folder, name, *more, "--deterministic") for name in ("a", "b")] + [recipe(folder, "usual", *more)]
+    lines = [recipe(folder, name, *more, "--deterministic") for name in ("a", "b")] + [
+        recipe(folder, "usual", *more)
+    ]
     (folder / "cases.json").write_text(json.dumps(lines))
     on_ranks(RANKS, HERE / "deterministic_ranks.py", folder, folder, folder / "cases.json")
     return folder
@@ -30,12 +36,20 @@ def test_determinism_is_set_on_every_rank(folder: Path) -> None:
     for rank in range(RANKS):
         for name in ("a", "b"):
             settings = json.loads((folder / f"{name}-{rank}.json").read_text())
-            assert (settings["algorithms"], settings["cudnn"], settings["warn_only"]) == (True, True, False)
-            assert settings["environment"] == {variable: values[0] for variable, values in REQUIRED_ENVIRONMENT.items()}
+            assert (settings["algorithms"], settings["cudnn"], settings["warn_only"]) == (
+                True,
+                True,
+                False,
+            )
+            assert settings["environment"] == {
+                variable: values[0] for variable, values in REQUIRED_ENVIRONMENT.items()
+            }
         assert not json.loads((folder / f"usual-{rank}.json").read_text())["algorithms"]
 
 
-def test_two_runs_have_the_same_bits_and_on_a_cpu_so_has_one_without_the_option(folder: Path) -> None:
+def test_two_runs_have_the_same_bits_and_on_a_cpu_so_has_one_without_the_option(
+    folder: Path,
+) -> None:
     first = Run(folder / "a")
     for name in ("b", "usual"):
         assert losses(Run(folder / name)) == losses(first)
@@ -52,7 +66,9 @@ def test_an_environment_that_says_otherwise_is_refused(monkeypatch: pytest.Monke
     for variable, values in REQUIRED_ENVIRONMENT.items():
         monkeypatch.setenv(variable, values[0])
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
-    with pytest.raises(UserError, match=r"CUBLAS_WORKSPACE_CONFIG=:0:0 is set, .* unset it or set it to :4096:8$"):
+    with pytest.raises(
+        UserError, match=r"CUBLAS_WORKSPACE_CONFIG=:0:0 is set, .* unset it or set it to :4096:8$"
+    ):
         set_determinism(True)
     assert not torch.are_deterministic_algorithms_enabled()
     set_determinism(False)  # nobody asked

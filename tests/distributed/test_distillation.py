@@ -1,4 +1,6 @@
-"""Complete runs of distillation: the same on any ranks and from where it was stopped, and what is refused."""
+"""Complete runs of distillation: the same on any ranks and from where it was stopped, and what is
+refused.
+"""
 
 import json
 import os
@@ -23,7 +25,12 @@ from lmforge.core.records.runs import Run
 from lmforge.core.stages.inputs import RunInputs
 from lmforge.hf.pretrained import find_pretrained
 from lmforge.lab.bench.bounds import FP32
-from lmforge.post.distillation.stored import StoredPacking, begin_stored, distilled_datasets, record_dtype
+from lmforge.post.distillation.stored import (
+    StoredPacking,
+    begin_stored,
+    distilled_datasets,
+    record_dtype,
+)
 from lmforge.post.distillation.teacher import open_distill_inputs
 from lmforge.post.distillation.teacher_server import TeacherServer
 from lmforge.post.options.tuning import DistillConfig
@@ -35,7 +42,16 @@ from tests.serve.conftest import Server, serving  # noqa: F401 - a fixture
 
 STEPS = 4
 PADDING = 7  # ids more in the teacher's head
-SAMPLED = ("--distill.lmbda", 0.5, "--data.packing", "none", "--distill.max_completion_length", 12, "--train.seed", 4)
+SAMPLED = (
+    "--distill.lmbda",
+    0.5,
+    "--data.packing",
+    "none",
+    "--distill.max_completion_length",
+    12,
+    "--train.seed",
+    4,
+)
 RECORD = record_dtype(8)
 
 
@@ -49,14 +65,23 @@ def drawn(folder: Path) -> tuple[object, ...]:
 
 @dataclass(frozen=True)
 class World:
-    """Where everything is: a student, a teacher of the same tokenizer, conversations, and runs by name."""
+    """Where everything is: a student, a teacher of the same tokenizer, conversations, and runs by
+    name.
+    """
 
     folder: Path
 
     def run(self, name: str) -> Run:
         return Run(self.folder / name)
 
-    def words(self, name: str, *more: object, teacher: str = "teacher", steps: int = STEPS, verb: str = "distill") -> list[str]:
+    def words(
+        self,
+        name: str,
+        *more: object,
+        teacher: str = "teacher",
+        steps: int = STEPS,
+        verb: str = "distill",
+    ) -> list[str]:
         chosen = {
             "model.source": self.folder / "student",
             "run.folder": self.folder,
@@ -80,7 +105,11 @@ class World:
         }
         if verb == "distill":
             chosen |= {"distill.teacher": self.folder / teacher, "distill.kd_ratio": 0.7}
-        return [verb, *(str(word) for pair in chosen.items() for word in (f"--{pair[0]}", pair[1])), *map(str, more)]
+        return [
+            verb,
+            *(str(word) for pair in chosen.items() for word in (f"--{pair[0]}", pair[1])),
+            *map(str, more),
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +120,12 @@ def world(recipe: Recipe, lmforge: Command, tmp_path_factory: pytest.TempPathFac
         for _ in range(160):
             one, other = chance.sample(("apple", "bread", "chair", "door", "engine", "flute"), 2)
             question = {"role": "user", "content": f"Which is first, {one} or {other}?"}
-            file.write(json.dumps({"messages": [question, {"role": "assistant", "content": min(one, other)}]}) + "\n")
+            file.write(
+                json.dumps(
+                    {"messages": [question, {"role": "assistant", "content": min(one, other)}]}
+                )
+                + "\n"
+            )
     larger = ("--model.hidden_size", "48", "--model.num_hidden_layers", "4", "--train.steps", "12")
     run_cases(1, [recipe(folder, "student"), recipe(folder, "teacher", *larger)], folder)
     assert lmforge("export", folder / "teacher", folder / "padded").returncode == 0
@@ -106,7 +140,8 @@ def world(recipe: Recipe, lmforge: Command, tmp_path_factory: pytest.TempPathFac
         world.words("online resumed", "--train.steps", 3),
         world.words("online resumed"),
         world.words("stored all", *stored(folder / "all", 10_000), steps=2),
-        # The second run computes what the first has written no more, and continues with what is missing.
+        # The second run computes what the first has written no more, and continues with what is
+        # missing.
         world.words("stored", *stored(folder / "few"), "--train.steps", 1),
         world.words("drawn", *drawn(folder / "draws")),
         world.words("sampled", *SAMPLED, "--log.predict", "true"),
@@ -118,16 +153,40 @@ def world(recipe: Recipe, lmforge: Command, tmp_path_factory: pytest.TempPathFac
     shutil.copytree(folder / "draws", folder / "draws continued")
     (folder / "draws continued" / "train" / "000000064.npy").unlink()
     two = [
-        world.words("drawn fsdp2", *drawn(folder / "draws fsdp2"), "--parallel.context_parallel_degree", 2, steps=2),
-        world.words("drawn tensor", *drawn(folder / "draws continued"), "--parallel.tensor_parallel_degree", 2, steps=2),
+        world.words(
+            "drawn fsdp2",
+            *drawn(folder / "draws fsdp2"),
+            "--parallel.context_parallel_degree",
+            2,
+            steps=2,
+        ),
+        world.words(
+            "drawn tensor",
+            *drawn(folder / "draws continued"),
+            "--parallel.tensor_parallel_degree",
+            2,
+            steps=2,
+        ),
         world.words("stored", *stored(folder / "few")),
-        world.words("stored tensor", *stored(folder / "tensor"), "--parallel.tensor_parallel_degree", 2, steps=2),
+        world.words(
+            "stored tensor",
+            *stored(folder / "tensor"),
+            "--parallel.tensor_parallel_degree",
+            2,
+            steps=2,
+        ),
         world.words("sampled fsdp2", *SAMPLED, steps=2),
         world.words("online fsdp2"),
         world.words("online ddp", "--parallel.engine", "ddp", steps=2),
         world.words("online fsdp1", "--parallel.engine", "fsdp1", steps=2),
         world.words("online tensor", "--parallel.tensor_parallel_degree", 2),
-        world.words("online padded tensor", "--parallel.tensor_parallel_degree", 2, teacher="padded", steps=2),
+        world.words(
+            "online padded tensor",
+            "--parallel.tensor_parallel_degree",
+            2,
+            teacher="padded",
+            steps=2,
+        ),
         world.words("online context", "--parallel.context_parallel_degree", 2, steps=2),
     ]
     run_cases(2, two, folder)
@@ -139,7 +198,9 @@ def pad_vocabulary(folder: Path) -> None:
     [file], config = folder.glob("*.safetensors"), json.loads((folder / "config.json").read_text())
     tensors = load_file(file)
     for name in {"model.embed_tokens.weight", "lm_head.weight"} & tensors.keys():
-        tensors[name] = torch.cat([tensors[name], torch.full((PADDING, tensors[name].shape[1]), 5.0)])
+        tensors[name] = torch.cat(
+            [tensors[name], torch.full((PADDING, tensors[name].shape[1]), 5.0)]
+        )
     save_file(tensors, file, {"format": "pt"})
     config["vocab_size"] += PADDING
     (folder / "config.json").write_text(json.dumps(config))
@@ -153,7 +214,10 @@ def test_a_line_warns_where_what_is_stored_is_little_of_the_teacher(world: World
 
 def test_a_run_is_predicted_where_it_is_asked_unless_it_samples(world: World) -> None:
     assert "predicted  memory" in world.run("online").log_path(1, 0).read_text()
-    assert "predicted  distill.lmbda = 0.5 is not predicted" in world.run("sampled").log_path(1, 0).read_text()
+    assert (
+        "predicted  distill.lmbda = 0.5 is not predicted"
+        in world.run("sampled").log_path(1, 0).read_text()
+    )
     assert "predicted  " not in world.run("text").log_path(1, 0).read_text()
 
 
@@ -173,7 +237,9 @@ def test_a_run_is_predicted_where_it_is_asked_unless_it_samples(world: World) ->
         ("drawn", "drawn tensor"),
     ],
 )
-def test_ranks_and_ids_that_pad_a_teacher_do_not_show_in_the_losses(world: World, name: str, elsewhere: str) -> None:
+def test_ranks_and_ids_that_pad_a_teacher_do_not_show_in_the_losses(
+    world: World, name: str, elsewhere: str
+) -> None:
     theirs = losses(world.run(elsewhere))
     assert set(theirs) == set(range(1, max(theirs) + 1))
     for step, loss in theirs.items():
@@ -181,13 +247,20 @@ def test_ranks_and_ids_that_pad_a_teacher_do_not_show_in_the_losses(world: World
 
 
 @pytest.mark.parametrize("name", ["online", "sampled"])
-def test_stopped_and_continued_a_distillation_ends_in_the_same_bits(world: World, name: str) -> None:
+def test_stopped_and_continued_a_distillation_ends_in_the_same_bits(
+    world: World, name: str
+) -> None:
     assert losses(world.run(f"{name} resumed")) == losses(world.run(name))
     theirs = weights(world.run(name))
-    assert all(torch.equal(value, theirs[tensor]) for tensor, value in weights(world.run(f"{name} resumed")).items())
+    assert all(
+        torch.equal(value, theirs[tensor])
+        for tensor, value in weights(world.run(f"{name} resumed")).items()
+    )
 
 
-def test_a_fraction_of_batches_has_answers_that_the_student_samples_the_same_on_any_ranks(world: World) -> None:
+def test_a_fraction_of_batches_has_answers_that_the_student_samples_the_same_on_any_ranks(
+    world: World,
+) -> None:
     one, text = losses(world.run("sampled")), losses(world.run("sampled"), "lm_loss")
     assert 0 < len(text) < len(one) == STEPS, "no batch, or every batch, is of the data"
     others = losses(world.run("sampled fsdp2"))
@@ -195,8 +268,13 @@ def test_a_fraction_of_batches_has_answers_that_the_student_samples_the_same_on_
     assert losses(world.run("sampled"), "kd_loss")[STEPS] > 0
 
 
-def test_what_is_stored_of_a_teacher_is_computed_once_and_continued_where_it_was_stopped(world: World) -> None:
-    logs = [(world.run("stored").path / "logs" / f"attempt-{n}" / "rank-0.log").read_text() for n in (1, 2)]
+def test_what_is_stored_of_a_teacher_is_computed_once_and_continued_where_it_was_stopped(
+    world: World,
+) -> None:
+    logs = [
+        (world.run("stored").path / "logs" / f"attempt-{n}" / "rank-0.log").read_text()
+        for n in (1, 2)
+    ]
     assert [log.count("computing") for log in logs] == [2, 1]
     assert losses(world.run("stored"))[STEPS] < losses(world.run("stored"))[1]
 
@@ -215,11 +293,17 @@ def test_stored_files_have_what_is_scored_and_nothing_else(world: World) -> None
 def parts_of(path: Path) -> tuple[np.ndarray, np.ndarray, bytes]:
     """A stored file: counts by sequence, records of tokens, and the checksum."""
     content = path.read_bytes()
-    return np.frombuffer(content[:256], "<i4").copy(), np.frombuffer(content[256:-16], RECORD).copy(), content[-16:]
+    return (
+        np.frombuffer(content[:256], "<i4").copy(),
+        np.frombuffer(content[256:-16], RECORD).copy(),
+        content[-16:],
+    )
 
 
 @pytest.mark.parametrize("elsewhere", ["draws fsdp2", "draws continued"])
-def test_the_same_tokens_are_drawn_on_any_ranks_and_in_a_pass_that_continues(world: World, elsewhere: str) -> None:
+def test_the_same_tokens_are_drawn_on_any_ranks_and_in_a_pass_that_continues(
+    world: World, elsewhere: str
+) -> None:
     paths = sorted((world.folder / "draws").glob("*/*.npy"))
     assert len(paths) > 2
     for path in paths:
@@ -230,7 +314,10 @@ def test_the_same_tokens_are_drawn_on_any_ranks_and_in_a_pass_that_continues(wor
 
 
 def test_drawn_tokens_take_the_bytes_of_as_many_likeliest_ones_and_are_learnt(world: World) -> None:
-    sizes = [sorted(path.stat().st_size for path in (world.folder / name).glob("*/*.npy")) for name in ("draws", "few")]
+    sizes = [
+        sorted(path.stat().st_size for path in (world.folder / name).glob("*/*.npy"))
+        for name in ("draws", "few")
+    ]
     assert sizes[0] == sizes[1]
     assert losses(world.run("drawn"))[STEPS] < losses(world.run("drawn"))[1]
     assert "likeliest tokens hold" not in world.run("drawn").log_path(1, 0).read_text()
@@ -239,8 +326,14 @@ def test_drawn_tokens_take_the_bytes_of_as_many_likeliest_ones_and_are_learnt(wo
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        (["--distill.stored", "sampled", "--distill.beta", 0], "written for another distill.stored"),
-        (["--distill.stored", "sampled"], "drawn tokens give the forward KL divergence only; give distill.beta = 0 too"),
+        (
+            ["--distill.stored", "sampled", "--distill.beta", 0],
+            "written for another distill.stored",
+        ),
+        (
+            ["--distill.stored", "sampled"],
+            "drawn tokens give the forward KL divergence only; give distill.beta = 0 too",
+        ),
         (["--distill.top_k", 9], "written for another distill.top_k"),
         (["--distill.temperature", 2], "written for another distill.temperature"),
         (["--data.sequence_length", 48], "written for other data"),
@@ -314,7 +407,11 @@ ALL = "does not hold what was written (its checksum differs)"
     ],
 )
 def test_a_stored_file_that_is_damaged_is_named_when_it_is_read(
-    world: World, tmp_path: Path, damage: Callable[[np.ndarray, np.ndarray], object], signed: bool, words: str
+    world: World,
+    tmp_path: Path,
+    damage: Callable[[np.ndarray, np.ndarray], object],
+    signed: bool,
+    words: str,
 ) -> None:
     shutil.copytree(world.folder / "few", tmp_path / "few")
     config = parse_config(DistillConfig, world.words("damaged", *stored(tmp_path / "few"))[1:])
@@ -326,39 +423,57 @@ def test_a_stored_file_that_is_damaged_is_named_when_it_is_read(
     with pytest.raises(UserError) as caught:
         replace(dataset, packing=packing, shuffle=False).sequences(0, 1)
     assert str(caught.value).startswith(f"sample 0: {path}: {words}")
-    assert str(caught.value).endswith("; delete it, and name the teacher, distill.teacher, which is asked again")
+    assert str(caught.value).endswith(
+        "; delete it, and name the teacher, distill.teacher, which is asked again"
+    )
 
 
-def test_a_run_that_reads_a_damaged_stored_file_fails_in_one_line(world: World, refused: Refusal, tmp_path: Path) -> None:
+def test_a_run_that_reads_a_damaged_stored_file_fails_in_one_line(
+    world: World, refused: Refusal, tmp_path: Path
+) -> None:
     shutil.copytree(world.folder / "few", tmp_path / "few")
     path = tmp_path / "few" / "train" / "000000000.npy"
     change(path, flip_a_bit, signed=False)
-    assert refused(*world.words("damaged", *stored(tmp_path / "few")), status=1).startswith(f"{path}: {ALL}; ")
+    assert refused(*world.words("damaged", *stored(tmp_path / "few")), status=1).startswith(
+        f"{path}: {ALL}; "
+    )
 
 
 def test_each_stored_file_is_verified_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = open_distill_inputs(parse_config(DistillConfig, world.words("often", *stored(world.folder / "few"))[1:]), 1)
+    inputs = open_distill_inputs(
+        parse_config(DistillConfig, world.words("often", *stored(world.folder / "few"))[1:]), 1
+    )
     dataset, verified = distilled_datasets(inputs)["train"], list[Path]()
     paths = chunk_paths(world.folder / "few" / "train", dataset)
     monkeypatch.setattr(StoredPacking, "_verify", lambda self, file, path: verified.append(path))
     count = dataset.packing.num_sequences
     for _ in range(2):
-        packing = replace(dataset, packing=StoredPacking(dataset.packing, tuple(paths), 8, inputs.tokenizer.vocab_size))
+        packing = replace(
+            dataset,
+            packing=StoredPacking(dataset.packing, tuple(paths), 8, inputs.tokenizer.vocab_size),
+        )
         packing.sequences(0, 2 * count)
         assert sorted(verified) == paths
         verified.clear()
 
 
 @pytest.mark.parametrize("kept", [0, 60, 256, 700])
-def test_a_stored_file_that_is_cut_is_named(world: World, refused: Refusal, tmp_path: Path, kept: int) -> None:
+def test_a_stored_file_that_is_cut_is_named(
+    world: World, refused: Refusal, tmp_path: Path, kept: int
+) -> None:
     shutil.copytree(world.folder / "few", tmp_path / "few")
     cut = tmp_path / "few" / "train" / "000000000.npy"
     cut.write_bytes(cut.read_bytes()[:kept])
     said = refused(*world.words(f"cut {kept}", *stored(tmp_path / "few"), steps=1))
-    assert said == f"{cut}: {CUT}; delete it, and name the teacher, distill.teacher, which is asked again"
+    assert (
+        said
+        == f"{cut}: {CUT}; delete it, and name the teacher, distill.teacher, which is asked again"
+    )
 
 
-def test_a_folder_that_was_stored_without_checksums_is_refused(world: World, refused: Refusal, tmp_path: Path) -> None:
+def test_a_folder_that_was_stored_without_checksums_is_refused(
+    world: World, refused: Refusal, tmp_path: Path
+) -> None:
     shutil.copytree(world.folder / "few", tmp_path / "few")
     manifest = tmp_path / "few" / "manifest.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 1}))
@@ -366,16 +481,25 @@ def test_a_folder_that_was_stored_without_checksums_is_refused(world: World, ref
     assert "written for a version of lmforge that stores no checksums; name another folder" in said
 
 
-def test_a_place_where_nothing_can_be_stored_is_named(world: World, refused: Refusal, tmp_path: Path) -> None:
+def test_a_place_where_nothing_can_be_stored_is_named(
+    world: World, refused: Refusal, tmp_path: Path
+) -> None:
     (tmp_path / "file").touch()
     said = refused(*world.words("nowhere", *stored(tmp_path / "file" / "new"), steps=1))
-    where = f"{tmp_path / 'file' / 'new'}: cannot be made a folder (there is a file where a folder would be)"
+    where = (
+        f"{tmp_path / 'file' / 'new'}: cannot be made a folder (there is a file where a folder"
+        " would be)"
+    )
     assert said == f"{where}; choose another distill.logprobs"
 
 
-def test_a_folder_that_another_run_has_begun_meanwhile_is_refused(world: World, tmp_path: Path) -> None:
+def test_a_folder_that_another_run_has_begun_meanwhile_is_refused(
+    world: World, tmp_path: Path
+) -> None:
     def inputs_of(temperature: int) -> tuple[DistillConfig, RunInputs]:
-        words = world.words("meanwhile", *stored(tmp_path / "new"), "--distill.temperature", temperature)
+        words = world.words(
+            "meanwhile", *stored(tmp_path / "new"), "--distill.temperature", temperature
+        )
         config = parse_config(DistillConfig, words[1:])
         return config, open_distill_inputs(config, 1)
 
@@ -387,7 +511,9 @@ def test_a_folder_that_another_run_has_begun_meanwhile_is_refused(world: World, 
         begin_stored(other, other_inputs, digest, alone)
 
 
-def test_a_copied_teacher_is_the_same_one_and_other_weights_of_its_shape_are_not(world: World, tmp_path: Path) -> None:
+def test_a_copied_teacher_is_the_same_one_and_other_weights_of_its_shape_are_not(
+    world: World, tmp_path: Path
+) -> None:
     shutil.copytree(world.folder / "padded", tmp_path / "copy", copy_function=shutil.copyfile)
     [file] = (tmp_path / "copy").glob("*.safetensors")
     os.utime(file, (1, 1))
@@ -416,7 +542,10 @@ def test_what_a_server_says_is_stored_as_what_the_teacher_itself_says_and_asked_
     (world.folder / "served logprobs" / "train" / "000000064.npy").unlink()
     again = lmforge(*words)
     assert again.returncode == 0, again.stderr
-    logs = [(world.run("served").path / "logs" / f"attempt-{n}" / "rank-0.log").read_text() for n in (1, 2)]
+    logs = [
+        (world.run("served").path / "logs" / f"attempt-{n}" / "rank-0.log").read_text()
+        for n in (1, 2)
+    ]
     assert [log.count("computing") for log in logs] == [2, 1]
     for step, loss in losses(world.run("stored")).items():
         assert losses(world.run("served"))[step] == pytest.approx(loss, rel=1e-5)
@@ -433,7 +562,10 @@ class NoTeacher(BaseHTTPRequestHandler):
 
 def ranked(*said: tuple[object, float]) -> list[object]:
     """What a server says of two tokens: nothing of the first."""
-    return [None, {str(id): {"logprob": logprob, "rank": at} for at, (id, logprob) in enumerate(said)}]
+    return [
+        None,
+        {str(id): {"logprob": logprob, "rank": at} for at, (id, logprob) in enumerate(said)},
+    ]
 
 
 @pytest.mark.parametrize(
@@ -442,7 +574,10 @@ def ranked(*said: tuple[object, float]) -> list[object]:
         (ranked((7, -0.1), (256, -3.0)), "256 is no id of the tokenizer, which has 256"),
         (ranked((7, -0.1), (-1, -3.0)), "expected a number of at least 0, got "),
         (ranked((7, -0.1), (2**70, -3.0)), "expected a number below 2147483648, got "),
-        (ranked((7, 0.5), (8, -3.0)), "prompt_logprobs[1].7.logprob: expected a number of at most 0.001, got 0.5"),
+        (
+            ranked((7, 0.5), (8, -3.0)),
+            "prompt_logprobs[1].7.logprob: expected a number of at most 0.001, got 0.5",
+        ),
         (ranked((7, 0.0), (8, 0.0)), "the probabilities of tokens of one place add up to 2"),
         (ranked((7, float("nan")), (8, -1.0)), "not valid JSON"),
         (ranked((7, -1.0), ("07", -1.0)), "says less than 2 tokens of each place"),
@@ -450,7 +585,9 @@ def ranked(*said: tuple[object, float]) -> list[object]:
         (None, "/inference/v1/generate: redirects to http://127.0.0.2/; "),
     ],
 )
-def test_a_teacher_that_says_what_no_model_can_is_a_line_about_its_server(said: object, words: str) -> None:
+def test_a_teacher_that_says_what_no_model_can_is_a_line_about_its_server(
+    said: object, words: str
+) -> None:
     class Says(NoTeacher):
         def do_POST(self) -> None:
             content = json.dumps({"prompt_logprobs": said}).encode()
@@ -481,8 +618,12 @@ def test_a_server_that_cannot_teach_is_refused(
         return refused(*words)
 
     assert "distill.teacher: http://127.0.0.1:9: nothing answers (" in said_of("http://127.0.0.1:9")
-    assert "name a folder for them, distill.logprobs" in said_of("http://127.0.0.1:9", "--distill.beta", 0)
-    assert "says its likeliest tokens only" in said_of("http://127.0.0.1:9", *drawn(tmp_path / "new"))
+    assert "name a folder for them, distill.logprobs" in said_of(
+        "http://127.0.0.1:9", "--distill.beta", 0
+    )
+    assert "says its likeliest tokens only" in said_of(
+        "http://127.0.0.1:9", *drawn(tmp_path / "new")
+    )
     assert "a server reports at temperature 1" in said_of(
         "http://127.0.0.1:9", *stored(tmp_path / "new"), "--distill.temperature", 2
     )
@@ -490,23 +631,35 @@ def test_a_server_that_cannot_teach_is_refused(
         threading.Thread(target=empty.serve_forever, daemon=True).start()
         said = said_of(f"http://127.0.0.1:{empty.server_port}")
         empty.shutdown()
-    assert "has no /v1/models; start it with lmforge serve, or vllm serve --enable-scale-out --max-logprobs 8" in said
+    assert (
+        "has no /v1/models; start it with lmforge serve, or vllm serve --enable-scale-out"
+        " --max-logprobs 8" in said
+    )
     other = tmp_path / "other"
     assert lmforge("export", world.folder / "teacher", other).returncode == 0
     byte_tokenizer().save(other)
-    assert "distill.teacher: another tokenizer at http://" in said_of(serving(other, "--max_length", 66).url)
+    assert "distill.teacher: another tokenizer at http://" in said_of(
+        serving(other, "--max_length", 66).url
+    )
     short = serving(world.folder / "teacher", "--max_length", 32).url
-    assert "66 tokens of prompt and answer, and this server was started with --max_length 32" in said_of(short)
+    assert (
+        "66 tokens of prompt and answer, and this server was started with --max_length 32"
+        in said_of(short)
+    )
     assert not (world.folder / "refused" / "recipe.toml").exists()
 
 
-def test_without_its_teacher_what_is_stored_of_it_is_enough(world: World, lmforge: Command, refused: Refusal) -> None:
+def test_without_its_teacher_what_is_stored_of_it_is_enough(
+    world: World, lmforge: Command, refused: Refusal
+) -> None:
     words = world.words("without", *stored(world.folder / "few"), steps=1)
     place = words.index("--distill.teacher")
     words[place : place + 2] = []
     done = lmforge(*words)
     assert done.returncode == 0, done.stderr
-    assert losses(world.run("without"))[1] == pytest.approx(losses(world.run("stored"))[1], rel=FP32.loss)
+    assert losses(world.run("without"))[1] == pytest.approx(
+        losses(world.run("stored"))[1], rel=FP32.loss
+    )
     words[words.index("--distill.logprobs") + 1] = str(world.folder / "nothing")
     assert "name the teacher" in refused(*words, "--run.name", "other")
 
@@ -523,7 +676,9 @@ def test_without_a_share_of_the_teacher_it_is_fine_tuning(world: World) -> None:
     assert losses(world.run("text"), "lm_loss") == losses(world.run("text"))
 
 
-def test_a_teacher_that_cannot_teach_is_refused(world: World, refused: Refusal, lmforge: Command, tmp_path: Path) -> None:
+def test_a_teacher_that_cannot_teach_is_refused(
+    world: World, refused: Refusal, lmforge: Command, tmp_path: Path
+) -> None:
     def words(*more: object, teacher: str) -> list[str]:
         return world.words("refused", *more, teacher=teacher)
 
@@ -536,7 +691,9 @@ def test_a_teacher_that_cannot_teach_is_refused(world: World, refused: Refusal, 
     assert "distill.teacher" in refused(*words(teacher="nowhere"))
     assert "its head has" in refused(*words(teacher=str(short_vocabulary(world, tmp_path))))
     assert not (world.folder / "refused" / "recipe.toml").exists()
-    assert refused("distill", "--model.source", other, "--data.files", "a.jsonl").startswith("distill.teacher: name the model")
+    assert refused("distill", "--model.source", other, "--data.files", "a.jsonl").startswith(
+        "distill.teacher: name the model"
+    )
 
 
 def short_vocabulary(world: World, folder: Path) -> Path:

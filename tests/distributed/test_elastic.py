@@ -1,4 +1,6 @@
-"""A run continues on any number of ranks: indivisible batches, standby ranks, hosts that leave and join."""
+"""A run continues on any number of ranks: indivisible batches, standby ranks, hosts that leave and
+join.
+"""
 
 import json
 import re
@@ -44,7 +46,9 @@ def reference(recipe: Recipe, lmforge: Command, tmp_path_factory: pytest.TempPat
     [
         ["--train.micro_batch_size", "2"],
         pytest.param(["--parallel.engine", "ddp"], marks=pytest.mark.slow),
-        pytest.param(["--parallel.engine", "fsdp1", "--train.micro_batch_size", "1"], marks=pytest.mark.slow),
+        pytest.param(
+            ["--parallel.engine", "fsdp1", "--train.micro_batch_size", "1"], marks=pytest.mark.slow
+        ),
     ],
     ids=lambda options: " ".join(options),
 )
@@ -60,7 +64,11 @@ def test_three_ranks_share_a_batch_of_eight_sequences_as_one_rank_reads_it(
 def test_a_rank_that_fills_no_group_of_tensor_parallelism_stands_by(
     recipe: Recipe, reference: Run, lmforge: Command, tmp_path: Path
 ) -> None:
-    done = lmforge("pretrain", *recipe(tmp_path, "five", *BATCH, "--parallel.tensor_parallel_degree", "2"), ranks=5)
+    done = lmforge(
+        "pretrain",
+        *recipe(tmp_path, "five", *BATCH, "--parallel.tensor_parallel_degree", "2"),
+        ranks=5,
+    )
     assert done.returncode == 0, done.stderr
     assert "lmforge: 1 of 5 ranks stands by (4): " in done.stderr
     assert "1 of 5 ranks stands by (4): " in done.stdout
@@ -68,8 +76,18 @@ def test_a_rank_that_fills_no_group_of_tensor_parallelism_stands_by(
     assert_same(Run(tmp_path / "five"), reference)
 
 
-def test_a_rank_that_stands_by_ends_when_the_others_are_refused(recipe: Recipe, lmforge: Command, tmp_path: Path) -> None:
-    options = recipe(tmp_path, "refused", *BATCH, "--parallel.tensor_parallel_degree", "2", "--run.resume", "required")
+def test_a_rank_that_stands_by_ends_when_the_others_are_refused(
+    recipe: Recipe, lmforge: Command, tmp_path: Path
+) -> None:
+    options = recipe(
+        tmp_path,
+        "refused",
+        *BATCH,
+        "--parallel.tensor_parallel_degree",
+        "2",
+        "--run.resume",
+        "required",
+    )
     done = lmforge("pretrain", *options, ranks=3)
     assert done.returncode == 2
     assert "there is no such run to resume" in done.stderr
@@ -77,17 +95,42 @@ def test_a_rank_that_stands_by_ends_when_the_others_are_refused(recipe: Recipe, 
 
 
 class Job:
-    """torchrun on hosts of the laboratory, of one to two hosts; the run waits before FAULTY_STEP until `go_on`."""
+    """torchrun on hosts of the laboratory, of one to two hosts; the run waits before FAULTY_STEP
+    until `go_on`.
+    """
 
-    def __init__(self, laboratory: Laboratory, command: list[str], folder: Path, ranks_per_host: int, nodes: str) -> None:
-        self._laboratory, self._command, self._folder, self._ranks = laboratory, command, folder, ranks_per_host
+    def __init__(
+        self,
+        laboratory: Laboratory,
+        command: list[str],
+        folder: Path,
+        ranks_per_host: int,
+        nodes: str,
+    ) -> None:
+        self._laboratory, self._command, self._folder, self._ranks = (
+            laboratory,
+            command,
+            folder,
+            ranks_per_host,
+        )
         self._nodes = nodes
         self._variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"} if nodes == "1:2" else {}
         self.agents: dict[str, HostProcess] = {}
 
     def start(self, host: str) -> None:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={self._nodes}", f"--nproc-per-node={self._ranks}"]
-        torchrun += [f"--max-restarts={MAX_RESTARTS}", "--rdzv-backend=c10d", "--rdzv-id=job", "--rdzv-endpoint=node1:29400"]
+        torchrun = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            f"--nnodes={self._nodes}",
+            f"--nproc-per-node={self._ranks}",
+        ]
+        torchrun += [
+            f"--max-restarts={MAX_RESTARTS}",
+            "--rdzv-backend=c10d",
+            "--rdzv-id=job",
+            "--rdzv-endpoint=node1:29400",
+        ]
         with (self._folder / f"{host}.out").open("w") as output:
             self.agents[host] = self._laboratory.start(
                 host,
@@ -111,7 +154,9 @@ class Job:
             time.sleep(0.1)
 
     def output(self) -> str:
-        return "".join(f"--- {host}\n{(self._folder / f'{host}.out').read_text()}" for host in self.agents)
+        return "".join(
+            f"--- {host}\n{(self._folder / f'{host}.out').read_text()}" for host in self.agents
+        )
 
     def wait(self, host: str) -> int:
         try:
@@ -122,7 +167,13 @@ class Job:
 
 
 @contextmanager
-def job(laboratory: Laboratory, command: list[str], folder: Path, ranks_per_host: int = 1, nodes: str = "1:2") -> Iterator[Job]:
+def job(
+    laboratory: Laboratory,
+    command: list[str],
+    folder: Path,
+    ranks_per_host: int = 1,
+    nodes: str = "1:2",
+) -> Iterator[Job]:
     started = Job(laboratory, command, folder, ranks_per_host, nodes)
     try:
         yield started
@@ -134,7 +185,11 @@ def job(laboratory: Laboratory, command: list[str], folder: Path, ranks_per_host
 
 
 def last_step(run: Run) -> int:
-    return max((json.loads(line)["step"] for line in run.metrics_path.open()), default=0) if run.metrics_path.exists() else 0
+    return (
+        max((json.loads(line)["step"] for line in run.metrics_path.open()), default=0)
+        if run.metrics_path.exists()
+        else 0
+    )
 
 
 @pytest.mark.slow
@@ -162,10 +217,17 @@ def test_a_run_continues_when_a_host_is_lost(
 def test_torchrun_on_a_fixed_number_of_hosts_starts_the_ranks_again_when_one_is_lost(
     laboratory: Laboratory, recipe: Recipe, reference: Run, tmp_path: Path
 ) -> None:
-    """Twice: torchrun's count of restarts is another on each host then, and torch without more takes it for the same store."""
+    """Twice: torchrun's count of restarts is another on each host then, and torch without more
+    takes it for the same store.
+    """
     run = Run(tmp_path / "runs" / "killed")
-    kill = "for p in /proc/[0-9]*; do grep -qz '^RANK=' $p/environ 2>/dev/null && kill -KILL ${p#/proc/}; done"
-    with job(laboratory, recipe(tmp_path / "runs", "killed", *BATCH), tmp_path, nodes="2") as started:
+    kill = (
+        "for p in /proc/[0-9]*; do grep -qz '^RANK=' $p/environ 2>/dev/null && kill -KILL"
+        " ${p#/proc/}; done"
+    )
+    with job(
+        laboratory, recipe(tmp_path / "runs", "killed", *BATCH), tmp_path, nodes="2"
+    ) as started:
         for each in laboratory.hosts:
             started.start(each)
         started.await_that(lambda: last_step(run) == FAULTY_STEP)
@@ -177,13 +239,17 @@ def test_torchrun_on_a_fixed_number_of_hosts_starts_the_ranks_again_when_one_is_
             assert started.wait(each) == 0, started.output()
         output = started.output()
     assert output.count(f"continuing {run.path} from step {SAVED_STEP}") >= 1
-    used_up = rf"torchrun's --max-restarts is used up on .*\bnode1 \({MAX_RESTARTS} of {MAX_RESTARTS}\)"
+    used_up = (
+        rf"torchrun's --max-restarts is used up on .*\bnode1 \({MAX_RESTARTS} of {MAX_RESTARTS}\)"
+    )
     assert len(re.findall(used_up, output)) == 1, output
     assert_same(run, reference)
 
 
 @pytest.mark.slow
-def test_a_run_continues_when_a_host_is_cut_off(laboratory: Laboratory, recipe: Recipe, reference: Run, tmp_path: Path) -> None:
+def test_a_run_continues_when_a_host_is_cut_off(
+    laboratory: Laboratory, recipe: Recipe, reference: Run, tmp_path: Path
+) -> None:
     """No connection is closed: the ranks only wait, until the watchdog ends them."""
     run = Run(tmp_path / "runs" / "cut")
     watch = ["--watch.stall_seconds", "2", "--watch.timeout_seconds", "5"]
@@ -200,8 +266,12 @@ def test_a_run_continues_when_a_host_is_cut_off(laboratory: Laboratory, recipe: 
 
 
 @pytest.mark.slow
-def test_a_run_continues_with_a_host_that_joins(laboratory: Laboratory, recipe: Recipe, reference: Run, tmp_path: Path) -> None:
-    """Such a start is not a restart by torchrun's count; the recipe says to overwrite the run all the same."""
+def test_a_run_continues_with_a_host_that_joins(
+    laboratory: Laboratory, recipe: Recipe, reference: Run, tmp_path: Path
+) -> None:
+    """Such a start is not a restart by torchrun's count; the recipe says to overwrite the run all
+    the same.
+    """
     run = Run(tmp_path / "runs" / "joined")
     command = recipe(tmp_path / "runs", "joined", *BATCH, "--run.overwrite", "true")
     with job(laboratory, command, tmp_path) as started:
@@ -209,7 +279,9 @@ def test_a_run_continues_with_a_host_that_joins(laboratory: Laboratory, recipe: 
         started.await_that(lambda: last_step(run) == FAULTY_STEP)
         started.start("node2")
         # The rank that waits does not hear torchrun's SIGTERM, and is killed after half a minute.
-        started.await_that(lambda: f"continuing {run.path} from step {SAVED_STEP}" in started.output())
+        started.await_that(
+            lambda: f"continuing {run.path} from step {SAVED_STEP}" in started.output()
+        )
         started.go_on()
         assert [started.wait(host) for host in laboratory.hosts] == [0, 0], started.output()
         output = started.output()

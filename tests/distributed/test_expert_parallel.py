@@ -1,4 +1,6 @@
-"""Runs whose experts are split over ranks: cut into legs of other degrees, decoding while they train, refusals."""
+"""Runs whose experts are split over ranks: cut into legs of other degrees, decoding while they
+train, refusals.
+"""
 
 import shutil
 from pathlib import Path
@@ -6,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from lmforge.core.records.runs import Run
-from tests.distributed.conftest import HERE, Recipe, assert_agree, losses, rounded, run_cases, weights
+from tests.distributed.conftest import (
+    HERE,
+    Recipe,
+    assert_agree,
+    losses,
+    rounded,
+    run_cases,
+    weights,
+)
 from tests.preloaded import on_ranks
 from tests.rounding import OTHER_ROUNDING, assert_rounding_apart, weights_apart
 from tests.seeds import fresh_seed
@@ -19,14 +29,28 @@ MIXTURE = [
 
 
 def degrees(**given: int) -> list[str]:
-    return [word for name, degree in given.items() for word in (f"--parallel.{name}_parallel_degree", str(degree))]
+    return [
+        word
+        for name, degree in given.items()
+        for word in (f"--parallel.{name}_parallel_degree", str(degree))
+    ]
 
 
-# A run of six steps in legs of two: on so many ranks, split so. A leg begins with a checkpoint of the one before it.
+# A run of six steps in legs of two: on so many ranks, split so. A leg begins with a checkpoint of
+# the one before it.
 LEGS: list[tuple[int, list[str]]] = [
     (4, degrees(expert=4)),
     (2, [*degrees(expert=2, tensor=2), "--checkpoint.async_save", "false"]),
-    (4, [*degrees(expert=2), "--parallel.sharding", "hybrid-full-shard", "--parallel.shard_degree", "2"]),
+    (
+        4,
+        [
+            *degrees(expert=2),
+            "--parallel.sharding",
+            "hybrid-full-shard",
+            "--parallel.shard_degree",
+            "2",
+        ],
+    ),
 ]
 
 
@@ -46,7 +70,9 @@ def runs(whole: Run, recipe: Recipe) -> list[Run]:
     for number, (ranks, options) in enumerate(LEGS):
         run = Run(folder / f"leg-{number}")
         if number:
-            shutil.copytree(runs[-1].path, run.path, ignore=shutil.ignore_patterns(".lock", "metrics.jsonl"))
+            shutil.copytree(
+                runs[-1].path, run.path, ignore=shutil.ignore_patterns(".lock", "metrics.jsonl")
+            )
             for step in range(2 * number + 1, 7):
                 shutil.rmtree(run.checkpoint_path(step), ignore_errors=True)
         decoding = ["--sample.every_steps", "3"] if "tensor" not in " ".join(options) else []
@@ -56,22 +82,38 @@ def runs(whole: Run, recipe: Recipe) -> list[Run]:
 
 
 @pytest.mark.parametrize("number", range(len(LEGS)))
-def test_a_run_in_legs_with_other_expert_parallel_degrees_is_the_run_of_one_process(runs: list[Run], number: int) -> None:
+def test_a_run_in_legs_with_other_expert_parallel_degrees_is_the_run_of_one_process(
+    runs: list[Run], number: int
+) -> None:
     whole, leg = runs[0], runs[number + 1]
     assert [*losses(leg)] == [*range(2 * number + 1, 7)]
-    assert losses(leg) == pytest.approx({step: losses(whole)[step] for step in losses(leg)}, rel=2e-6)
+    assert losses(leg) == pytest.approx(
+        {step: losses(whole)[step] for step in losses(leg)}, rel=2e-6
+    )
     assert losses(whole)[6] < losses(whole)[1] - 0.01
-    assert_rounding_apart(*(weights_apart(weights(run), weights(whole)) for run in (leg, rounded(whole))))
+    assert_rounding_apart(
+        *(weights_apart(weights(run), weights(whole)) for run in (leg, rounded(whole)))
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.needs("a C++ compiler")
-@pytest.mark.parametrize("split", [{"expert": 2}, {"expert": 2, "context": 2}], ids=["experts", "context"])
+@pytest.mark.parametrize(
+    "split", [{"expert": 2}, {"expert": 2, "context": 2}], ids=["experts", "context"]
+)
 def test_compiled_blocks_that_are_recomputed_while_samples_are_decoded_are_the_run_of_one_process(
     split: dict[str, int], whole: Run, recipe: Recipe, tmp_path: Path
 ) -> None:
-    options = [*degrees(**split), "--train.compile", "on", "--parallel.activation_checkpointing", "selective-ops"]
-    run_cases(2, [recipe(tmp_path, "compiled", *MIXTURE, *options, "--sample.every_steps", "2")], tmp_path)
+    options = [
+        *degrees(**split),
+        "--train.compile",
+        "on",
+        "--parallel.activation_checkpointing",
+        "selective-ops",
+    ]
+    run_cases(
+        2, [recipe(tmp_path, "compiled", *MIXTURE, *options, "--sample.every_steps", "2")], tmp_path
+    )
     assert_agree(Run(tmp_path / "compiled"), whole)
 
 
@@ -80,14 +122,23 @@ def test_a_run_does_not_meet_the_groups_of_one_before_it_in_the_same_processes(
     whole: Run, recipe: Recipe, tmp_path: Path
 ) -> None:
     hybrid = ["--parallel.sharding", "hybrid-full-shard", "--parallel.shard_degree", "2"]
-    cases = {"hybrid": [*degrees(expert=2), *hybrid], "context": degrees(expert=2, context=2), "all": degrees(expert=4)}
-    words = [recipe(tmp_path, name, *MIXTURE, *more, "--sample.every_steps", "3") for name, more in cases.items()]
+    cases = {
+        "hybrid": [*degrees(expert=2), *hybrid],
+        "context": degrees(expert=2, context=2),
+        "all": degrees(expert=4),
+    }
+    words = [
+        recipe(tmp_path, name, *MIXTURE, *more, "--sample.every_steps", "3")
+        for name, more in cases.items()
+    ]
     run_cases(4, words, tmp_path)
     for name in cases:
         assert_agree(Run(tmp_path / name), whole)
 
 
-def test_tokens_go_to_the_ranks_of_their_experts_and_back_even_if_some_ranks_get_none(tmp_path: Path) -> None:
+def test_tokens_go_to_the_ranks_of_their_experts_and_back_even_if_some_ranks_get_none(
+    tmp_path: Path,
+) -> None:
     on_ranks(4, HERE / "dispatch_on_ranks.py", tmp_path, fresh_seed())
 
 

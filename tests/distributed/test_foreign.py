@@ -1,4 +1,6 @@
-"""Runs of wrapped models: parallelized, checkpointed, stopped and resumed like our own, and opened without options."""
+"""Runs of wrapped models: parallelized, checkpointed, stopped and resumed like our own, and opened
+without options.
+"""
 
 from pathlib import Path
 
@@ -18,7 +20,8 @@ from tests.rounding import other_rounding
 KINDS = ("gpt_neox", "mixtral")
 STEPS = 4
 FULL = ["--parallel.activation_checkpointing", "full"]
-# Command lines by the names of their runs; the first of each kind by this process alone, the others by two ranks.
+# Command lines by the names of their runs; the first of each kind by this process alone, the others
+# by two ranks.
 SPREADS: dict[str, list[str]] = {
     "gpt_neox single": [],
     "mixtral single": [],
@@ -42,22 +45,43 @@ def folders(tiny_tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
 
 
 @pytest.fixture(scope="module")
-def runs(folders: dict[str, Path], tiny_tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+def runs(
+    folders: dict[str, Path], tiny_tokens: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Run]:
     """The finished runs by "KIND SPREAD"."""
     place = tmp_path_factory.mktemp("foreign")
-    common = f"--data.folder {tiny_tokens} --data.sequence_length 48 --train.steps {STEPS} --train.global_batch_size 4"
+    common = (
+        f"--data.folder {tiny_tokens} --data.sequence_length 48 --train.steps {STEPS}"
+        " --train.global_batch_size 4"
+    )
     common += " --train.dtype fp32 --train.compile off --train.device cpu --train.threads 1"
     common += " --schedule.name constant --schedule.warmup_steps 2"
-    # A larger epsilon than one trains with, so that AdamW does not make a step of what is zero but for rounding.
+    # A larger epsilon than one trains with, so that AdamW does not make a step of what is zero but
+    # for rounding.
     common += (
-        " --optimizer.lr 1e-2 --optimizer.eps 1e-3 --log.every_steps 2 --checkpoint.every_steps 2 --validation.sequences 4"
+        " --optimizer.lr 1e-2 --optimizer.eps 1e-3 --log.every_steps 2 --checkpoint.every_steps 2"
+        " --validation.sequences 4"
     )
 
     def line(name: str, *more: str) -> list[str]:
-        source = ["--model.source", str(folders[name.split()[0]]), "--model.implementation", "transformers"]
+        source = [
+            "--model.source",
+            str(folders[name.split()[0]]),
+            "--model.implementation",
+            "transformers",
+        ]
         if name.startswith("gpt_neox"):
             source += ["--model.load_weights", "false"]
-        return [*common.split(), *source, "--run.folder", str(place), "--run.name", name, *SPREADS.get(name, []), *more]
+        return [
+            *common.split(),
+            *source,
+            "--run.folder",
+            str(place),
+            "--run.name",
+            name,
+            *SPREADS.get(name, []),
+            *more,
+        ]
 
     for kind in KINDS:
         assert lmforge_here(["pretrain", *line(f"{kind} single")]) == 0
@@ -68,12 +92,16 @@ def runs(folders: dict[str, Path], tiny_tokens: Path, tmp_path_factory: pytest.T
     return {name: Run(place / name) for name in SPREADS}
 
 
-@pytest.mark.parametrize("name", ["gpt_neox fsdp2", "mixtral fsdp2", "mixtral fsdp1", "mixtral ddp"])
+@pytest.mark.parametrize(
+    "name", ["gpt_neox fsdp2", "mixtral fsdp2", "mixtral fsdp1", "mixtral ddp"]
+)
 def test_losses_and_weights_are_those_of_one_process(runs: dict[str, Run], name: str) -> None:
     assert_agree(runs[name], runs[f"{name.split()[0]} single"])
 
 
-def test_a_run_that_was_stopped_and_continued_is_bit_for_bit_the_one_that_was_not(runs: dict[str, Run]) -> None:
+def test_a_run_that_was_stopped_and_continued_is_bit_for_bit_the_one_that_was_not(
+    runs: dict[str, Run],
+) -> None:
     unbroken, halved = runs["mixtral fsdp2"], runs["mixtral halved"]
     assert STEPS // 2 in halved.checkpoint_steps()
     assert losses(halved) == losses(unbroken)
@@ -82,8 +110,12 @@ def test_a_run_that_was_stopped_and_continued_is_bit_for_bit_the_one_that_was_no
     assert all(torch.equal(value, theirs[name]) for name, value in weights(halved).items())
 
 
-def test_it_begins_from_the_folders_weights_and_trains_every_tensor(runs: dict[str, Run], folders: dict[str, Path]) -> None:
-    """Experts that no token of a step went to included: they share a tensor with those that were."""
+def test_it_begins_from_the_folders_weights_and_trains_every_tensor(
+    runs: dict[str, Run], folders: dict[str, Path]
+) -> None:
+    """Experts that no token of a step went to included: they share a tensor with those that
+    were.
+    """
     begun = AutoModelForCausalLM.from_pretrained(folders["mixtral"], dtype=torch.float32)
     for name, value in weights(runs["mixtral fsdp2"]).items():
         assert 0 < (value - begun.get_parameter(name)).abs().max() < 0.2, name
@@ -114,7 +146,20 @@ def test_a_run_is_not_continued_by_the_other_implementation_or_another_folder(
     runs: dict[str, Run], folders: dict[str, Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
     recipe = str(runs["gpt_neox single"].recipe_path)
-    assert lmforge_here(["pretrain", recipe, "--model.source", str(folders["mixtral"]), "--train.steps", "9"]) == 2
+    assert (
+        lmforge_here(
+            ["pretrain", recipe, "--model.source", str(folders["mixtral"]), "--train.steps", "9"]
+        )
+        == 2
+    )
     assert "another model config (" in capfd.readouterr().err
-    assert lmforge_here(["pretrain", recipe, "--model.implementation", "lmforge", "--train.steps", "9"]) == 2
-    assert "; or let transformers compute it: --model.implementation transformers" in capfd.readouterr().err
+    assert (
+        lmforge_here(
+            ["pretrain", recipe, "--model.implementation", "lmforge", "--train.steps", "9"]
+        )
+        == 2
+    )
+    assert (
+        "; or let transformers compute it: --model.implementation transformers"
+        in capfd.readouterr().err
+    )

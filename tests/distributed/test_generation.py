@@ -7,6 +7,8 @@ from tests.preloaded import on_ranks
 from tests.seeds import fresh_seed
 
 
-def test_parallel_models_generate_as_an_unsharded_model_does_and_then_train_on(tmp_path: Path) -> None:
+def test_parallel_models_generate_as_an_unsharded_model_does_and_then_train_on(
+    tmp_path: Path,
+) -> None:
     seed = fresh_seed()
     on_ranks(3, HERE / "generation_ranks.py", tmp_path, seed)

@@ -1,4 +1,6 @@
-"""Attention kernels that only a GPU has: variable-length flash attention, FlexAttention, and decoding with grouped heads."""
+"""Attention kernels that only a GPU has: variable-length flash attention, FlexAttention, and
+decoding with grouped heads.
+"""
 
 from itertools import pairwise
 from pathlib import Path
@@ -25,7 +27,9 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_variable_length_flash_attention_is_flex_attention_and_dense_masks(window: int | None, head_dim: int) -> None:
+def test_variable_length_flash_attention_is_flex_attention_and_dense_masks(
+    window: int | None, head_dim: int
+) -> None:
     length, device = 700, torch.device("cuda", 0)
     ids = torch.full((3, length), -1, dtype=torch.int32)
     for row, ends in enumerate(([1, 300, 650], [length], [10, 11, 12, 400, length])):
@@ -33,22 +37,30 @@ def test_variable_length_flash_attention_is_flex_attention_and_dense_masks(windo
             ids[row, first:end] = number
     batch = Batch(*(torch.zeros(3, length, dtype=torch.int64) for _ in range(3)), ids).to(device)
     kwargs: dict[str, Any] = {"dtype": torch.bfloat16, "head_dim": head_dim}
-    varlen = create_attention_mask(batch.document_ids, window, document_starts=batch.document_starts, **kwargs)
+    varlen = create_attention_mask(
+        batch.document_ids, window, document_starts=batch.document_starts, **kwargs
+    )
     flex = create_attention_mask(batch.document_ids, window, **kwargs)
     assert varlen.cu_seqlens is not None
     assert flex.block_mask is not None
     inputs = [torch.randn(3, heads, length, head_dim, device=device) for heads in (8, 2, 2)]
     upstream = torch.randn(3, 8, length, head_dim, device=device)
 
-    def attended(mask: AttentionMask, dtype: torch.dtype, where: torch.device) -> list[torch.Tensor]:
+    def attended(
+        mask: AttentionMask, dtype: torch.dtype, where: torch.device
+    ) -> list[torch.Tensor]:
         leaves = [each.to(where, dtype).requires_grad_() for each in inputs]
         out = attend(*leaves, mask)
-        return [each.float().cpu() for each in (out, *torch.autograd.grad(out, leaves, upstream.to(where, dtype)))]
+        return [
+            each.float().cpu()
+            for each in (out, *torch.autograd.grad(out, leaves, upstream.to(where, dtype)))
+        ]
 
     dense = attended(create_attention_mask(ids, window), torch.float32, torch.device("cpu"))
     for mask in (varlen, flex):
         for result, expected in zip(attended(mask, torch.bfloat16, device), dense, strict=True):
-            # bf16 has 8 bits: a number is rounded to 1/256 of itself, and a gradient sums many of them.
+            # bf16 has 8 bits: a number is rounded to 1/256 of itself, and a gradient sums many of
+            # them.
             assert (result - expected).norm() < 0.01 * expected.norm()
 
 
@@ -73,14 +85,19 @@ def test_batches_of_other_documents_are_not_compiled_for(mode: str) -> None:
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[0] > 0
     assert graphs == graphs[:1] * 3
-    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
+    assert all(
+        parameter.grad is not None and parameter.grad.isfinite().all()
+        for parameter in model.parameters()
+    )
 
 
 def test_a_run_says_that_it_takes_variable_length_flash_attention(
     lmforge: Command, tiny_options: list[str], tmp_path: Path
 ) -> None:
     words = ["--train.device", "cuda", "--train.dtype", "bf16", "--model.head_dim", "16"]
-    done = lmforge("pretrain", *tiny_options, *words, "--run.folder", str(tmp_path), "--run.name", "a")
+    done = lmforge(
+        "pretrain", *tiny_options, *words, "--run.folder", str(tmp_path), "--run.name", "a"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "attention variable-length flash (FA" in done.stdout + done.stderr
 
@@ -93,5 +110,11 @@ def test_a_decoding_step_with_grouped_heads_keeps_no_copy_of_the_keys() -> None:
     before = torch.cuda.memory_allocated()
     result = attend(q, k, v, mask)
     assert torch.cuda.max_memory_allocated() - before < k.nbytes
-    expected = attend(q.cpu().float(), k.cpu().float(), v.cpu().float(), AttentionMask(torch.ones(8, 1, 1, 4096).bool()))
-    torch.testing.assert_close(result.cpu().float(), expected, atol=2e-2, rtol=2e-2)  # bf16 has 8 bits
+    expected = attend(
+        q.cpu().float(),
+        k.cpu().float(),
+        v.cpu().float(),
+        AttentionMask(torch.ones(8, 1, 1, 4096).bool()),
+    )
+    # bf16 has 8 bits.
+    torch.testing.assert_close(result.cpu().float(), expected, atol=2e-2, rtol=2e-2)

@@ -1,6 +1,8 @@
-"""Frozen matrices in 4 and 8 bits on a GPU: their bytes and numbers, and models with adapters that are trained on them.
+"""Frozen matrices in 4 and 8 bits on a GPU: their bytes and numbers, and models with adapters that
+are trained on them.
 
-Tests that take `gpu_device` run on a CPU too, where they are rehearsed: `python tests/gpu.py --device cpu`.
+Tests that take `gpu_device` run on a CPU too, where they are rehearsed: `python tests/gpu.py
+--device cpu`.
 """
 
 import gc
@@ -37,7 +39,8 @@ pytestmark = pytest.mark.gpu
 CPU = torch.device("cpu")
 NF4, DOUBLE, INT8 = BlockFormat("nf4"), BlockFormat("nf4", double_quant=True), BlockFormat("int8")
 FORMATS = pytest.mark.parametrize("stored", [NF4, DOUBLE, INT8], ids=BlockFormat.describe)
-# Blocks and rows that end within a row of the matrix, one number, and more numbers than are computed at once.
+# Blocks and rows that end within a row of the matrix, one number, and more numbers than are
+# computed at once.
 SHAPES = ((64, 64), (7, 33), (1, 1), (3, 128, 300), (1000, 640), (2050, 1030))
 
 
@@ -50,18 +53,27 @@ def drawn_numbers(shape: tuple[int, ...], dtype: torch.dtype, size: float) -> to
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @FORMATS
-def test_a_gpu_quantizes_to_the_bytes_of_a_cpu(stored: BlockFormat, dtype: torch.dtype, gpu_device: torch.device) -> None:
+def test_a_gpu_quantizes_to_the_bytes_of_a_cpu(
+    stored: BlockFormat, dtype: torch.dtype, gpu_device: torch.device
+) -> None:
     for shape, size in zip(SHAPES, cycle((1e-4, 0.02, 30.0)), strict=False):
         values = drawn_numbers(shape, dtype, size)
-        assert torch.equal(quantize(values.to(gpu_device), stored).cpu(), quantize(values, stored)), shape
+        assert torch.equal(
+            quantize(values.to(gpu_device), stored).cpu(), quantize(values, stored)
+        ), shape
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @FORMATS
 def test_the_numbers_of_bytes_are_the_same_to_the_last_bit_on_a_gpu(
-    stored: BlockFormat, dtype: torch.dtype, gpu_device: torch.device, monkeypatch: pytest.MonkeyPatch
+    stored: BlockFormat,
+    dtype: torch.dtype,
+    gpu_device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A number is a product in fp32, or two and a sum, which are rounded alike everywhere, and so is it to another dtype."""
+    """A number is a product in fp32, or two and a sum, which are rounded alike everywhere, and so
+    is it to another dtype.
+    """
     monkeypatch.setattr(blocks, "_HAS_BITSANDBYTES", False)
     for shape in SHAPES:
         packed = quantize(drawn_numbers(shape, torch.float32, 0.02), stored)
@@ -73,9 +85,14 @@ def test_the_numbers_of_bytes_are_the_same_to_the_last_bit_on_a_gpu(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("stored", [NF4, DOUBLE], ids=BlockFormat.describe)
 def test_the_kernel_of_bitsandbytes_gives_the_numbers_to_one_rounding(
-    stored: BlockFormat, dtype: torch.dtype, gpu_device: torch.device, monkeypatch: pytest.MonkeyPatch
+    stored: BlockFormat,
+    dtype: torch.dtype,
+    gpu_device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its product of a code and a scale is in fp32 too; how that becomes 16 bits is its own, so the last bit may be another."""
+    """Its product of a code and a scale is in fp32 too; how that becomes 16 bits is its own, so the
+    last bit may be another.
+    """
     monkeypatch.setattr(blocks, "_HAS_BITSANDBYTES", True)
     for shape in SHAPES:
         packed = quantize(drawn_numbers(shape, torch.float32, 0.02), stored)
@@ -84,9 +101,11 @@ def test_the_kernel_of_bitsandbytes_gives_the_numbers_to_one_rounding(
         torch.testing.assert_close(on_gpu.cpu(), expected, rtol=torch.finfo(dtype).eps, atol=0)
 
 
-# --- models -----------------------------------------------------------------------------------------------------------
+# --- models ---------------------------------------------------------------------------------------
 
-MIXTURE = replace(SMALL_MODEL, model_type="olmoe", qk_norm=True, num_experts=5, num_experts_per_tok=2)
+MIXTURE = replace(
+    SMALL_MODEL, model_type="olmoe", qk_norm=True, num_experts=5, num_experts_per_tok=2
+)
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 ADAPTERS = LoraConfig(4, 8.0, base_dtype="nf4")
 LORAS = {
@@ -125,7 +144,8 @@ def computed(
 
 
 @pytest.mark.parametrize(
-    ("kind", "compiled"), [*((kind, False) for kind in LORAS), ("nf4", True), ("int8", True), ("experts nf4", True)]
+    ("kind", "compiled"),
+    [*((kind, False) for kind in LORAS), ("nf4", True), ("int8", True), ("experts nf4", True)],
 )
 def test_adapters_beside_quantized_matrices_have_the_loss_and_gradients_of_a_cpu(
     kind: str, compiled: bool, gpu_device: torch.device
@@ -139,7 +159,13 @@ def test_adapters_beside_quantized_matrices_have_the_loss_and_gradients_of_a_cpu
 
 @pytest.mark.parametrize(
     ("kind", "compiled"),
-    [("nf4 double_quant", False), ("int8", False), ("experts nf4", False), ("nf4 double_quant", True), ("experts nf4", True)],
+    [
+        ("nf4 double_quant", False),
+        ("int8", False),
+        ("experts nf4", False),
+        ("nf4 double_quant", True),
+        ("experts nf4", True),
+    ],
 )
 def test_adapters_beside_quantized_matrices_learn_in_bf16_what_they_do_in_fp32(
     kind: str, compiled: bool, gpu_device: torch.device
@@ -150,7 +176,9 @@ def test_adapters_beside_quantized_matrices_learn_in_bf16_what_they_do_in_fp32(
     assert all(each.isfinite().all() for each in gradients)
     flat, rounded = (torch.cat([each.flatten() for each in some]) for some in (expected, gradients))
     # Rounding sends a few tokens to other experts; the direction stays.
-    assert torch.nn.functional.cosine_similarity(flat, rounded, dim=0) > (0.95 if kind.startswith("experts") else 0.99)
+    assert torch.nn.functional.cosine_similarity(flat, rounded, dim=0) > (
+        0.95 if kind.startswith("experts") else 0.99
+    )
 
 
 # Blocks of 200 million parameters: 400 MB in bf16, and 105 in four bits.
@@ -165,8 +193,13 @@ LARGE = ModelConfig(
 
 
 @pytest.mark.parametrize("base_dtype", ["nf4", "int8"])
-def test_between_steps_a_gpu_holds_the_bytes_of_quantized_matrices_that_are_predicted(base_dtype: str) -> None:
-    device, lora = torch.device("cuda", 0), LoraConfig(8, 16.0, base_dtype=base_dtype, double_quant=base_dtype == "nf4")  # type: ignore[arg-type]
+def test_between_steps_a_gpu_holds_the_bytes_of_quantized_matrices_that_are_predicted(
+    base_dtype: str,
+) -> None:
+    device, lora = (
+        torch.device("cuda", 0),
+        LoraConfig(8, 16.0, base_dtype=base_dtype, double_quant=base_dtype == "nf4"),
+    )  # type: ignore[arg-type]
     gc.collect()  # what other tests left would be given back in between
     before = torch.cuda.memory_allocated()
     empty = build_model(LARGE, "meta")
@@ -182,11 +215,24 @@ def test_between_steps_a_gpu_holds_the_bytes_of_quantized_matrices_that_are_pred
     )
     optimizer = build_optimizer(model.model, options, model.parameter_shapes)
     batch = ParityData(sequences=2).batch(0, LARGE.vocab_size).to(device)
-    train_step(model, optimizer, [batch], objective.num_items, lr=1e-3, max_grad_norm=1.0, set_phase=lambda phase: None)
+    train_step(
+        model,
+        optimizer,
+        [batch],
+        objective.num_items,
+        lr=1e-3,
+        max_grad_norm=1.0,
+        set_phase=lambda phase: None,
+    )
     counts = count_parameters(LARGE, lora)
     predicted = counts.weight_bytes("fp32") + optimizer_state_bytes(options, "fp32", counts)
     torch.cuda.synchronize()
     held = torch.cuda.memory_allocated() - before
-    # Beside it a batch, metrics, workspaces of cuBLAS, and gradients of adapters; and of what is not quantized a copy in bf16.
-    assert predicted <= held <= predicted + 4 * counts.trained + 2 * (counts.total - counts.quantized) + 80 * 2**20
+    # Beside it a batch, metrics, workspaces of cuBLAS, and gradients of adapters; and of what is
+    # not quantized a copy in bf16.
+    assert (
+        predicted
+        <= held
+        <= predicted + 4 * counts.trained + 2 * (counts.total - counts.quantized) + 80 * 2**20
+    )
     assert predicted + 100 * 2**20 < 2 * counts.quantized

@@ -1,6 +1,8 @@
-"""Whole commands on a GPU: fine-tuning in four bits, alignment, distillation, evaluation, serving, and settings that transfer.
+"""Whole commands on a GPU: fine-tuning in four bits, alignment, distillation, evaluation, serving,
+and settings that transfer.
 
-Tests that take `gpu_device` run on a CPU too, where they are rehearsed: `python tests/gpu.py --device cpu`.
+Tests that take `gpu_device` run on a CPU too, where they are rehearsed: `python tests/gpu.py
+--device cpu`.
 """
 
 import json
@@ -33,7 +35,9 @@ def variety(prompts, completions):
 
 @dataclass(frozen=True)
 class World:
-    """A small pretrained model, a teacher of the same tokenizer, files of examples, and the device of all runs."""
+    """A small pretrained model, a teacher of the same tokenizer, files of examples, and the device
+    of all runs.
+    """
 
     folder: Path
     source: Path
@@ -61,7 +65,12 @@ class World:
             "validation.sequences": 4,
         }
         files = {word for word in more if word == "--data.files"}
-        words = [word for key, value in chosen.items() if f"--{key}" not in files for word in (f"--{key}", value)]
+        words = [
+            word
+            for key, value in chosen.items()
+            if f"--{key}" not in files
+            for word in (f"--{key}", value)
+        ]
         done = self.lmforge(verb, *words, *more)
         assert done.returncode == 0, done.stdout + done.stderr
         run = Run(self.folder / name)
@@ -70,7 +79,14 @@ class World:
         return run
 
     def grpo(self, name: str, *more: object) -> Run:
-        words = ["--method", "grpo", "--data.files", self.folder / "prompts.jsonl", "--rollout.num_generations", 4]
+        words = [
+            "--method",
+            "grpo",
+            "--data.files",
+            self.folder / "prompts.jsonl",
+            "--rollout.num_generations",
+            4,
+        ]
         return self.run("align", name, *words, "--rollout.max_completion_length", 12, *more)
 
 
@@ -93,10 +109,23 @@ def world(
         (folder / name).write_text("".join(json.dumps(record) + "\n" for record in records))
 
     pairs = [chance.sample(THINGS, 2) for _ in range(120)]
-    asked = [{"role": "user", "content": f"Which is first, {one} or {other}?"} for one, other in pairs]
-    first, last = ([{"role": "assistant", "content": choose(pair)} for pair in pairs] for choose in (min, max))
-    write("chats.jsonl", [{"messages": [each, answer]} for each, answer in zip(asked, first, strict=True)])
-    write("pairs.jsonl", [{"prompt": [q], "chosen": [a], "rejected": [b]} for q, a, b in zip(asked, first, last, strict=True)])
+    asked = [
+        {"role": "user", "content": f"Which is first, {one} or {other}?"} for one, other in pairs
+    ]
+    first, last = (
+        [{"role": "assistant", "content": choose(pair)} for pair in pairs] for choose in (min, max)
+    )
+    write(
+        "chats.jsonl",
+        [{"messages": [each, answer]} for each, answer in zip(asked, first, strict=True)],
+    )
+    write(
+        "pairs.jsonl",
+        [
+            {"prompt": [q], "chosen": [a], "rejected": [b]}
+            for q, a, b in zip(asked, first, last, strict=True)
+        ],
+    )
     write("prompts.jsonl", [{"prompt": [each]} for each in asked])
     (folder / "rewards.py").write_text(REWARDS)
     wider = ["--model.hidden_size", 48, "--model.num_hidden_layers", 3, "--train.steps", 12]
@@ -106,18 +135,40 @@ def world(
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_compiled_with_mup_a_model_learns_as_on_a_cpu(
-    lmforge: Command, tiny_options: list[str], tmp_path: Path, optimizer: str, gpu_device: torch.device
+    lmforge: Command,
+    tiny_options: list[str],
+    tmp_path: Path,
+    optimizer: str,
+    gpu_device: torch.device,
 ) -> None:
-    words = ["--model.parametrization", "mup", "--model.base_width", 16, "--optimizer.name", optimizer]
+    words = [
+        "--model.parametrization",
+        "mup",
+        "--model.base_width",
+        16,
+        "--optimizer.name",
+        optimizer,
+    ]
     on_cpu = trained(lmforge, tiny_options, tmp_path, "reference", "cpu", *words)
-    on_gpu = trained(lmforge, tiny_options, tmp_path, "a", gpu_device.type, *words, "--train.compile", "on")
+    on_gpu = trained(
+        lmforge, tiny_options, tmp_path, "a", gpu_device.type, *words, "--train.compile", "on"
+    )
     assert on_gpu[6] < on_gpu[1]
     assert on_gpu == pytest.approx(on_cpu, rel=0.02)  # Muon orthogonalizes in bf16 on a GPU
 
 
 @pytest.mark.parametrize("compiled", ["off", "on"])
 def test_adapters_are_fine_tuned_on_a_base_in_four_bits(world: World, compiled: str) -> None:
-    bits = ["--lora.rank", 4, "--lora.base_dtype", "nf4", "--lora.double_quant", "true", "--train.compile", compiled]
+    bits = [
+        "--lora.rank",
+        4,
+        "--lora.base_dtype",
+        "nf4",
+        "--lora.double_quant",
+        "true",
+        "--train.compile",
+        compiled,
+    ]
     result = losses(world.run("sft", f"sft {compiled}", *bits, "--train.steps", 8))
     assert result[8] < result[1]
 
@@ -131,7 +182,10 @@ def test_preferences_are_learnt(world: World) -> None:
 
 def test_rewards_of_completions_that_the_gpu_sampled_are_learnt_from(world: World) -> None:
     before = losses(
-        world.grpo("grpo", "--rollout.reward_functions", world.folder / "rewards.py:variety", "python_code"), "reward"
+        world.grpo(
+            "grpo", "--rollout.reward_functions", world.folder / "rewards.py:variety", "python_code"
+        ),
+        "reward",
     )
     assert list(before) == [*range(1, STEPS + 1)]
     assert all(each > 0 for each in before.values())
@@ -142,8 +196,17 @@ def test_a_server_on_the_gpu_samples_ahead_for_the_run_that_started_it(world: Wo
     pytest.importorskip("uvicorn")
     pytest.importorskip("starlette")
     device = "cuda:0" if world.device == "cuda" else "cpu"
-    words = ["--rollout.engine", "lmforge", "--rollout.engine_start", device, "--rollout.max_staleness", 1]
-    run = world.grpo("served", "--rollout.reward_functions", world.folder / "rewards.py:variety", *words)
+    words = [
+        "--rollout.engine",
+        "lmforge",
+        "--rollout.engine_start",
+        device,
+        "--rollout.max_staleness",
+        1,
+    ]
+    run = world.grpo(
+        "served", "--rollout.reward_functions", world.folder / "rewards.py:variety", *words
+    )
     assert all(each > 0 for each in losses(run, "reward").values())
     assert set(losses(run, "staleness/max").values()) == {0, 1}
     assert any(norm > 0 for norm in losses(run, "grad_norm").values())
@@ -155,9 +218,14 @@ def teacher(world: World) -> list[object]:
     return ["--distill.teacher", world.folder / "teacher"]
 
 
-def test_a_student_learns_what_a_teacher_says_on_the_gpu_and_what_was_stored_of_it(world: World) -> None:
+def test_a_student_learns_what_a_teacher_says_on_the_gpu_and_what_was_stored_of_it(
+    world: World,
+) -> None:
     results = []
-    for name, more in (("online", []), ("stored", ["--distill.logprobs", world.folder / "logprobs", "--distill.top_k", 512])):
+    for name, more in (
+        ("online", []),
+        ("stored", ["--distill.logprobs", world.folder / "logprobs", "--distill.top_k", 512]),
+    ):
         run = world.run("distill", name, *teacher(world), *more)
         results.append(losses(run, "kd_loss"))
         assert results[-1][STEPS] < results[-1][1]
@@ -166,7 +234,14 @@ def test_a_student_learns_what_a_teacher_says_on_the_gpu_and_what_was_stored_of_
 
 
 def test_a_student_learns_what_a_teacher_says_of_answers_that_the_gpu_sampled(world: World) -> None:
-    sampled = ["--distill.lmbda", 1, "--data.packing", "none", "--distill.max_completion_length", 12]
+    sampled = [
+        "--distill.lmbda",
+        1,
+        "--data.packing",
+        "none",
+        "--distill.max_completion_length",
+        12,
+    ]
     result = losses(world.run("distill", "on-policy", *teacher(world), *sampled), "kd_loss")
     assert list(result) == [*range(1, STEPS + 1)]
     assert all(each > 0 for each in result.values())
@@ -195,15 +270,29 @@ def test_a_server_on_the_gpu_writes_what_a_cpu_writes(world: World, tmp_path: Pa
         url = printed.split()[0]
         with urllib.request.urlopen(f"{url}/v1/models", timeout=60) as answer:
             model = json.load(answer)["data"][0]["id"]
-        body = json.dumps({"model": model, "prompt": "def ", "max_tokens": 16, "temperature": 0}).encode()
-        request = urllib.request.Request(f"{url}/v1/completions", body, {"content-type": "application/json"})
+        body = json.dumps(
+            {"model": model, "prompt": "def ", "max_tokens": 16, "temperature": 0}
+        ).encode()
+        request = urllib.request.Request(
+            f"{url}/v1/completions", body, {"content-type": "application/json"}
+        )
         with urllib.request.urlopen(request, timeout=100) as answer:
             completion = json.load(answer)
     finally:
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=60) == 0
     done = world.lmforge(
-        "generate", world.source, "def ", "--temperature", 0, "--max_tokens", 16, "--dtype", "fp32", "--device", "cpu"
+        "generate",
+        world.source,
+        "def ",
+        "--temperature",
+        0,
+        "--max_tokens",
+        16,
+        "--dtype",
+        "fp32",
+        "--device",
+        "cpu",
     )
     assert completion["usage"]["completion_tokens"] == 16
     assert completion["choices"][0]["text"].strip() in done.stdout

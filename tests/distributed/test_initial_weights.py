@@ -12,7 +12,9 @@ def counts(folder: Path) -> list[dict[str, tuple[int, int]]]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
 
-def test_each_rank_draws_only_the_numbers_it_holds_and_all_are_those_of_one_process(tmp_path: Path) -> None:
+def test_each_rank_draws_only_the_numbers_it_holds_and_all_are_those_of_one_process(
+    tmp_path: Path,
+) -> None:
     on_ranks(4, SCRIPT, tmp_path, tmp_path)
     of_ranks = counts(tmp_path)
     assert len(of_ranks) == 4
@@ -30,5 +32,6 @@ def test_one_of_1024_ranks_draws_a_thousandth(tmp_path: Path) -> None:
     (rank,) = counts(tmp_path)
     assert rank.keys() == {"fsdp1", "fsdp1, adapters", "fsdp2", "tensor parallel"}
     for name, (drawn, held) in rank.items():
-        # Of 660,736 numbers that are drawn; FSDP2 divides rows, of which there are not a thousand everywhere.
+        # Of 660,736 numbers that are drawn; FSDP2 divides rows, of which there are not a thousand
+        # everywhere.
         assert 0 < drawn <= held < 1000, name

@@ -20,7 +20,12 @@ def fails(recipe: Recipe, folder: Path, name: str, **fault: str) -> Path:
     """A run on two ranks whose second one has a fault at step 3."""
     words = recipe(folder, name)
     done = preloaded().run(
-        ["pretrain", *words], folder, script=FAULTY_RANK, ranks=2, variables={"FAULTY_RANK": "1", **fault}, timeout=120
+        ["pretrain", *words],
+        folder,
+        script=FAULTY_RANK,
+        ranks=2,
+        variables={"FAULTY_RANK": "1", **fault},
+        timeout=120,
     )
     assert done.returncode != 0
     return folder / name
@@ -29,7 +34,14 @@ def fails(recipe: Recipe, folder: Path, name: str, **fault: str) -> Path:
 @pytest.fixture(scope="module")
 def raised(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Rank 1 raises, and stays; rank 0 waits for it until its collective times out."""
-    return fails(recipe, tmp_path_factory.mktemp("raised"), "a", FAULT="raise", SLEEP="5", COLLECTIVE_SECONDS="3")
+    return fails(
+        recipe,
+        tmp_path_factory.mktemp("raised"),
+        "a",
+        FAULT="raise",
+        SLEEP="5",
+        COLLECTIVE_SECONDS="3",
+    )
 
 
 def printed(capsys: pytest.CaptureFixture[str], *words: object) -> list[str]:
@@ -42,7 +54,9 @@ def test_the_error_of_the_rank_that_raised_is_printed_before_the_time_out_of_the
     raised: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = printed(capsys, raised)
-    assert re.fullmatch(rf"--- {re.escape(str(raised))}, attempt 1: 2 ranks on \S+, failed ---", lines[0])
+    assert re.fullmatch(
+        rf"--- {re.escape(str(raised))}, attempt 1: 2 ranks on \S+, failed ---", lines[0]
+    )
     first = next(line for line in lines if "ERROR" in line)
     assert re.fullmatch(r"FIRST ERROR: rank 1 on \S+ failed, \d\d:\d\d:\d\d\.\d{3}", first)
     assert lines[lines.index(first) + 1] == "  step 3, data: ValueError: the third batch is bad"
@@ -57,9 +71,14 @@ def test_the_error_of_the_rank_that_raised_is_printed_before_the_time_out_of_the
     assert not any("\x1b" in line for line in lines)  # no terminal
 
 
-def test_only_the_errors_of_all_ranks_or_of_one(raised: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_the_errors_of_all_ranks_or_of_one(
+    raised: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     lines = printed(capsys, raised, "--errors")
-    assert [line.split(":")[0] for line in lines if line.startswith(("FIRST ERROR", "ERROR"))] == ["FIRST ERROR", "ERROR"]
+    assert [line.split(":")[0] for line in lines if line.startswith(("FIRST ERROR", "ERROR"))] == [
+        "FIRST ERROR",
+        "ERROR",
+    ]
     assert any("Timed out waiting" in line for line in lines)
     lines = printed(capsys, raised, "--errors", "--rank", 0)
     assert not any("third batch" in line for line in lines)
@@ -77,18 +96,29 @@ def test_only_the_errors_of_all_ranks_or_of_one(raised: Path, capsys: pytest.Cap
         (["--rank", -1], "--rank: expected "),
     ],
 )
-def test_what_is_not_there_is_refused(raised: Path, refused: Refusal, words: list[object], message: str) -> None:
+def test_what_is_not_there_is_refused(
+    raised: Path, refused: Refusal, words: list[object], message: str
+) -> None:
     assert refused("logs", raised, *words).startswith(message.format(run=raised))
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path, refused: Refusal) -> None:
-    assert refused("logs", tmp_path / "nothing") == f"{tmp_path / 'nothing'}: no such file or folder; give a run"
+    assert (
+        refused("logs", tmp_path / "nothing")
+        == f"{tmp_path / 'nothing'}: no such file or folder; give a run"
+    )
 
 
 @pytest.mark.parametrize(
     ("fault", "what"),
     [
-        ("kill", r"last heartbeat at step \d, \w+; nothing in its log: killed, .* \(process \d+ is gone\)"),
+        (
+            "kill",
+            (
+                r"last heartbeat at step \d, \w+; nothing in its log: killed, .* \(process \d+ is"
+                r" gone\)"
+            ),
+        ),
         ("abort", "Fatal Python error: Aborted"),
     ],
 )
@@ -105,7 +135,9 @@ def test_a_rank_that_died_without_an_exception_is_the_first_and_not_the_one_that
         assert any("in batches" in line for line in lines[first + 1 : first + 8])
 
 
-def test_following_continues_over_a_failed_attempt_and_ends_with_the_run(raised: Path, recipe: Recipe, tmp_path: Path) -> None:
+def test_following_continues_over_a_failed_attempt_and_ends_with_the_run(
+    raised: Path, recipe: Recipe, tmp_path: Path
+) -> None:
     run = Run(shutil.copytree(raised, tmp_path / "a"))
     (tmp_path / "follow").mkdir()
     following = preloaded().start(["logs", run.path, "--follow"], tmp_path / "follow")
@@ -120,4 +152,6 @@ def test_following_continues_over_a_failed_attempt_and_ends_with_the_run(raised:
     steps = [line for line in lines[second:] if " 0 │ step 6/6 " in line]
     assert len(steps) == 1
     for rank in (0, 1):
-        assert sum(f"{rank} │ attempt 2, rank {rank} of 2 on " in line for line in lines[second:]) == 1
+        assert (
+            sum(f"{rank} │ attempt 2, rank {rank} of 2 on " in line for line in lines[second:]) == 1
+        )

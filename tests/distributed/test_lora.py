@@ -22,9 +22,14 @@ def trials(tmp_path_factory: pytest.TempPathFactory) -> SampledTrials:
 
 @pytest.mark.parametrize(
     ("world_size", "name"),
-    sampled("lora", ((2, f"{shape} {case.name}") for shape in shapes_on(2) for case in lora_cases(shape, 2))),
+    sampled(
+        "lora",
+        ((2, f"{shape} {case.name}") for shape in shapes_on(2) for case in lora_cases(shape, 2)),
+    ),
 )
-def test_losses_gradient_norms_and_adapters_are_those_of_one_process(trials: SampledTrials, world_size: int, name: str) -> None:
+def test_losses_gradient_norms_and_adapters_are_those_of_one_process(
+    trials: SampledTrials, world_size: int, name: str
+) -> None:
     result = trials.read(world_size, name)
     assert len(set(result["losses"])) == len(result["losses"])
     assert_is_one_process(result)
@@ -61,15 +66,28 @@ def test_with_a_base_in_few_bits_they_are_those_of_one_process_too(
     assert_is_one_process(quantized_trials.read(world_size, name))
 
 
-@pytest.mark.parametrize(("name", "shards"), [("ddp", 1), ("fsdp1 full-shard", 2), ("fsdp2 full-shard", 2)])
-def test_only_adapters_have_gradients_and_optimizer_state(trials: SampledTrials, name: str, shards: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "shards"), [("ddp", 1), ("fsdp1 full-shard", 2), ("fsdp2 full-shard", 2)]
+)
+def test_only_adapters_have_gradients_and_optimizer_state(
+    trials: SampledTrials, name: str, shards: int
+) -> None:
     # 4 blocks, rank 3, each layer's inputs and outputs: 4 of attention and 3 of the feed-forward.
     width, kept, inner = 64, 32, 100
-    sizes = [(width, width), (width, kept), (width, kept), (width, width), (width, inner), (width, inner), (inner, width)]
+    sizes = [
+        (width, width),
+        (width, kept),
+        (width, kept),
+        (width, width),
+        (width, inner),
+        (width, inner),
+        (inner, width),
+    ]
     adapters = 4 * 3 * sum(inputs + outputs for inputs, outputs in sizes) * 4
     for rank in range(2):
         held = trials.read(2, f"llama {name}", rank)
-        # Uneven parts: three rows do not divide by two. The optimizer's counts of steps come on top.
+        # Uneven parts: three rows do not divide by two. The optimizer's counts of steps come on
+        # top.
         assert held["gradients"] <= 1.25 * adapters / shards
         assert held["optimizer"] <= 2 * held["gradients"] + 1000
 

@@ -11,12 +11,18 @@ from tests.seeds import fresh_seed
 
 
 @pytest.mark.parametrize("which", ["sample", pytest.param("all", marks=pytest.mark.slow)])
-def test_losses_and_gradients_of_all_objectives_are_those_of_one_process_under_every_engine(tmp_path: Path, which: str) -> None:
-    """In the sample each objective, each engine and each vocabulary is in both dtypes, each case of the three in one."""
+def test_losses_and_gradients_of_all_objectives_are_those_of_one_process_under_every_engine(
+    tmp_path: Path, which: str
+) -> None:
+    """In the sample each objective, each engine and each vocabulary is in both dtypes, each case of
+    the three in one.
+    """
     seed = fresh_seed()
     assert on_ranks(2, HERE / "objective_ranks.py", tmp_path, seed, which).count("the same") == 15
 
 
 def test_references_have_no_dropout_and_no_noise_under_any_engine(tmp_path: Path) -> None:
     seed = fresh_seed()
-    assert on_ranks(2, HERE / "reference_ranks.py", tmp_path, seed).count("the same") == len(STRATEGIES)
+    assert on_ranks(2, HERE / "reference_ranks.py", tmp_path, seed).count("the same") == len(
+        STRATEGIES
+    )

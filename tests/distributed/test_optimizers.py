@@ -1,4 +1,6 @@
-"""For every optimizer, a step does not depend on the strategy, and a resumed run has the same bits."""
+"""For every optimizer, a step does not depend on the strategy, and a resumed run has the same
+bits.
+"""
 
 import itertools
 import re
@@ -11,7 +13,16 @@ import torch.distributed.checkpoint as dcp
 
 from lmforge.core.records.runs import Run
 from lmforge.lab.bench import bounds
-from tests.distributed.conftest import HERE, RECIPE_STEPS, Recipe, losses, newest_checkpoint, rounded, run_cases, weights
+from tests.distributed.conftest import (
+    HERE,
+    RECIPE_STEPS,
+    Recipe,
+    losses,
+    newest_checkpoint,
+    rounded,
+    run_cases,
+    weights,
+)
 from tests.preloaded import on_ranks
 from tests.rounding import OTHER_ROUNDING, assert_rounding_apart, weights_apart
 from tests.seeds import fresh_seed
@@ -59,13 +70,22 @@ def runs(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     run_cases(2, lines.pop(2), folder)
     lines[2] = []
     for name, (begun, ranks, more) in RESUMED.items():
-        shutil.copytree(every[begun].path, every[name].path, ignore=shutil.ignore_patterns(".lock", "metrics.jsonl"))
+        shutil.copytree(
+            every[begun].path,
+            every[name].path,
+            ignore=shutil.ignore_patterns(".lock", "metrics.jsonl"),
+        )
         shutil.rmtree(every[name].checkpoint_path(RECIPE_STEPS))
         lines[ranks].append(recipe(folder, name, *more))
     for ranks, cases in lines.items():
         run_cases(ranks, cases, folder)
     single = [name for name in STRATEGIES if re.fullmatch(r"\w+ single", name)]
-    run_cases(1, [recipe(folder, f"{name} rounded", *STRATEGIES[name][1]) for name in single], folder, **OTHER_ROUNDING)
+    run_cases(
+        1,
+        [recipe(folder, f"{name} rounded", *STRATEGIES[name][1]) for name in single],
+        folder,
+        **OTHER_ROUNDING,
+    )
     return every
 
 
@@ -73,26 +93,39 @@ def states(run: Run) -> dict[str, torch.Tensor]:
     """Every tensor of the newest checkpoint as it is stored, model and optimizer, by name."""
     reader = dcp.FileSystemReader(newest_checkpoint(run.path)[0])
     described = reader.read_metadata().state_dict_metadata
-    tensors = {name: torch.empty(each.size, dtype=each.properties.dtype) for name, each in described.items()}
+    tensors = {
+        name: torch.empty(each.size, dtype=each.properties.dtype)
+        for name, each in described.items()
+    }
     dcp.load(tensors, storage_reader=reader, no_dist=True)
     return tensors
 
 
 def assert_close(run: Run, reference: Run, steps: range = range(1, RECIPE_STEPS + 1)) -> None:
     theirs = losses(reference)
-    assert losses(run) == pytest.approx({step: theirs[step] for step in steps}, rel=bounds.FP32.loss)
-    assert_rounding_apart(*(weights_apart(weights(each), weights(reference)) for each in (run, rounded(reference))))
+    assert losses(run) == pytest.approx(
+        {step: theirs[step] for step in steps}, rel=bounds.FP32.loss
+    )
+    assert_rounding_apart(
+        *(weights_apart(weights(each), weights(reference)) for each in (run, rounded(reference)))
+    )
 
 
-@pytest.mark.parametrize("name", [name for name in STRATEGIES if not {"single", "bf16", "8bit"} & {*name.split()}])
+@pytest.mark.parametrize(
+    "name", [name for name in STRATEGIES if not {"single", "bf16", "8bit"} & {*name.split()}]
+)
 def test_losses_and_weights_do_not_depend_on_the_strategy(runs: dict[str, Run], name: str) -> None:
     assert_close(runs[name], runs[f"{name.split()[0]} single"])
 
 
-@pytest.mark.parametrize("name", [name for name, (begun, *how) in RESUMED.items() if (*how,) == STRATEGIES[begun]])
+@pytest.mark.parametrize(
+    "name", [name for name, (begun, *how) in RESUMED.items() if (*how,) == STRATEGIES[begun]]
+)
 def test_a_resumed_run_has_the_same_bits(runs: dict[str, Run], name: str) -> None:
     unbroken = runs[RESUMED[name][0]]
-    assert losses(runs[name]) == {step: loss for step, loss in losses(unbroken).items() if step > RECIPE_STEPS // 2}
+    assert losses(runs[name]) == {
+        step: loss for step, loss in losses(unbroken).items() if step > RECIPE_STEPS // 2
+    }
     ours, theirs = states(runs[name]), states(unbroken)
     assert ours.keys() == theirs.keys()
     for tensor in theirs:
@@ -100,11 +133,18 @@ def test_a_resumed_run_has_the_same_bits(runs: dict[str, Run], name: str) -> Non
 
 
 def test_a_muon_run_resumes_on_another_number_of_ranks(runs: dict[str, Run]) -> None:
-    assert_close(runs["muon resumed single"], runs["muon single"], range(RECIPE_STEPS // 2 + 1, RECIPE_STEPS + 1))
+    assert_close(
+        runs["muon resumed single"],
+        runs["muon single"],
+        range(RECIPE_STEPS // 2 + 1, RECIPE_STEPS + 1),
+    )
 
 
 def test_bf16_state_is_stored_in_bf16_and_loads_into_fp32(runs: dict[str, Run]) -> None:
-    stored, widened = states(runs["adamw bf16 fsdp2 on 2"]), states(runs["adamw bf16 resumed in fp32"])
+    stored, widened = (
+        states(runs["adamw bf16 fsdp2 on 2"]),
+        states(runs["adamw bf16 resumed in fp32"]),
+    )
     moments = [name for name in stored if ".exp_avg" in name]
     assert moments
     assert {stored[name].dtype for name in moments} == {torch.bfloat16}
@@ -115,7 +155,9 @@ def test_bf16_state_is_stored_in_bf16_and_loads_into_fp32(runs: dict[str, Run]) 
             assert loss == pytest.approx(theirs[step], rel=bounds.BF16_STATES.loss)
 
 
-def test_states_in_8_bits_are_those_of_one_process_but_for_a_code_now_and_then(runs: dict[str, Run]) -> None:
+def test_states_in_8_bits_are_those_of_one_process_but_for_a_code_now_and_then(
+    runs: dict[str, Run],
+) -> None:
     theirs = losses(runs["adamw 8bit single"])
     for name in ("adamw 8bit fsdp2 on 2", "adamw 8bit resumed single"):
         for step, loss in losses(runs[name]).items():
@@ -130,22 +172,35 @@ def test_states_in_8_bits_are_those_of_one_process_but_for_a_code_now_and_then(r
 def test_every_optimizer_lowers_the_loss_differently(runs: dict[str, Run]) -> None:
     """The comparisons above would pass if every run were the same."""
     narrow = "muon bf16 weights fsdp2 on 2"
-    last = {name: losses(runs[name])[RECIPE_STEPS] for name in ("muon single", "adamw bf16 single", narrow)}
+    last = {
+        name: losses(runs[name])[RECIPE_STEPS]
+        for name in ("muon single", "adamw bf16 single", narrow)
+    }
     assert all(loss < losses(runs[name])[1] - 0.01 for name, loss in last.items()), last
     assert last.pop(narrow) != losses(runs["muon fsdp2 on 2"])[RECIPE_STEPS]
     # Far more apart than runs that are to be the same may be.
-    assert all(abs(one - other) > 1e-5 * one for one, other in itertools.combinations(last.values(), 2)), last
+    assert all(
+        abs(one - other) > 1e-5 * one for one, other in itertools.combinations(last.values(), 2)
+    ), last
 
 
-def test_momentum_is_kept_for_hidden_matrices_and_moments_for_the_rest(runs: dict[str, Run]) -> None:
+def test_momentum_is_kept_for_hidden_matrices_and_moments_for_the_rest(
+    runs: dict[str, Run],
+) -> None:
     kept = states(runs["muon fsdp2 on 2"])
     assert "optimizer.model.layers.0.mlp.up_proj.weight.momentum_buffer" in kept
     assert "optimizer.model.layers.0.mlp.up_proj.weight.exp_avg" not in kept
-    for name in ("model.embed_tokens.weight", "lm_head.weight", "model.layers.0.input_layernorm.weight"):
+    for name in (
+        "model.embed_tokens.weight",
+        "lm_head.weight",
+        "model.layers.0.input_layernorm.weight",
+    ):
         assert {f"optimizer.{name}.exp_avg", f"optimizer.{name}.exp_avg_sq"} < kept.keys()
         assert f"optimizer.{name}.momentum_buffer" not in kept
 
 
-def test_muon_computes_the_weights_of_one_process_on_any_mesh_and_for_any_sizes(tmp_path: Path) -> None:
+def test_muon_computes_the_weights_of_one_process_on_any_mesh_and_for_any_sizes(
+    tmp_path: Path,
+) -> None:
     seed = fresh_seed()
     on_ranks(4, HERE / "muon_on_meshes.py", tmp_path, seed)

@@ -1,7 +1,7 @@
 """Law 5 as users see it: a run that was stopped in any way and resumed equals an uninterrupted run.
 
-One history holds most of it: two ranks, of which one is killed, which the launcher starts again, asked to stop, continued,
-killed without warning, continued to the end.
+One history holds most of it: two ranks, of which one is killed, which the launcher starts again,
+asked to stop, continued, killed without warning, continued to the end.
 """
 
 import json
@@ -28,8 +28,16 @@ from tests.seeds import fresh_random
 
 PACED_RUN = HERE / "faults" / "paced_run.py"
 STEPS = 20
-SCHEDULE = ["--train.steps", str(STEPS), "--checkpoint.every_steps", "4", "--checkpoint.keep_last", "20"]
-# A validation just before a checkpoint leaves sharded weights gathered, and must not show in what is saved.
+SCHEDULE = [
+    "--train.steps",
+    str(STEPS),
+    "--checkpoint.every_steps",
+    "4",
+    "--checkpoint.keep_last",
+    "20",
+]
+# A validation just before a checkpoint leaves sharded weights gathered, and must not show in what
+# is saved.
 SCHEDULE += ["--validation.every_steps", "4"]
 
 
@@ -54,9 +62,16 @@ class Pace:
         self._file.write_text(str(last_step))
 
 
-def started(words: list[str], folder: Path, meanwhile: Callable[[Forked], None], pace: Pace | None = None) -> Ended:
+def started(
+    words: list[str], folder: Path, meanwhile: Callable[[Forked], None], pace: Pace | None = None
+) -> Ended:
     """Carry out a command line in processes of their own, doing something to them meanwhile."""
-    process = preloaded().start(words, folder, script=PACED_RUN if pace else None, variables=pace.variables if pace else None)
+    process = preloaded().start(
+        words,
+        folder,
+        script=PACED_RUN if pace else None,
+        variables=pace.variables if pace else None,
+    )
     try:
         meanwhile(process)
         status = process.wait(timeout=300)
@@ -72,18 +87,24 @@ def reach(run: Run, step: int, *processes: Forked) -> None:
     while not (records := run.read_metrics()) or records[-1]["step"] < step:
         for process in processes:
             assert process.poll() is None, (
-                f"ended with status {process.poll()} before step {step}: {process.errors.read_text()}"
+                f"ended with status {process.poll()} before step {step}:"
+                f" {process.errors.read_text()}"
             )
         time.sleep(0.005)
 
 
 def heard(run: Run) -> set[int]:
     """The process ids of the ranks that publish what they do."""
-    return {json.loads(text)["process"] for file in run.health_folder.glob("rank-?.json") if (text := file.read_text())}
+    return {
+        json.loads(text)["process"]
+        for file in run.health_folder.glob("rank-?.json")
+        if (text := file.read_text())
+    }
 
 
 def lose_rank(run: Run, step: int, process: Forked, pace: Pace, lost: set[int]) -> set[int]:
-    """Kill one of two ranks at a random moment from `step` on, in the steps after it, in a save or while it waits.
+    """Kill one of two ranks at a random moment from `step` on, in the steps after it, in a save or
+    while it waits.
 
     Returns all that have then run; `lost` are those of before.
     """
@@ -97,19 +118,30 @@ def lose_rank(run: Run, step: int, process: Forked, pace: Pace, lost: set[int]) 
 
 
 def starting_ranks(run: Run, process: Forked, lost: set[int]) -> set[int]:
-    """The two ranks that run, once both publish what they do: what is there may still be of those before them, `lost`."""
+    """The two ranks that run, once both publish what they do: what is there may still be of those
+    before them, `lost`.
+    """
     while len(ranks := heard(run) - lost) < 2:
-        assert process.poll() is None, f"ended with status {process.poll()} before its ranks had begun"
+        assert process.poll() is None, (
+            f"ended with status {process.poll()} before its ranks had begun"
+        )
         time.sleep(0.005)
     return ranks
 
 
-def kill_both_ranks(words: list[str], folder: Path, run: Run, step: int, seconds: float) -> list[int]:
-    """Carry out a command line on two ranks, and kill both `seconds` after `step`. Returns their statuses."""
+def kill_both_ranks(
+    words: list[str], folder: Path, run: Run, step: int, seconds: float
+) -> list[int]:
+    """Carry out a command line on two ranks, and kill both `seconds` after `step`.
+
+    Returns their statuses.
+    """
     folder.mkdir()
     pace = Pace(folder, STEPS - 1)  # it is not over when it is to be killed
     ranks = [
-        preloaded().start(words, folder, script=PACED_RUN, variables={**variables, **pace.variables})
+        preloaded().start(
+            words, folder, script=PACED_RUN, variables={**variables, **pace.variables}
+        )
         for variables in rank_variables(2)
     ]
     try:
@@ -139,7 +171,9 @@ def assert_identical(run: Run, reference: Run) -> None:
 
 @dataclass(frozen=True)
 class History:
-    """Runs of one recipe: never stopped; stopped, killed and continued; and each continued elsewhere from one checkpoint."""
+    """Runs of one recipe: never stopped; stopped, killed and continued; and each continued
+    elsewhere from one checkpoint.
+    """
 
     unbroken: Run
     broken: Run
@@ -176,12 +210,18 @@ def history(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> History
     assert stopped.status == 128 + asked_by, stopped
     stopped_at = broken.checkpoint_steps()[-1]
     assert stopped_at < STEPS - 3
-    places = {"single": (1, []), "ddp on 2": (2, ["--parallel.engine", "ddp"]), "fsdp2 on 3": (3, [])}
+    places = {
+        "single": (1, []),
+        "ddp on 2": (2, ["--parallel.engine", "ddp"]),
+        "fsdp2 on 3": (3, []),
+    }
     for place in places:
         shutil.copytree(broken.path, folder / place, ignore=shutil.ignore_patterns(".lock"))
 
     killed_after = chance.randrange(stopped_at + 1, STEPS - 1)
-    killed = kill_both_ranks(how_to_continue(stopped), folder / "killed", broken, killed_after, chance.uniform(0, 0.1))
+    killed = kill_both_ranks(
+        how_to_continue(stopped), folder / "killed", broken, killed_after, chance.uniform(0, 0.1)
+    )
     assert killed == [-signal.SIGKILL] * 2
     print(f"killed after step {max(losses(broken))}, with checkpoints {broken.checkpoint_steps()}")
 
@@ -194,20 +234,35 @@ def history(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> History
         lines[ranks].append(recipe(folder, place, *SCHEDULE, *more))
     for ranks, cases in lines.items():
         run_cases(ranks, cases, folder)
-    return History(Run(folder / "unbroken"), broken, stopped, stopped_at, {place: Run(folder / place) for place in places})
+    return History(
+        Run(folder / "unbroken"),
+        broken,
+        stopped,
+        stopped_at,
+        {place: Run(folder / place) for place in places},
+    )
 
 
 def test_asked_to_stop_ranks_finish_the_step_save_and_say_how_to_continue(history: History) -> None:
     said = history.stopped.out.splitlines()[-1]
-    # The launcher asks its ranks by SIGTERM: processes that a rank has started would die of another. What came is named.
+    # The launcher asks its ranks by SIGTERM: processes that a rank has started would die of
+    # another. What came is named.
     name = signal_name(history.stopped.status - 128)
-    passed_on = "" if name == "SIGTERM" else f"lmforge: {name} came: all ranks are asked to save and end\n"
-    assert said.startswith(f"stopped by {name} after step {history.stopped_at}, which is saved; to continue: ")
-    assert history.stopped.errors.endswith(f"lmforge: all ranks are started again (1 of 3)\n{passed_on}")
+    passed_on = (
+        "" if name == "SIGTERM" else f"lmforge: {name} came: all ranks are asked to save and end\n"
+    )
+    assert said.startswith(
+        f"stopped by {name} after step {history.stopped_at}, which is saved; to continue: "
+    )
+    assert history.stopped.errors.endswith(
+        f"lmforge: all ranks are started again (1 of 3)\n{passed_on}"
+    )
     assert max(losses(history.elsewhere["single"])) == STEPS
 
 
-def test_a_rank_killed_all_started_again_stopped_killed_and_continued_give_the_same_bits(history: History) -> None:
+def test_a_rank_killed_all_started_again_stopped_killed_and_continued_give_the_same_bits(
+    history: History,
+) -> None:
     assert history.stopped.errors.count("was killed by SIGKILL\n") == 1, history.stopped
     assert_identical(history.broken, history.unbroken)
 
@@ -225,7 +280,10 @@ def test_after_two_kills_the_launcher_has_started_all_ranks_twice_and_the_end_is
             lost = lose_rank(run, step, process, pace, lost)
         pace.allow(STEPS)
 
-    words = ["pretrain", *recipe(tmp_path, "restarted", *SCHEDULE, "--launch.processes", "2", "--run.overwrite")]
+    words = [
+        "pretrain",
+        *recipe(tmp_path, "restarted", *SCHEDULE, "--launch.processes", "2", "--run.overwrite"),
+    ]
     ended = started(words, tmp_path, kill_ranks, pace)
     assert ended.status == 0, ended
     assert ended.errors.count("was killed by SIGKILL\n") == 2, ended
@@ -242,7 +300,9 @@ def test_continued_on_other_ranks_and_strategies_losses_agree(history: History, 
 
 
 def test_three_ranks_under_ddp_continue_to_the_same_bits(recipe: Recipe, tmp_path: Path) -> None:
-    """Of three, the order of a sum shows: it follows from where DDP puts a gradient in its buckets."""
+    """Of three, the order of a sum shows: it follows from where DDP puts a gradient in its
+    buckets.
+    """
     more = ["--parallel.engine", "ddp", "--schedule.name", "constant"]
     cases = [
         recipe(tmp_path, "unbroken", *more),
@@ -257,8 +317,12 @@ def test_three_ranks_under_ddp_continue_to_the_same_bits(recipe: Recipe, tmp_pat
         assert torch.equal(tensor, theirs[name]), name
 
 
-def test_interrupted_a_single_process_saves_and_continues_to_the_same_bits(recipe: Recipe, tmp_path: Path) -> None:
-    """At the keyboard, by a terminal that is closed, or by a scheduler that warns before the time is up."""
+def test_interrupted_a_single_process_saves_and_continues_to_the_same_bits(
+    recipe: Recipe, tmp_path: Path
+) -> None:
+    """At the keyboard, by a terminal that is closed, or by a scheduler that warns before the time
+    is up.
+    """
     number = fresh_random().choice(STOP_SIGNALS)
     print(f"interrupted by {signal_name(number)}")
     broken, unbroken, pace = Run(tmp_path / "broken"), Run(tmp_path / "unbroken"), Pace(tmp_path, 3)
@@ -273,8 +337,8 @@ def test_interrupted_a_single_process_saves_and_continues_to_the_same_bits(recip
     assert ended.errors == ""
     assert broken.checkpoint_steps()[-1] < STEPS
     assert (
-        f"stopped by {signal_name(number)} after step {broken.checkpoint_steps()[-1]}, which is saved"
-        in ended.out.splitlines()[-1]
+        f"stopped by {signal_name(number)} after step {broken.checkpoint_steps()[-1]}, which is"
+        " saved" in ended.out.splitlines()[-1]
     )
     assert lmforge_here(how_to_continue(ended)) == 0
     assert lmforge_here(["pretrain", *recipe(tmp_path, "unbroken", *SCHEDULE)]) == 0

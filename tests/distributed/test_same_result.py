@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from lmforge.core.records.runs import Run
-from tests.distributed.conftest import RECIPE_STEPS, Recipe, assert_agree, losses, run_cases, weights, with_needs
+from tests.distributed.conftest import (
+    RECIPE_STEPS,
+    Recipe,
+    assert_agree,
+    losses,
+    run_cases,
+    weights,
+    with_needs,
+)
 from tests.rounding import OTHER_ROUNDING
 from tests.tools import has_compiler
 
@@ -28,7 +36,10 @@ MODELS: dict[str, tuple[int, list[str]]] = {
 # Only in make test-all.
 SLOW: dict[str, tuple[int, list[str]]] = {
     "fsdp2 on 1": (1, ["--parallel.engine", "fsdp2"]),
-    "ddp on 2 in 3 micro-batches": (2, ["--parallel.engine", "ddp", "--train.micro_batch_size", "2"]),
+    "ddp on 2 in 3 micro-batches": (
+        2,
+        ["--parallel.engine", "ddp", "--train.micro_batch_size", "2"],
+    ),
     "fsdp2 on 3": (3, []),
     "ddp on 4": (4, ["--parallel.engine", "ddp"]),
     "tied ddp": (2, [*TIED, "--parallel.engine", "ddp"]),
@@ -37,17 +48,33 @@ SLOW: dict[str, tuple[int, list[str]]] = {
 }
 
 
-def run_all(cases: dict[str, tuple[int, list[str]]], recipe: Recipe, folder: Path) -> dict[str, Run]:
-    present = {name: case for name, case in cases.items() if "compiled" not in name or has_compiler()}
+def run_all(
+    cases: dict[str, tuple[int, list[str]]], recipe: Recipe, folder: Path
+) -> dict[str, Run]:
+    present = {
+        name: case for name, case in cases.items() if "compiled" not in name or has_compiler()
+    }
     for ranks in (1, 2, 3, 4):
-        run_cases(ranks, [recipe(folder, name, *more) for name, (count, more) in present.items() if count == ranks], folder)
+        run_cases(
+            ranks,
+            [
+                recipe(folder, name, *more)
+                for name, (count, more) in present.items()
+                if count == ranks
+            ],
+            folder,
+        )
     return {name: Run(folder / name) for name in present}
 
 
 @pytest.fixture(scope="module")
 def runs(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     folder, cases = tmp_path_factory.mktemp("same"), STRATEGIES | MODELS
-    rounded = [recipe(folder, f"{name} rounded", *more) for name, (_, more) in cases.items() if name.endswith("single")]
+    rounded = [
+        recipe(folder, f"{name} rounded", *more)
+        for name, (_, more) in cases.items()
+        if name.endswith("single")
+    ]
     run_cases(1, rounded, folder, **OTHER_ROUNDING)
     return run_all(cases, recipe, folder)
 
@@ -58,11 +85,15 @@ def slow_runs(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> dict[
 
 
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if name != "single"])
-def test_losses_and_weights_do_not_depend_on_the_strategy_or_the_micro_batches(runs: dict[str, Run], name: str) -> None:
+def test_losses_and_weights_do_not_depend_on_the_strategy_or_the_micro_batches(
+    runs: dict[str, Run], name: str
+) -> None:
     assert_agree(runs[name], runs["single"])
 
 
-@pytest.mark.parametrize(("name", "reference"), [("tied fsdp2", "tied single"), ("gpt2 ddp", "gpt2 single")])
+@pytest.mark.parametrize(
+    ("name", "reference"), [("tied fsdp2", "tied single"), ("gpt2 ddp", "gpt2 single")]
+)
 def test_nor_do_those_of_other_models(runs: dict[str, Run], name: str, reference: str) -> None:
     assert_agree(runs[name], runs[reference])
 
@@ -73,7 +104,9 @@ def test_losses_and_weights_are_the_same_under_the_other_strategies(
     runs: dict[str, Run], slow_runs: dict[str, Run], name: str
 ) -> None:
     model = name.split()[0]
-    assert_agree(slow_runs[name], runs[f"{model} single" if model in ("tied", "gpt2") else "single"])
+    assert_agree(
+        slow_runs[name], runs[f"{model} single" if model in ("tied", "gpt2") else "single"]
+    )
 
 
 def test_training_lowers_the_loss(runs: dict[str, Run]) -> None:
@@ -83,7 +116,9 @@ def test_training_lowers_the_loss(runs: dict[str, Run]) -> None:
 
 def test_other_models_and_other_steps_differ(runs: dict[str, Run]) -> None:
     """The comparisons above would pass if every run were the same."""
-    assert losses(runs["tied single"])[RECIPE_STEPS] != pytest.approx(losses(runs["single"])[RECIPE_STEPS], rel=1e-3)
+    assert losses(runs["tied single"])[RECIPE_STEPS] != pytest.approx(
+        losses(runs["single"])[RECIPE_STEPS], rel=1e-3
+    )
     assert any(
         not torch.equal(tensor, weights(runs["single"], RECIPE_STEPS // 2)[name])
         for name, tensor in weights(runs["single"]).items()

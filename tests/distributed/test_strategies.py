@@ -12,7 +12,14 @@ from lmforge.lab.bench.bounds import FP32
 from lmforge.lab.bench.parity import expert_parallel_cases, strategy_cases
 from lmforge.lab.plan.prediction.step_config import StepConfig
 from tests.distributed.conftest import SampledTrials, assert_is_one_process, sampled
-from tests.distributed.shapes import SAMPLE, SHAPES, chosen_cases, select_cases, setting_pairs, shapes_on
+from tests.distributed.shapes import (
+    SAMPLE,
+    SHAPES,
+    chosen_cases,
+    select_cases,
+    setting_pairs,
+    shapes_on,
+)
 from tests.plan.step_program import predicted_activation_bytes, step_program
 
 
@@ -29,7 +36,9 @@ def trials(tmp_path_factory: pytest.TempPathFactory) -> SampledTrials:
 
 
 @pytest.mark.parametrize(("world_size", "name"), sampled("plain", all_cases()))
-def test_losses_gradient_norms_and_weights_are_those_of_one_process(trials: SampledTrials, world_size: int, name: str) -> None:
+def test_losses_gradient_norms_and_weights_are_those_of_one_process(
+    trials: SampledTrials, world_size: int, name: str
+) -> None:
     result = trials.read(world_size, name)
     # It has learned, on the same batch, a hundred times more than what is compared may differ by.
     assert result["losses"][-1] < result["untrained"][-1] * (1 - 100 * FP32.loss)
@@ -37,8 +46,14 @@ def test_losses_gradient_norms_and_weights_are_those_of_one_process(trials: Samp
 
 
 def on_two_and_four(cases: dict[str, Any]) -> list[tuple[Any, ...]]:
-    """(world size, name, value): each case on four ranks, and on two where they suffice and nothing else changes."""
-    two = [name for name in cases if "groups of 2" not in name and not name.startswith(("context 4", "tensor", "pipeline"))]
+    """(world size, name, value): each case on four ranks, and on two where they suffice and nothing
+    else changes.
+    """
+    two = [
+        name
+        for name in cases
+        if "groups of 2" not in name and not name.startswith(("context 4", "tensor", "pipeline"))
+    ]
     return [(2, name, cases[name]) for name in two] + [(4, *item) for item in cases.items()]
 
 
@@ -57,7 +72,9 @@ SHARDS = {
 }
 
 
-@pytest.mark.parametrize(("world_size", "name", "shards"), sampled("plain", on_two_and_four(SHARDS), shape="llama"))
+@pytest.mark.parametrize(
+    ("world_size", "name", "shards"), sampled("plain", on_two_and_four(SHARDS), shape="llama")
+)
 def test_each_rank_holds_its_part_of_parameters_gradients_and_optimizer_states(
     trials: SampledTrials, world_size: int, name: str, shards: int
 ) -> None:
@@ -65,14 +82,21 @@ def test_each_rank_holds_its_part_of_parameters_gradients_and_optimizer_states(
     for rank in range(world_size):
         held = trials.read(world_size, f"llama {name}", rank)
         for key in ("parameters", "gradients", "optimizer"):
-            assert held[key] == pytest.approx(total[key] / min(shards, world_size), rel=0.02), (rank, key)
+            assert held[key] == pytest.approx(total[key] / min(shards, world_size), rel=0.02), (
+                rank,
+                key,
+            )
 
 
-def test_experts_that_ranks_do_not_divide_are_sharded_over_all_of_them(trials: SampledTrials) -> None:
+def test_experts_that_ranks_do_not_divide_are_sharded_over_all_of_them(
+    trials: SampledTrials,
+) -> None:
     """Five experts on two ranks, by the rows of each."""
     total = trials.read(2, "mixture fsdp1 full-shard", 0)["parameters"]
     for rank in range(2):
-        assert trials.read(2, "mixture fsdp2, checkpointing full", rank)["parameters"] == pytest.approx(total, rel=0.02)
+        assert trials.read(2, "mixture fsdp2, checkpointing full", rank)[
+            "parameters"
+        ] == pytest.approx(total, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +119,9 @@ def test_each_rank_holds_the_activations_of_its_own_sequences_whatever_is_sharde
     [case] = [case for case in strategy_cases(world_size, False) if case.name == name]
     size = 4 * case.options.model_parallel_size // case.accumulation
     kind = {"dtype": "fp32", "compiled": False, "on_gpu": False}
-    step_config = StepConfig(SHAPES["llama"], case.options, world_size, world_size, size, case.accumulation, 48, **kind)
+    step_config = StepConfig(
+        SHAPES["llama"], case.options, world_size, world_size, size, case.accumulation, 48, **kind
+    )
     predicted = predicted_activation_bytes(step_config)
     for rank in range(world_size):
         held = trials.read(world_size, f"llama {name}", rank)
@@ -104,7 +130,11 @@ def test_each_rank_holds_the_activations_of_its_own_sequences_whatever_is_sharde
 
 @pytest.mark.parametrize(
     ("world_size", "name"),
-    sampled("plain", [(2, "fsdp1 full-shard"), (2, "fsdp2, checkpointing full"), (2, "tensor 2"), (4, "ddp")], shape="mixture"),
+    sampled(
+        "plain",
+        [(2, "fsdp1 full-shard"), (2, "fsdp2, checkpointing full"), (2, "tensor 2"), (4, "ddp")],
+        shape="mixture",
+    ),
 )
 def test_each_rank_holds_the_activations_of_a_mixture_for_its_own_tokens(
     trials: SampledTrials, world_size: int, name: str
@@ -112,32 +142,48 @@ def test_each_rank_holds_the_activations_of_a_mixture_for_its_own_tokens(
     [case] = [case for case in strategy_cases(world_size, False) if case.name == name]
     size = 4 * case.options.model_parallel_size // case.accumulation
     kind = {"dtype": "fp32", "compiled": False, "on_gpu": False}
-    step_config = StepConfig(SHAPES["mixture"], case.options, world_size, world_size, size, case.accumulation, 48, **kind)
+    step_config = StepConfig(
+        SHAPES["mixture"], case.options, world_size, world_size, size, case.accumulation, 48, **kind
+    )
     for rank in range(world_size):
         held = trials.read(world_size, f"mixture {name}", rank)
-        assert held["activations"] == pytest.approx(predicted_activation_bytes(step_config), rel=0.02), rank
+        assert held["activations"] == pytest.approx(
+            predicted_activation_bytes(step_config), rel=0.02
+        ), rank
 
 
 @pytest.mark.parametrize(
     ("world_size", "name"),
-    sampled("plain", [(2, "experts 2, checkpointing full, 2 micro-batches"), (2, "experts 2 × tensor 2")], shape="experts"),
+    sampled(
+        "plain",
+        [(2, "experts 2, checkpointing full, 2 micro-batches"), (2, "experts 2 × tensor 2")],
+        shape="experts",
+    ),
 )
-def test_each_rank_of_expert_parallelism_holds_what_is_planned(trials: SampledTrials, world_size: int, name: str) -> None:
+def test_each_rank_of_expert_parallelism_holds_what_is_planned(
+    trials: SampledTrials, world_size: int, name: str
+) -> None:
     [case] = [case for case in expert_parallel_cases(world_size) if case.name == name]
     size = 4 * case.options.model_parallel_size // case.accumulation
     kind = {"dtype": "fp32", "compiled": False, "on_gpu": False}
-    step_config = StepConfig(SHAPES["experts"], case.options, world_size, world_size, size, case.accumulation, 48, **kind)
+    step_config = StepConfig(
+        SHAPES["experts"], case.options, world_size, world_size, size, case.accumulation, 48, **kind
+    )
     planned = step_program(step_config).held()
     for rank in range(world_size):
         held = trials.read(world_size, f"experts {name}", rank)
         assert held["parameters"] == pytest.approx(planned["weights"], rel=0.02), rank
         assert held["optimizer"] == pytest.approx(planned["optimizer states"], rel=0.02), rank
-        if case.options.activation_checkpointing == "full":  # where it makes no difference which expert is busy
-            assert held["activations"] == pytest.approx(predicted_activation_bytes(step_config), rel=0.02), rank
+        # Where it makes no difference which expert is busy.
+        if case.options.activation_checkpointing == "full":
+            assert held["activations"] == pytest.approx(
+                predicted_activation_bytes(step_config), rel=0.02
+            ), rank
 
 
-# A model of 4 blocks has 7 units: blocks, embedding, head and root. One all-reduce counts the items of the batch, and one
-# sums the gradient's norm where it is sharded. The root and the head stay gathered for the backward pass.
+# A model of 4 blocks has 7 units: blocks, embedding, head and root. One all-reduce counts the items
+# of the batch, and one sums the gradient's norm where it is sharded. The root and the head stay
+# gathered for the backward pass.
 GATHERED_TWICE, GATHERED_ONCE = 7 + 5, 7
 # All-gathers, reduce-scatters and all-reduces of a step.
 COLLECTIVES = {
@@ -164,14 +210,18 @@ COLLECTIVES = {
 }
 
 
-@pytest.mark.parametrize(("world_size", "name", "counts"), sampled("plain", on_two_and_four(COLLECTIVES), shape="llama"))
+@pytest.mark.parametrize(
+    ("world_size", "name", "counts"), sampled("plain", on_two_and_four(COLLECTIVES), shape="llama")
+)
 def test_a_step_takes_these_collectives_and_no_more(
     trials: SampledTrials, world_size: int, name: str, counts: tuple[int, int, int]
 ) -> None:
     assert collectives(trials, world_size, name) == fsdp(*counts)
 
 
-def collectives(trials: SampledTrials, world_size: int, name: str, of: str = "llama ") -> dict[str, int]:
+def collectives(
+    trials: SampledTrials, world_size: int, name: str, of: str = "llama "
+) -> dict[str, int]:
     counts = dict(trials.read(world_size, f"{of}{name}")["collectives"])
     # fsdp1 gathers with another kernel.
     gathers = counts.pop("allgather_base", 0) + counts.pop("allgather", 0)
@@ -183,8 +233,9 @@ def fsdp(gathers: int, scatters: int, reduces: int) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count or name == "allgather_base"}
 
 
-# Within a copy of the model, besides FSDP's. Each of a block's two halves gathers the sequence once and scatters it once,
-# forward and backward; what is not split (9 norms, embedding and head of an odd vocabulary) sums its gradient.
+# Within a copy of the model, besides FSDP's. Each of a block's two halves gathers the sequence once
+# and scatters it once, forward and backward; what is not split (9 norms, embedding and head of an
+# odd vocabulary) sums its gradient.
 TENSOR = {"all_gather_into_tensor": 4 * 4, "reduce_scatter_tensor": 4 * 4, "all_reduce": 9 + 2}
 # The document ids once, keys and values of each block once, and back.
 CONTEXT = {"all_gather_into_tensor": 1 + 4, "reduce_scatter_tensor": 4}
@@ -198,14 +249,16 @@ MODEL_PARALLEL_COLLECTIVES = {
         "all_gather_into_tensor": 1 + 2 * 4,
     },
     "context 4, grad-shard": {**fsdp(GATHERED_ONCE, 7, 2), **CONTEXT},
-    # The first stage is embedding and two blocks. Each micro-batch gathers them in its forward pass, and again in its backward
-    # pass, unless another micro-batch left them gathered; gradients are summed once.
+    # The first stage is embedding and two blocks. Each micro-batch gathers them in its forward
+    # pass, and again in its backward pass, unless another micro-batch left them gathered; gradients
+    # are summed once.
     "pipeline 2, 4 micro-batches": {**fsdp(15, 3, 2), "send": 4, "recv": 4},
 }
 
 
 @pytest.mark.parametrize(
-    ("world_size", "name", "counts"), sampled("plain", on_two_and_four(MODEL_PARALLEL_COLLECTIVES), shape="llama")
+    ("world_size", "name", "counts"),
+    sampled("plain", on_two_and_four(MODEL_PARALLEL_COLLECTIVES), shape="llama"),
 )
 def test_within_a_copy_of_the_model_a_step_takes_these_collectives_and_no_more(
     trials: SampledTrials, world_size: int, name: str, counts: dict[str, int]
@@ -213,7 +266,9 @@ def test_within_a_copy_of_the_model_a_step_takes_these_collectives_and_no_more(
     assert collectives(trials, world_size, name) == counts
 
 
-def test_the_host_asks_once_for_each_mixture_and_micro_batch_where_tokens_go(trials: SampledTrials) -> None:
+def test_the_host_asks_once_for_each_mixture_and_micro_batch_where_tokens_go(
+    trials: SampledTrials,
+) -> None:
     counts = collectives(trials, 2, "checkpointing full, 2 micro-batches", "experts experts 2, ")
     mixtures = 3 * 2  # three of four layers, two micro-batches
     assert counts["exchange_counts"] == counts["sizes_by_rank"] == mixtures
@@ -223,10 +278,23 @@ def test_the_host_asks_once_for_each_mixture_and_micro_batch_where_tokens_go(tri
 
 def test_the_sample_has_every_engine_and_model_config() -> None:
     names = [
-        case.values[1] for case in sampled("plain", all_cases()) if not [mark for mark in case.marks if mark.name == "slow"]
+        case.values[1]
+        for case in sampled("plain", all_cases())
+        if not [mark for mark in case.marks if mark.name == "slow"]
     ]
     assert all(any(name.startswith(f"{shape} ") for name in names) for shape in SHAPES)
-    for part in ("ddp", "fsdp1", "full-shard", "grad-shard", "no-shard", "hybrid", "tensor", "context", "pipeline", "offload"):
+    for part in (
+        "ddp",
+        "fsdp1",
+        "full-shard",
+        "grad-shard",
+        "no-shard",
+        "hybrid",
+        "tensor",
+        "context",
+        "pipeline",
+        "offload",
+    ):
         assert any(part in name for name in names), part
 
 
@@ -244,7 +312,12 @@ def test_the_sample_has_every_pair_of_settings_of_the_cases_that_are_not_compile
     }
     assert len(pairs["all"]) > 100
     assert pairs["all"] == pairs["sample"]
-    named = {(size, shape, name) for size, shapes in SAMPLE.items() for shape, names in shapes.items() for name in names}
+    named = {
+        (size, shape, name)
+        for size, shapes in SAMPLE.items()
+        for shape, names in shapes.items()
+        for name in names
+    }
     chosen = {
         (size, shape, case.name)
         for size in SAMPLE
@@ -255,4 +328,6 @@ def test_the_sample_has_every_pair_of_settings_of_the_cases_that_are_not_compile
 
 
 def test_other_model_configs_have_other_losses(trials: SampledTrials) -> None:
-    assert trials.read(2, "tied ddp")["losses"] != trials.read(2, "qwen3 fsdp1 full-shard")["losses"]
+    assert (
+        trials.read(2, "tied ddp")["losses"] != trials.read(2, "qwen3 fsdp1 full-shard")["losses"]
+    )

@@ -1,4 +1,6 @@
-"""Tasks scored while several ranks train: the same scores and the same training under any engine, even with few questions."""
+"""Tasks scored while several ranks train: the same scores and the same training under any engine,
+even with few questions.
+"""
 
 import json
 from pathlib import Path
@@ -16,20 +18,34 @@ ENGINES = {
     "fsdp1": "--parallel.engine fsdp1",
     "ddp": "--parallel.engine ddp",
 }
-ASKED = [f"val/{name}" for name in ("chosen/acc", "chosen/acc_norm", "written/exact_match", "written/regex")]
+ASKED = [
+    f"val/{name}"
+    for name in ("chosen/acc", "chosen/acc_norm", "written/exact_match", "written/regex")
+]
 
 
 @pytest.fixture(scope="module")
 def folder(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs by the names of engines, one of a single rank, and one of two that is asked nothing. Of the questions that are
-    written after there is one: a single batch, so that a rank of two has nothing to do."""
+    """Runs by the names of engines, one of a single rank, and one of two that is asked nothing.
+
+    Of the questions that are written after there is one: a single batch, so that a rank of two has
+    nothing to do.
+    """
     folder = tmp_path_factory.mktemp("asked")
-    choices = [{"prompt": f"{name}:", "choices": ["the", "zq", "Speak"], "answer": 0} for name in "ABCDEFGHIJKLMNOPQRST"]
+    choices = [
+        {"prompt": f"{name}:", "choices": ["the", "zq", "Speak"], "answer": 0}
+        for name in "ABCDEFGHIJKLMNOPQRST"
+    ]
     written = [{"prompt": "The king", "answer": "nobody says this", "pattern": "[a-z]"}]
     for name, lines in (("chosen", choices), ("written", written)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     few = ["--train.steps", "4", "--validation.every_steps", "2", "--validation.at_start"]
-    options = [*few, "--validation.tasks", str(folder / "chosen.jsonl"), str(folder / "written.jsonl")]
+    options = [
+        *few,
+        "--validation.tasks",
+        str(folder / "chosen.jsonl"),
+        str(folder / "written.jsonl"),
+    ]
     run_cases(1, [recipe(folder, "single", *options)], folder)
     cases = [recipe(folder, name, *options, *words.split()) for name, words in ENGINES.items()]
     run_cases(2, [recipe(folder, "not asked", *few), *cases], folder)

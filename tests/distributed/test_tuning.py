@@ -1,6 +1,8 @@
-"""Complete runs of fine-tuning and alignment: the same on any ranks, stopped and resumed, with adapters, from run to run.
+"""Complete runs of fine-tuning and alignment: the same on any ranks, stopped and resumed, with
+adapters, from run to run.
 
-All runs begin from one small model that was pretrained a little; cases of as many ranks share their processes.
+All runs begin from one small model that was pretrained a little; cases of as many ranks share their
+processes.
 """
 
 import json
@@ -48,7 +50,9 @@ class World:
                 run_cases(ranks, lines, self.folder)
         return Run(self.folder / name)
 
-    def words(self, verb: str, name: str, *more: object, source: str = "base", steps: int = STEPS) -> list[str]:
+    def words(
+        self, verb: str, name: str, *more: object, source: str = "base", steps: int = STEPS
+    ) -> list[str]:
         chosen = {
             "model.source": self.folder / source,
             "run.folder": self.folder,
@@ -73,10 +77,23 @@ class World:
         files = {"sft": "chats.jsonl", "align": "pairs.jsonl"}
         if "--data.files" not in more:
             chosen["data.files"] = self.folder / files[verb]
-        return [verb, *(str(word) for pair in chosen.items() for word in (f"--{pair[0]}", pair[1])), *map(str, more)]
+        return [
+            verb,
+            *(str(word) for pair in chosen.items() for word in (f"--{pair[0]}", pair[1])),
+            *map(str, more),
+        ]
 
-    def grpo(self, name: str, *more: object, steps: int = STEPS, reward: str = "rewards.py:short") -> list[str]:
-        options = ["--method", "grpo", "--data.files", self.folder / "prompts.jsonl", "--rollout.max_completion_length", 12]
+    def grpo(
+        self, name: str, *more: object, steps: int = STEPS, reward: str = "rewards.py:short"
+    ) -> list[str]:
+        options = [
+            "--method",
+            "grpo",
+            "--data.files",
+            self.folder / "prompts.jsonl",
+            "--rollout.max_completion_length",
+            12,
+        ]
         options += [
             "--rollout.reward_functions",
             self.folder / reward,
@@ -111,9 +128,16 @@ def world(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> World:
         return {"role": role, "content": content}
 
     triples = [asked() for _ in range(160)]
-    write("chats.jsonl", [{"messages": [turn("user", q), turn("assistant", good)]} for q, good, _ in triples])
+    write(
+        "chats.jsonl",
+        [{"messages": [turn("user", q), turn("assistant", good)]} for q, good, _ in triples],
+    )
     pairs = [
-        {"prompt": [turn("user", q)], "chosen": [turn("assistant", g)], "rejected": [turn("assistant", b)]}
+        {
+            "prompt": [turn("user", q)],
+            "chosen": [turn("assistant", g)],
+            "rejected": [turn("assistant", b)],
+        }
         for q, g, b in triples
     ]
     write("pairs.jsonl", pairs)
@@ -123,14 +147,31 @@ def world(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> World:
         for a in (g, b)
     ]
     write("judged.jsonl", judged)
-    write("prompts.jsonl", [{"prompt": [turn("user", q)], "answer": good} for q, good, _ in triples[8:]])
-    write("prompts-val.jsonl", [{"prompt": [turn("user", q)], "answer": good} for q, good, _ in triples[:8]])
+    write(
+        "prompts.jsonl",
+        [{"prompt": [turn("user", q)], "answer": good} for q, good, _ in triples[8:]],
+    )
+    write(
+        "prompts-val.jsonl",
+        [{"prompt": [turn("user", q)], "answer": good} for q, good, _ in triples[:8]],
+    )
     (folder / "rewards.py").write_text(REWARDS)
     world = World(folder)
     chosen = ["--schedule.name", "constant"]
     # Long enough for several answers in a row, each with another one to the same prompt.
-    judging = ["--method", "kto", "--data.files", folder / "judged.jsonl", "--data.sequence_length", 192]
-    whole = {"sft": world.words("sft", "sft"), "dpo": world.words("align", "dpo"), "grpo": world.grpo("grpo")}
+    judging = [
+        "--method",
+        "kto",
+        "--data.files",
+        folder / "judged.jsonl",
+        "--data.sequence_length",
+        192,
+    ]
+    whole = {
+        "sft": world.words("sft", "sft"),
+        "dpo": world.words("align", "dpo"),
+        "grpo": world.grpo("grpo"),
+    }
     stages = ["--parallel.pipeline_parallel_degree", 2, "--train.micro_batch_size", 3]
     four_bits = ["--lora.rank", 4, "--lora.base_dtype", "nf4", "--lora.double_quant"]
     whole["sft qlora"] = world.words("sft", "sft qlora", *four_bits)
@@ -139,16 +180,31 @@ def world(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> World:
         recipe(folder, "base", *chosen),
         *whole.values(),
         # Noise hides what the first few steps gain.
-        world.words("sft", "sft lora", "--lora.rank", 4, "--lora.dropout", 0.1, "--model.neftune_noise_alpha", 5, steps=6),
+        world.words(
+            "sft",
+            "sft lora",
+            "--lora.rank",
+            4,
+            "--lora.dropout",
+            0.1,
+            "--model.neftune_noise_alpha",
+            5,
+            steps=6,
+        ),
         world.words("align", "dpo from lora", source="sft lora"),
-        world.words("align", "dpo qlora", "--lora.rank", 4, "--lora.base_dtype", "int8", source="sft qlora"),
+        world.words(
+            "align", "dpo qlora", "--lora.rank", 4, "--lora.base_dtype", "int8", source="sft qlora"
+        ),
         world.grpo("grpo qlora", *four_bits, steps=2),
         world.words("align", "dpo computed", "--align.reference", "precomputed"),
         world.words("align", "dpo lora", "--lora.rank", 4),
         world.words("align", "ipo", "--align.loss_type", "ipo"),
         *(world.words("align", method, "--method", method) for method in ("orpo", "simpo")),
         world.words("align", "kto", *judging),
-        *(world.grpo(preset, "--rollout.loss_type", preset, steps=2) for preset in ("dr_grpo", "rloo")),
+        *(
+            world.grpo(preset, "--rollout.loss_type", preset, steps=2)
+            for preset in ("dr_grpo", "rloo")
+        ),
         world.grpo("grpo lora", "--lora.rank", 4, steps=2),
         world.words("align", "reward lora", "--method", "reward", "--lora.rank", 4),
         world.words("align", "reward again", "--method", "reward", source="reward", steps=1),
@@ -184,7 +240,12 @@ def world(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> World:
         world.words("align", "kto context", *judging, "--parallel.context_parallel_degree", 2),
         world.words("align", "dpo tensor", "--parallel.tensor_parallel_degree", 2),
         world.words(
-            "align", "dpo computed context", "--align.reference", "precomputed", "--parallel.context_parallel_degree", 2
+            "align",
+            "dpo computed context",
+            "--align.reference",
+            "precomputed",
+            "--parallel.context_parallel_degree",
+            2,
         ),
         world.words("align", "reward fsdp2", "--method", "reward"),
         # Three groups of completions: two on the first rank, one on the second.
@@ -194,8 +255,16 @@ def world(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> World:
     world.slow[1] = [
         world.words("align", "dpo lora copy", "--lora.rank", 4, "--align.reference", "copy"),
         world.grpo("gspo", "--rollout.loss_type", "gspo", steps=2),
-        # Hardly any answer of so small a model ends, and dapo learns nothing from those that do not.
-        world.grpo("dapo", "--rollout.loss_type", "dapo", "--rollout.mask_truncated_completions", "false", steps=2),
+        # Hardly any answer of so small a model ends, and dapo learns nothing from those that do
+        # not.
+        world.grpo(
+            "dapo",
+            "--rollout.loss_type",
+            "dapo",
+            "--rollout.mask_truncated_completions",
+            "false",
+            steps=2,
+        ),
     ]
     world.slow[2] = [
         world.words("sft", "sft ddp", "--parallel.engine", "ddp"),
@@ -210,20 +279,52 @@ def world(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> World:
     ]
     # On four ranks context × tensor, and one of them × two that shard.
     world.slow[4] = [
-        world.words("align", "dpo both", "--parallel.context_parallel_degree", 2, "--parallel.tensor_parallel_degree", 2),
-        world.words("align", "dpo context pipeline", *stages, "--parallel.context_parallel_degree", 2),
-        world.words("align", "dpo computed tensor", "--align.reference", "precomputed", "--parallel.tensor_parallel_degree", 2),
+        world.words(
+            "align",
+            "dpo both",
+            "--parallel.context_parallel_degree",
+            2,
+            "--parallel.tensor_parallel_degree",
+            2,
+        ),
+        world.words(
+            "align", "dpo context pipeline", *stages, "--parallel.context_parallel_degree", 2
+        ),
+        world.words(
+            "align",
+            "dpo computed tensor",
+            "--align.reference",
+            "precomputed",
+            "--parallel.tensor_parallel_degree",
+            2,
+        ),
         *(
-            world.words("align", f"{method} context", "--method", method, "--parallel.context_parallel_degree", 2)
+            world.words(
+                "align",
+                f"{method} context",
+                "--method",
+                method,
+                "--parallel.context_parallel_degree",
+                2,
+            )
             for method in ("orpo", "simpo")
         ),
     ]
-    run_cases(3, [world.grpo("grpo on 3"), world.grpo("grpo ddp on 3", "--parallel.engine", "ddp", steps=2)], folder)
+    run_cases(
+        3,
+        [world.grpo("grpo on 3"), world.grpo("grpo ddp on 3", "--parallel.engine", "ddp", steps=2)],
+        folder,
+    )
     return world
 
 
 def weights_of(run: Run) -> dict[str, torch.Tensor]:
-    opened = load_model(run.path, torch.device("cpu"), torch.float32, reward_model=run.path.name.startswith("reward"))
+    opened = load_model(
+        run.path,
+        torch.device("cpu"),
+        torch.float32,
+        reward_model=run.path.name.startswith("reward"),
+    )
     return {name: parameter.detach() for name, parameter in opened.model.named_parameters()}
 
 
@@ -235,7 +336,11 @@ def test_a_damaged_file_of_a_precomputed_reference_is_named(world: World, refuse
         said = refused(*world.words("align", "damaged", "--align.reference", "precomputed"))
     finally:
         path.write_bytes(content)
-    assert said == f"{path}: does not hold what was written (its checksum differs); delete it, and it is computed again"
+    assert (
+        said
+        == f"{path}: does not hold what was written (its checksum differs); delete it, and it is"
+        " computed again"
+    )
 
 
 @pytest.mark.parametrize("name", ["sft", "sft qlora", "dpo", "grpo", "reward"])
@@ -287,7 +392,9 @@ def test_ranks_strategies_and_where_the_reference_comes_from_do_not_show_in_the_
         assert theirs[step] == pytest.approx(loss, rel=FP32.loss), step
 
 
-@pytest.mark.parametrize("name", ["dpo", "dpo computed", "dpo lora", "dpo qlora", "dpo fsdp2", "dpo from lora"])
+@pytest.mark.parametrize(
+    "name", ["dpo", "dpo computed", "dpo lora", "dpo qlora", "dpo fsdp2", "dpo from lora"]
+)
 def test_the_loss_of_dpo_begins_at_ln_2(world: World, name: str) -> None:
     run = world.run(name)
     said = (run.path / "logs" / "attempt-1" / "rank-0.log").read_text()
@@ -319,7 +426,10 @@ def test_what_is_taught_is_learnt(world: World) -> None:
         run = losses(world.run(name))
         assert run[max(run)] < run[1], name
     for name in ("dpo", "dpo lora", "ipo", "orpo", "simpo", "reward", "reward lora"):
-        assert losses(world.run(name), "rewards/margin")[STEPS] > losses(world.run(name), "rewards/margin")[1], name
+        assert (
+            losses(world.run(name), "rewards/margin")[STEPS]
+            > losses(world.run(name), "rewards/margin")[1]
+        ), name
     assert set(losses(world.run("sft"), "val/loss")) == {STEPS}
     assert set(losses(world.run("dpo"), "val/rewards/accuracy")) == {STEPS}
 
@@ -330,13 +440,17 @@ def test_evaluation_finds_what_a_tuned_run_itself_measured(world: World, lmforge
         done = lmforge("evaluate", world.folder / "sft", *data, "--output", "json")
         assert done.returncode == 0, done.stderr
         measured[bool(data)] = json.loads(done.stdout)
-    assert measured[False]["loss"] == pytest.approx(losses(world.run("sft"), "val/loss")[STEPS], rel=1e-5)
+    assert measured[False]["loss"] == pytest.approx(
+        losses(world.run("sft"), "val/loss")[STEPS], rel=1e-5
+    )
     assert (measured[False]["split"], measured[True]["split"]) == ("validation", "all")
     assert measured[True]["tokens"] > 10 * measured[False]["tokens"]
 
 
 @pytest.mark.parametrize("name", ["dpo", "grpo"])
-def test_what_a_run_of_pairs_or_prompts_has_is_no_text_to_be_measured(world: World, refused: Refusal, name: str) -> None:
+def test_what_a_run_of_pairs_or_prompts_has_is_no_text_to_be_measured(
+    world: World, refused: Refusal, name: str
+) -> None:
     assert "--data" in refused("evaluate", world.folder / name)
 
 
@@ -379,13 +493,20 @@ def test_adapters_beside_four_bits_are_merged_into_what_they_were_trained_with(
     for name, value in load_file(tmp_path / "out" / "model.safetensors").items():
         assert torch.equal(value, merged[name].bfloat16()), name
     said = (world.run("sft qlora").path / "logs" / "attempt-1" / "rank-0.log").read_text()
-    assert re.search(r"base +[\d,]+ frozen weights in nf4 with scales in 8 bits: .* more than in fp32", said)
+    assert re.search(
+        r"base +[\d,]+ frozen weights in nf4 with scales in 8 bits: .* more than in fp32", said
+    )
 
 
-def test_an_export_of_adapters_merges_them_and_names_how_it_chats(world: World, lmforge: Command, tmp_path: Path) -> None:
+def test_an_export_of_adapters_merges_them_and_names_how_it_chats(
+    world: World, lmforge: Command, tmp_path: Path
+) -> None:
     done = lmforge("export", world.folder / "sft lora", tmp_path / "out")
     assert done.returncode == 0, done.stderr
-    stored, ours = load_file(tmp_path / "out" / "model.safetensors"), weights_of(world.run("sft lora"))
+    stored, ours = (
+        load_file(tmp_path / "out" / "model.safetensors"),
+        weights_of(world.run("sft lora")),
+    )
     assert stored.keys() == ours.keys()
     for name, value in ours.items():
         assert torch.equal(stored[name], value), name
@@ -404,23 +525,39 @@ def test_at_the_first_update_on_a_set_of_answers_the_ratio_is_one(world: World, 
 
 
 def test_answers_are_the_same_on_any_ranks_while_weights_are(world: World) -> None:
-    """Those of the first set: sums in another order change a weight's last bit, and may change a later answer."""
+    """Those of the first set: sums in another order change a weight's last bit, and may change a
+    later answer.
+    """
 
     def answers(name: str) -> list[str]:
         files = sorted((world.run(name).path / "completions").glob("set-000000-rank-*.jsonl"))
         return sorted(line for file in files for line in file.read_text().splitlines())
 
-    assert answers("grpo") == answers("grpo on 2") == answers("grpo on 3") == answers("grpo ddp on 3")
+    assert (
+        answers("grpo") == answers("grpo on 2") == answers("grpo on 3") == answers("grpo ddp on 3")
+    )
     assert len(answers("grpo")) == 24
     record = json.loads(answers("grpo")[0])
     assert record.keys() == {"prompt", "completion", "reward", "parts", "tokens", "ended"}
-    assert losses(world.run("grpo on 3"), "reward")[1] == pytest.approx(losses(world.run("grpo"), "reward")[1])
+    assert losses(world.run("grpo on 3"), "reward")[1] == pytest.approx(
+        losses(world.run("grpo"), "reward")[1]
+    )
 
 
 def test_two_ranks_learn_from_three_groups_of_answers_as_one_rank_does(world: World) -> None:
     """In the two steps on the first set, whose answers are the same."""
     run, reference = world.run("grpo on 2"), world.run("grpo")
-    for name in ("loss", "grad_norm", "reward", "completion_tokens", "truncated", "entropy", "ratio", "kl", "pass@2"):
+    for name in (
+        "loss",
+        "grad_norm",
+        "reward",
+        "completion_tokens",
+        "truncated",
+        "entropy",
+        "ratio",
+        "kl",
+        "pass@2",
+    ):
         expected = {step: value for step, value in losses(reference, name).items() if step <= 2}
         assert losses(run, name) == pytest.approx(expected, rel=1e-5, abs=1e-7), name
     counts = [len(read_records_of(run, rank)) for rank in range(2)]
@@ -431,19 +568,23 @@ def read_records_of(run: Run, rank: int) -> list[str]:
     return (run.path / "completions" / f"set-000000-rank-{rank}.jsonl").read_text().splitlines()
 
 
-@pytest.mark.parametrize("name", ["dr_grpo", pytest.param("dapo", marks=SLOW), pytest.param("gspo", marks=SLOW), "rloo"])
+@pytest.mark.parametrize(
+    "name", ["dr_grpo", pytest.param("dapo", marks=SLOW), pytest.param("gspo", marks=SLOW), "rloo"]
+)
 def test_every_preset_trains(world: World, name: str) -> None:
     run = world.run(name)
     assert set(losses(run, "reward")) == {1, 2}
     assert losses(run, "grad_norm")[1] > 0
-    if name in ("gspo", "rloo"):  # a mean over completions, of advantages that add up to nothing in each group
+    # A mean over completions, of advantages that add up to nothing in each group.
+    if name in ("gspo", "rloo"):
         assert losses(run)[1] == pytest.approx(0, abs=1e-3)
 
 
 def test_the_decoding_batch_size_does_not_change_results(world: World) -> None:
     for name in ("loss", "reward", "completion_tokens"):
         assert losses(world.run("grpo few at once"), name) == pytest.approx(
-            {step: value for step, value in losses(world.run("grpo"), name).items() if step <= 2}, abs=1e-5
+            {step: value for step, value in losses(world.run("grpo"), name).items() if step <= 2},
+            abs=1e-5,
         )
 
 
@@ -477,16 +618,25 @@ def test_held_out_examples_are_not_trained_on_and_rows_hold_whole_examples(world
         train, held_out = opened.split("train"), opened.split("validation")
 
         def contents(examples: object) -> set[bytes]:
-            return {b"".join(part.tokens.tobytes() for part in examples.sequences(n)) for n in range(len(examples))}  # type: ignore[attr-defined]
+            return {
+                b"".join(part.tokens.tobytes() for part in examples.sequences(n))
+                for n in range(len(examples))
+            }  # type: ignore[attr-defined]
 
         assert len(held_out) >= 1
         rows = example_dataset(opened, "train", sequence_length=192, pack=True, shuffle=False)
-        placed = [int(n) for index in range(rows.sequences_per_epoch) for n in rows.packing.example_indices(index)]  # type: ignore[attr-defined]
+        placed = [
+            int(n)
+            for index in range(rows.sequences_per_epoch)
+            for n in rows.packing.example_indices(index)
+        ]  # type: ignore[attr-defined]
         assert sorted(placed) == list(range(len(train)))
         assert not contents(train) & contents(held_out)
 
 
-def test_a_reward_model_learns_to_tell_the_better_answer_and_continues_from_its_own_head(world: World) -> None:
+def test_a_reward_model_learns_to_tell_the_better_answer_and_continues_from_its_own_head(
+    world: World,
+) -> None:
     accuracy = losses(world.run("reward"), "val/rewards/accuracy")
     assert set(accuracy) == {0, STEPS}
     # Its new head gives small rewards at first: neither side is preferred by much.
@@ -495,7 +645,9 @@ def test_a_reward_model_learns_to_tell_the_better_answer_and_continues_from_its_
     before, after = weights_of(world.run("base")), weights_of(world.run("reward"))
     assert after["lm_head.weight"].shape == (1, before["lm_head.weight"].shape[1])
     adapted = weights_of(world.run("reward lora"))
-    assert not torch.equal(adapted["lm_head.weight"], weights_of(world.run("reward again"))["lm_head.weight"])
+    assert not torch.equal(
+        adapted["lm_head.weight"], weights_of(world.run("reward again"))["lm_head.weight"]
+    )
     assert torch.equal(adapted["model.embed_tokens.weight"], before["model.embed_tokens.weight"])
 
 
@@ -506,13 +658,20 @@ def test_an_exported_reward_model_gives_in_transformers_what_it_gives_here(
 
     done = lmforge("export", world.folder / "reward", tmp_path / "out")
     assert done.returncode == 0, done.stderr
-    prompts = [[{"role": "user", "content": f"Which is first, apple or {each}?"}] for each in THINGS]
+    prompts = [
+        [{"role": "user", "content": f"Which is first, apple or {each}?"}] for each in THINGS
+    ]
     job = {"prompts": prompts, "completions": list(THINGS), "columns": {}}
     both = [
-        RewardModelScorer(str(spec), torch.device("cpu"), torch.float32) for spec in (world.folder / "reward", tmp_path / "out")
+        RewardModelScorer(str(spec), torch.device("cpu"), torch.float32)
+        for spec in (world.folder / "reward", tmp_path / "out")
     ]
-    ours, opened = (judge.score(job, 60.0)[name].rewards for judge in both for name in judge.required_columns)
-    theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    ours, opened = (
+        judge.score(job, 60.0)[name].rewards for judge in both for name in judge.required_columns
+    )
+    theirs = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "out", dtype=torch.float32
+    )
     assert theirs.num_labels == 1
     tokenizer = Tokenizer.open(tmp_path / "out")
     with torch.no_grad():
@@ -528,10 +687,15 @@ def test_a_reward_model_judges_rollouts(world: World) -> None:
     records = [json.loads(line) for line in file.read_text().splitlines()]
     [spec] = records[0]["parts"]
     assert Path(spec).is_relative_to(world.folder / "reward")
-    job: dict[str, object] = {name: [record[name[:-1]] for record in records] for name in ("prompts", "completions")}
+    job: dict[str, object] = {
+        name: [record[name[:-1]] for record in records] for name in ("prompts", "completions")
+    }
     job["columns"] = {}
     [given] = (
-        scores.rewards for scores in RewardModelScorer(spec, torch.device("cpu"), torch.float32).score(job, 60.0).values()
+        scores.rewards
+        for scores in (
+            RewardModelScorer(spec, torch.device("cpu"), torch.float32).score(job, 60.0).values()
+        )
     )
     assert [record["parts"][spec] for record in records] == pytest.approx(given, abs=1e-5)
     assert [record["reward"] for record in records] == pytest.approx(given, abs=1e-5)
@@ -542,14 +706,19 @@ def test_a_reward_model_judges_rollouts(world: World) -> None:
     [
         (["generate", "{}/reward", "--prompts", "Hm"], "a reward model, which generates no text"),
         (["evaluate", "{}/reward"], "a reward model, which generates no text"),
-        (["export", "{}/reward lora", "{}/out", "--adapters"], "a reward model: its head is new and is not part of the"),
+        (
+            ["export", "{}/reward lora", "{}/out", "--adapters"],
+            "a reward model: its head is new and is not part of the",
+        ),
         (
             ["sft", "--model.source", "{}/reward", "--data.files", "{}/chats.jsonl"],
             "only align.method = reward can start from",
         ),
     ],
 )
-def test_a_reward_model_is_not_taken_for_one_that_writes(world: World, refused: Refusal, words: list[str], line: str) -> None:
+def test_a_reward_model_is_not_taken_for_one_that_writes(
+    world: World, refused: Refusal, words: list[str], line: str
+) -> None:
     assert line in refused(*(word.format(world.folder) for word in words))
 
 

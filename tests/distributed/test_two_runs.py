@@ -1,4 +1,6 @@
-"""Two runs in one folder: who no longer has the lock under the run's path writes, renames and removes nothing there."""
+"""Two runs in one folder: who no longer has the lock under the run's path writes, renames and
+removes nothing there.
+"""
 
 import os
 import shutil
@@ -22,21 +24,36 @@ from tests.distributed.conftest import Recipe
 from tests.distributed.test_resume import PACED_RUN, Pace, reach
 from tests.preloaded import Forked, preloaded, rank_variables
 
-SCHEDULE = ["--checkpoint.every_steps", "2", "--checkpoint.keep_last", "1", "--validation.every_steps", "2"]
+SCHEDULE = [
+    "--checkpoint.every_steps",
+    "2",
+    "--checkpoint.keep_last",
+    "1",
+    "--validation.every_steps",
+    "2",
+]
 REACHED, STEPS = 4, 9
 
 
 @contextmanager
-def paused_at_step_4(words: list[str], folder: Path, run: Run, ranks: int) -> Iterator[tuple[list[Forked], Pace]]:
+def paused_at_step_4(
+    words: list[str], folder: Path, run: Run, ranks: int
+) -> Iterator[tuple[list[Forked], Pace]]:
     """A run of STEPS steps that has saved its fourth and waits."""
     pace = Pace(folder, REACHED)
     processes = [
-        preloaded().start(["pretrain", *words], folder, script=PACED_RUN, variables={**variables, **pace.variables})
+        preloaded().start(
+            ["pretrain", *words],
+            folder,
+            script=PACED_RUN,
+            variables={**variables, **pace.variables},
+        )
         for variables in (rank_variables(ranks) if ranks > 1 else [{}])
     ]
     try:
         reach(run, REACHED, *processes)
-        while run.checkpoint_steps() != [REACHED] or list(run.checkpoints_folder.glob(".*")):  # the second is being deleted
+        # The second is being deleted.
+        while run.checkpoint_steps() != [REACHED] or list(run.checkpoints_folder.glob(".*")):
             time.sleep(0.005)
         yield processes, pace
     finally:
@@ -70,7 +87,12 @@ def remove_lock(run: Run) -> None:
     ],
 )
 def test_a_run_that_has_lost_its_folder_ends_on_all_ranks_and_changes_nothing_there(
-    remove: Callable[[Run], None], ranks: int, other_begins: bool, elsewhere: bool, recipe: Recipe, tmp_path: Path
+    remove: Callable[[Run], None],
+    ranks: int,
+    other_begins: bool,
+    elsewhere: bool,
+    recipe: Recipe,
+    tmp_path: Path,
 ) -> None:
     """Another run has saved steps there which the first would write or delete."""
     external = tmp_path / "external" if elsewhere else None
@@ -84,7 +106,9 @@ def test_a_run_that_has_lost_its_folder_ends_on_all_ranks_and_changes_nothing_th
         remove(run)
         if other_begins:
             (tmp_path / "other").mkdir()
-            other = recipe(tmp_path, "a", *options, "--train.steps", "6", "--checkpoint.keep_last", "9")
+            other = recipe(
+                tmp_path, "a", *options, "--train.steps", "6", "--checkpoint.keep_last", "9"
+            )
             done = preloaded().run(["pretrain", *other], tmp_path / "other")
             assert done.returncode == 0, done.stderr
         places = [run.path, *([external] if external else [])]
@@ -94,10 +118,15 @@ def test_a_run_that_has_lost_its_folder_ends_on_all_ranks_and_changes_nothing_th
         assert contents(own, *places) == before
     printed = "".join(each.errors.read_text() for each in processes)
     lines = [line for line in printed.splitlines() if line.startswith("lmforge: ")]
-    assert [line.startswith(f"lmforge: {run.path}: this process has lost its lock: the folder") for line in lines] == [True]
+    assert [
+        line.startswith(f"lmforge: {run.path}: this process has lost its lock: the folder")
+        for line in lines
+    ] == [True]
 
 
-def test_a_run_whose_folder_is_moved_and_has_a_link_in_its_place_goes_on_there(recipe: Recipe, tmp_path: Path) -> None:
+def test_a_run_whose_folder_is_moved_and_has_a_link_in_its_place_goes_on_there(
+    recipe: Recipe, tmp_path: Path
+) -> None:
     run, moved = Run(tmp_path / "a"), Run(tmp_path / "moved")
     words = recipe(tmp_path, "a", *SCHEDULE, "--train.steps", str(STEPS))
     with paused_at_step_4(words, tmp_path, run, 1) as (processes, pace):
@@ -109,9 +138,14 @@ def test_a_run_whose_folder_is_moved_and_has_a_link_in_its_place_goes_on_there(r
     assert moved.read_metrics()[-1]["step"] == STEPS
 
 
-def test_a_run_that_has_lost_its_lock_does_not_roll_back_to_what_another_has_saved(tmp_path: Path) -> None:
+def test_a_run_that_has_lost_its_lock_does_not_roll_back_to_what_another_has_saved(
+    tmp_path: Path,
+) -> None:
     run, dist_ctx = Run(tmp_path / "a"), DistributedContext(RankInfo(), torch.device("cpu"), None)
-    checkpointer, detector = Mock(run=run, dist_ctx=dist_ctx), Mock(rollbacks=0, consecutive_bad_steps=1)
+    checkpointer, detector = (
+        Mock(run=run, dist_ctx=dist_ctx),
+        Mock(rollbacks=0, consecutive_bad_steps=1),
+    )
     config = Mock(faults=Mock(max_rollbacks=1), train=Mock(steps=9))
     checkpoints = Checkpoints(checkpointer, config, Mock(), Mock(), Mock(), detector)
     run.lock()

@@ -1,7 +1,8 @@
-"""Chat templates of the shapes that models ship, written anew: what they do with turns, tools and thoughts is theirs.
+"""Chat templates of the shapes that models ship, written anew: what they do with turns, tools and
+thoughts is theirs.
 
-Each with its special tokens, the last of which ends texts; the kinds of replies that can be appended to it; and those that
-cannot, since it writes earlier turns otherwise.
+Each with its special tokens, the last of which ends texts; the kinds of replies that can be
+appended to it; and those that cannot, since it writes earlier turns otherwise.
 """
 
 from typing import NamedTuple
@@ -128,19 +129,43 @@ RETURNING = """{% for m in messages %}{{ '<|start|>' + m.role + '<|message|>' + 
 {%- if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"""
 
 CHATML_TOKENS = ["<|im_start|>", "<|im_end|>"]
-MISTRAL_TOKENS = ["[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"]
+MISTRAL_TOKENS = [
+    "[INST]",
+    "[/INST]",
+    "[AVAILABLE_TOOLS]",
+    "[/AVAILABLE_TOOLS]",
+    "[TOOL_RESULTS]",
+    "[/TOOL_RESULTS]",
+]
 LLAMA_TOKENS = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 SHAPES = {
     "Qwen 2.5": Shape(CHATML_TOKENS, [BOTH], [], HERMES),
     "Qwen 3": Shape(CHATML_TOKENS, [TOOL], [USER], THINKING),
-    "DeepSeek R1": Shape(["<|bos|>", "<|User|>", "<|Assistant|>", "<|eos|>"], [], [USER], FORGETFUL),
+    "DeepSeek R1": Shape(
+        ["<|bos|>", "<|User|>", "<|Assistant|>", "<|eos|>"], [], [USER], FORGETFUL
+    ),
     "Llama 3.1": Shape(LLAMA_TOKENS, [BOTH], [], HEADERS),
-    "Llama 4": Shape(["<|bos|>", "<|header|>", "<|/header|>", "<|eom|>", "<|eot|>"], [BOTH], [], PYTHONIC),
+    "Llama 4": Shape(
+        ["<|bos|>", "<|header|>", "<|/header|>", "<|eom|>", "<|eot|>"], [BOTH], [], PYTHONIC
+    ),
     "Mistral v3": Shape(["<s>", *MISTRAL_TOKENS, "[TOOL_CALLS]", "</s>"], [TOOL], [BOTH], MOVING),
     "Mistral of 2025": Shape(
-        ["<s>", *MISTRAL_TOKENS, "[TOOL_CALLS]", "[ARGS]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "</s>"], [BOTH], [], NAMED
+        [
+            "<s>",
+            *MISTRAL_TOKENS,
+            "[TOOL_CALLS]",
+            "[ARGS]",
+            "[SYSTEM_PROMPT]",
+            "[/SYSTEM_PROMPT]",
+            "</s>",
+        ],
+        [BOTH],
+        [],
+        NAMED,
     ),
     "Gemma": Shape(["<bos>", "<start_of_turn>", "<end_of_turn>", "<eos>"], [USER], [], MODEL),
-    "Phi": Shape(["<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|endoftext|>"], [USER], [], CLOSED),
+    "Phi": Shape(
+        ["<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|endoftext|>"], [USER], [], CLOSED
+    ),
     "gpt-oss": Shape(["<|start|>", "<|message|>", "<|end|>", "<|return|>"], [], [USER], RETURNING),
 }

@@ -1,4 +1,6 @@
-"""A server of OpenEnv, by the real package, with an environment of actions or one of tools: `openenv_server.py KIND PORT`."""
+"""A server of OpenEnv, by the real package, with an environment of actions or one of tools:
+`openenv_server.py KIND PORT`.
+"""
 
 import sys
 from typing import Any
@@ -63,4 +65,8 @@ class Echo(MCPEnvironment):
 
 
 kinds = {"adding": (Adding, Add, Sum), "echo": (Echo, CallToolAction, CallToolObservation)}
-uvicorn.run(create_fastapi_app(*kinds[sys.argv[1]], max_concurrent_envs=8), port=int(sys.argv[2]), log_level="warning")
+uvicorn.run(
+    create_fastapi_app(*kinds[sys.argv[1]], max_concurrent_envs=8),
+    port=int(sys.argv[2]),
+    log_level="warning",
+)

@@ -1,4 +1,6 @@
-"""Ids that are appended turn by turn are those of the whole conversation, as transformers renders it, or the check refuses."""
+"""Ids that are appended turn by turn are those of the whole conversation, as transformers renders
+it, or the check refuses.
+"""
 
 import json
 import random
@@ -46,8 +48,14 @@ def saved(folder: Path, name: str) -> Path:
     tokenizer.add_special_tokens(shape.specials)
     folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"bos_token": shape.specials[0], "eos_token": shape.specials[-1], "chat_template": shape.source}
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **config}))
+    config = {
+        "bos_token": shape.specials[0],
+        "eos_token": shape.specials[-1],
+        "chat_template": shape.source,
+    }
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **config})
+    )
     return folder
 
 
@@ -59,20 +67,30 @@ def words(draw: random.Random, specials: list[str]) -> str:
 def answer(draw: random.Random, encoder: TurnEncoder, calls: bool, number: int) -> dict[str, Any]:
     if not calls:
         return {"role": "assistant", "content": words(draw, [])}
-    functions = [{"name": "add", "arguments": {"a": 5, "b": words(draw, [])}}, {"name": "look", "arguments": {"word": "é"}}]
+    functions = [
+        {"name": "add", "arguments": {"a": 5, "b": words(draw, [])}},
+        {"name": "look", "arguments": {"word": "é"}},
+    ]
     count = draw.randint(1, 2) if encoder.can_call_twice else 1
-    called = [{"id": f"call{number:03d}{at:02d}", "type": "function", "function": functions[at]} for at in range(count)]
+    called = [
+        {"id": f"call{number:03d}{at:02d}", "type": "function", "function": functions[at]}
+        for at in range(count)
+    ]
     return {"role": "assistant", "content": "", "tool_calls": called}
 
 
-def conversation(draw: random.Random, encoder: TurnEncoder, kinds: tuple[str, ...], specials: list[str]) -> list[list[Any]]:
+def conversation(
+    draw: random.Random, encoder: TurnEncoder, kinds: tuple[str, ...], specials: list[str]
+) -> list[list[Any]]:
     """Five turns: [answer, its reply] each, after the prompt."""
     turns: list[list[Any]] = [[{"role": "user", "content": words(draw, specials)}]]
     for number in range(5):
         kind = draw.choice(kinds)
         said = answer(draw, encoder, kind == "tool", number)
         if kind == "tool":
-            turns.append([said, *(tool_message(call, words(draw, specials)) for call in said["tool_calls"])])
+            turns.append(
+                [said, *(tool_message(call, words(draw, specials)) for call in said["tool_calls"])]
+            )
         else:
             turns.append([said, {"role": "user", "content": words(draw, specials)}])
     return turns
@@ -83,7 +101,9 @@ def sampled(encoder: TurnEncoder, messages: list[Any]) -> list[int]:
     return encoder._split_last(messages)[1]
 
 
-WITH_TOOLS = [name for name, shape in SHAPES.items() if "tool" in sum(shape.kinds + shape.refused, ())]
+WITH_TOOLS = [
+    name for name, shape in SHAPES.items() if "tool" in sum(shape.kinds + shape.refused, ())
+]
 CHECKED = [(name, kinds) for name, shape in SHAPES.items() for kinds in shape.kinds]
 REFUSED = [(name, kinds) for name, shape in SHAPES.items() for kinds in shape.refused]
 
@@ -94,7 +114,9 @@ def test_there_are_ten_shapes_and_each_is_checked_or_refused() -> None:
 
 
 @pytest.mark.parametrize(("name", "kinds"), CHECKED)
-def test_appended_ids_are_those_of_the_whole_over_five_turns(tmp_path: Path, name: str, kinds: tuple[str, ...]) -> None:
+def test_appended_ids_are_those_of_the_whole_over_five_turns(
+    tmp_path: Path, name: str, kinds: tuple[str, ...]
+) -> None:
     folder, draw = saved(tmp_path / "tokenizer", name), fresh_random()
     tools = TOOLS if "tool" in kinds else []
     encoder = TurnEncoder(Tokenizer.open(folder), tools)
@@ -110,7 +132,9 @@ def test_appended_ids_are_those_of_the_whole_over_five_turns(tmp_path: Path, nam
             assert read == said
             ids += now + encoder.encode_reply(read, reply)
             messages += [said, *reply]
-        whole = theirs.apply_chat_template(messages, tools=tools or None, add_generation_prompt=True)
+        whole = theirs.apply_chat_template(
+            messages, tools=tools or None, add_generation_prompt=True
+        )
         assert ids == list(whole["input_ids"])
 
 
@@ -129,10 +153,15 @@ def test_what_an_environment_says_never_becomes_a_special_token(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(("name", "kinds"), REFUSED)
-def test_a_template_that_writes_turns_otherwise_later_is_refused(tmp_path: Path, name: str, kinds: tuple[str, ...]) -> None:
-    encoder = TurnEncoder(Tokenizer.open(saved(tmp_path / "tokenizer", name)), TOOLS if "tool" in kinds else [])
+def test_a_template_that_writes_turns_otherwise_later_is_refused(
+    tmp_path: Path, name: str, kinds: tuple[str, ...]
+) -> None:
+    encoder = TurnEncoder(
+        Tokenizer.open(saved(tmp_path / "tokenizer", name)), TOOLS if "tool" in kinds else []
+    )
     with pytest.raises(
-        UserError, match=r"cannot be appended .*shortest conversation: (system, )?user, assistant.*; use a"
+        UserError,
+        match=r"cannot be appended .*shortest conversation: (system, )?user, assistant.*; use a",
     ) as refused:
         encoder.check(kinds)
     assert "\n" not in str(refused.value)
@@ -141,8 +170,13 @@ def test_a_template_that_writes_turns_otherwise_later_is_refused(tmp_path: Path,
 
 
 @pytest.mark.parametrize("name", WITH_TOOLS)
-def test_the_call_of_an_only_answer_is_read_with_every_template_that_knows_tools(tmp_path: Path, name: str) -> None:
-    encoder, draw = TurnEncoder(Tokenizer.open(saved(tmp_path / "tokenizer", name)), TOOLS), fresh_random()
+def test_the_call_of_an_only_answer_is_read_with_every_template_that_knows_tools(
+    tmp_path: Path, name: str
+) -> None:
+    encoder, draw = (
+        TurnEncoder(Tokenizer.open(saved(tmp_path / "tokenizer", name)), TOOLS),
+        fresh_random(),
+    )
     encoder.check(("tool", "user"), max_turns=1)
     said = answer(draw, encoder, True, 0)
     ids = sampled(encoder, [{"role": "user", "content": "a"}, said])
@@ -150,20 +184,28 @@ def test_the_call_of_an_only_answer_is_read_with_every_template_that_knows_tools
     assert encoder.read_answer(ids, 0, ended=True)["tool_calls"] == said["tool_calls"]
 
 
-def test_roles_that_no_reply_can_have_are_refused_and_without_tools_nobody_need_answer_one(tmp_path: Path) -> None:
+def test_roles_that_no_reply_can_have_are_refused_and_without_tools_nobody_need_answer_one(
+    tmp_path: Path,
+) -> None:
     encoder = TurnEncoder(Tokenizer.open(saved(tmp_path / "tokenizer", "Gemma")), [])
     encoder.check(("tool", "user"))
-    with pytest.raises(UserError, match=r"reply_roles: expected tool, user or both, got \('user', 'assistant'\)"):
+    with pytest.raises(
+        UserError, match=r"reply_roles: expected tool, user or both, got \('user', 'assistant'\)"
+    ):
         encoder.check(("user", "assistant"))
 
 
 @pytest.mark.parametrize("name", ["Gemma", "Phi"])
-def test_a_template_without_tools_is_refused_for_an_environment_with_tools(tmp_path: Path, name: str) -> None:
+def test_a_template_without_tools_is_refused_for_an_environment_with_tools(
+    tmp_path: Path, name: str
+) -> None:
     with pytest.raises(UserError, match="tool"):
         TurnEncoder(Tokenizer.open(saved(tmp_path / "tokenizer", name)), TOOLS)
 
 
-def test_lmforges_own_template_passes_and_a_malformed_call_is_content(byte_tokenizer: Tokenizer) -> None:
+def test_lmforges_own_template_passes_and_a_malformed_call_is_content(
+    byte_tokenizer: Tokenizer,
+) -> None:
     encoder = TurnEncoder(byte_tokenizer, TOOLS)
     encoder.check(("tool", "user"))
     assert encoder.can_call_twice
@@ -171,7 +213,10 @@ def test_lmforges_own_template_passes_and_a_malformed_call_is_content(byte_token
     for arguments in ('{"a": }', r'{"a": "\ud800"}', '{"a": 1e999}'):
         malformed = f'<tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call>'
         ids = byte_tokenizer.encode(malformed)
-        assert encoder.read_answer([*ids, end], 0, ended=True) == {"role": "assistant", "content": malformed}
+        assert encoder.read_answer([*ids, end], 0, ended=True) == {
+            "role": "assistant",
+            "content": malformed,
+        }
     # A call that was cut is none.
     right = byte_tokenizer.encode('<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>')
     assert "tool_calls" in encoder.read_answer([*right, end], 0, ended=True)

@@ -1,4 +1,6 @@
-"""Environments of OpenEnv, by servers of the real package, which has an environment of its own (build/openenv, 0.5 GB)."""
+"""Environments of OpenEnv, by servers of the real package, which has an environment of its own
+(build/openenv, 0.5 GB).
+"""
 
 import json
 import os
@@ -62,7 +64,9 @@ def server(kind: str) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    process = subprocess.Popen([python(), Path(__file__).with_name("openenv_server.py"), kind, str(port)])
+    process = subprocess.Popen(
+        [python(), Path(__file__).with_name("openenv_server.py"), kind, str(port)]
+    )
     url = f"http://127.0.0.1:{port}"
     try:
         while process.poll() is None:
@@ -76,12 +80,16 @@ def server(kind: str) -> Iterator[str]:
 
 
 def test_without_the_package_one_line_says_so() -> None:
-    with pytest.raises(UserError, match=r"^environment openenv:http://127\.0\.0\.1:1: needs the package openenv"):
+    with pytest.raises(
+        UserError, match=r"^environment openenv:http://127\.0\.0\.1:1: needs the package openenv"
+    ):
         EnvironmentPool("openenv:http://127.0.0.1:1").declarations  # noqa: B018
 
 
 @pytest.mark.parametrize("endless", [False, True])
-def test_a_server_that_points_elsewhere_or_never_ends_is_none(endless: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_points_elsewhere_or_never_ends_is_none(
+    endless: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The package's client is not reached."""
     package = ModuleType("openenv.core")
     package.GenericEnvClient = None  # type: ignore[attr-defined]
@@ -116,10 +124,15 @@ def test_a_server_that_points_elsewhere_or_never_ends_is_none(endless: bool, mon
 def test_actions_and_tools_of_servers_are_tools_and_rewards_are_those_of_their_steps() -> None:
     with server("adding") as adding, server("echo") as echo:
         words = [python(), "-c", EPISODES, f"openenv:{adding}", f"openenv:{echo}"]
-        done = subprocess.run(words, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+        done = subprocess.run(
+            words, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
+        )
     assert done.returncode == 0, done.stderr
     [step], begun, first, last, rewards, [tool], said, failed = json.loads(done.stdout)
-    assert (step["function"]["name"], step["function"]["description"]) == ("step", "Add a number to the sum.")
+    assert (step["function"]["name"], step["function"]["description"]) == (
+        "step",
+        "Add a number to the sum.",
+    )
     assert step["function"]["parameters"]["required"] == ["number"]
     assert begun == [{"role": "user", "content": "Go\n3"}]
 
@@ -132,6 +145,9 @@ def test_actions_and_tools_of_servers_are_tools_and_rewards_are_those_of_their_s
     assert [reply[1:] for reply in first] == [[False, 0, ""], [False, 1, ""]]
     assert (contents(last), [reply[1] for reply in last]) == (["11"], [True, True])
     assert rewards == [8.0, None]
-    assert (tool["function"]["name"], tool["function"]["description"]) == ("echo_message", "Say it again.")
+    assert (tool["function"]["name"], tool["function"]["description"]) == (
+        "echo_message",
+        "Say it again.",
+    )
     assert contents(said) == ["hi", str({"error": "Unknown tool: 'nothing'"})]
     assert failed == []

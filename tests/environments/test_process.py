@@ -1,4 +1,6 @@
-"""Environments in processes of their own: TRL's classes, the fuller protocol, and whatever goes wrong in them."""
+"""Environments in processes of their own: TRL's classes, the fuller protocol, and whatever goes
+wrong in them.
+"""
 
 import os
 from collections.abc import Iterator
@@ -275,11 +277,18 @@ def counters(file: Path) -> Iterator[EnvironmentPool]:
 
 
 def rows(*starts: int) -> list[dict[str, Any]]:
-    return [{"prompt": [{"role": "user", "content": "Count"}], "start": start, "wanted": 7} for start in starts]
+    return [
+        {"prompt": [{"role": "user", "content": "Count"}], "start": start, "wanted": 7}
+        for start in starts
+    ]
 
 
 def call(name: str, number: int = 0, **arguments: Any) -> dict[str, Any]:
-    called = {"id": f"call0000{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
+    called = {
+        "id": f"call0000{number}",
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
     return {"role": "assistant", "content": "", "tool_calls": [called]}
 
 
@@ -287,7 +296,11 @@ def contents(messages: Any) -> list[str]:
     return [message["content"] for message in messages]
 
 
-REQUEST: dict[str, Any] = {"prompts": ["p"] * 3, "completions": ["c"] * 3, "columns": {"wanted": [7, 8, 7], "start": [1, 2, 3]}}
+REQUEST: dict[str, Any] = {
+    "prompts": ["p"] * 3,
+    "completions": ["c"] * 3,
+    "columns": {"wanted": [7, 8, 7], "start": [1, 2, 3]},
+}
 
 
 def test_a_class_of_trls_is_an_environment(counters: EnvironmentPool) -> None:
@@ -296,7 +309,11 @@ def test_a_class_of_trls_is_an_environment(counters: EnvironmentPool) -> None:
     assert names == ["die", "forever", "increase", "later", "leave", "uninterruptible"]
     assert declared.reply_roles == ["tool"]
     begun = counters.reset(rows(1, 2, 3))
-    assert [contents(each.messages) for each in begun] == [["Count (from 1)"], ["Count (from 2)"], ["Count (from 3)"]]
+    assert [contents(each.messages) for each in begun] == [
+        ["Count (from 1)"],
+        ["Count (from 2)"],
+        ["Count (from 3)"],
+    ]
     said = call("increase", by=4)
     replies = counters.step({0: said, 2: call("later", by=4)})
     assert replies[0].messages == [tool_message(said["tool_calls"][0], "now 5")]
@@ -318,7 +335,9 @@ def test_a_class_of_trls_is_an_environment(counters: EnvironmentPool) -> None:
         (call("_hidden"), "Tool _hidden not found."),
     ],
 )
-def test_a_call_that_fails_is_answered_with_its_error(counters: EnvironmentPool, said: Any, expected: str) -> None:
+def test_a_call_that_fails_is_answered_with_its_error(
+    counters: EnvironmentPool, said: Any, expected: str
+) -> None:
     counters.reset(rows(1))
     reply = counters.step({0: said})[0]
     [message] = reply.messages
@@ -327,7 +346,9 @@ def test_a_call_that_fails_is_answered_with_its_error(counters: EnvironmentPool,
     assert expected in message["content"]
 
 
-def test_functions_that_take_environments_are_called_where_they_are(file: Path, counters: EnvironmentPool) -> None:
+def test_functions_that_take_environments_are_called_where_they_are(
+    file: Path, counters: EnvironmentPool
+) -> None:
     specs = [f"{file}:{name}" for name in ("count_is", "of_text", "pids", "serials")]
     with load_reward_functions(specs, environment=counters) as rewards:
         counters.reset(rows(1, 2, 3))
@@ -336,7 +357,9 @@ def test_functions_that_take_environments_are_called_where_they_are(file: Path, 
         assert scores.by_function[specs[0]] == [1.0, 1.0, 0.0]
         assert scores.by_function[specs[1]] == [0.5, 0.5, 0.5]
         assert scores.by_function[counters.spec] == [7.0, 8.0, 3.0]
-        assert scores.rewards[2] == sum(scores.by_function[spec][2] for spec in (*specs, counters.spec))  # type: ignore[misc]
+        assert scores.rewards[2] == sum(
+            scores.by_function[spec][2] for spec in (*specs, counters.spec)
+        )  # type: ignore[misc]
         # Two processes, neither of them this one.
         assert len({os.getpid(), *scores.by_function[specs[2]]}) == 3
         counters.reset(rows(1, 2, 3))
@@ -345,12 +368,18 @@ def test_functions_that_take_environments_are_called_where_they_are(file: Path, 
 
 
 def test_a_function_that_takes_environments_needs_one(file: Path) -> None:
-    with pytest.raises(UserError, match=r"count_is: takes environments; name one with rollout\.environment"):
+    with pytest.raises(
+        UserError, match=r"count_is: takes environments; name one with rollout\.environment"
+    ):
         load_reward_functions([f"{file}:count_is"])
 
 
-@pytest.mark.parametrize(("tool", "problem"), [("forever", "no answer in 1 seconds"), ("leave", "SystemExit: 0")])
-def test_a_call_that_does_not_return_ends_its_episode_alone(counters: EnvironmentPool, tool: str, problem: str) -> None:
+@pytest.mark.parametrize(
+    ("tool", "problem"), [("forever", "no answer in 1 seconds"), ("leave", "SystemExit: 0")]
+)
+def test_a_call_that_does_not_return_ends_its_episode_alone(
+    counters: EnvironmentPool, tool: str, problem: str
+) -> None:
     counters.reset(rows(1, 2, 3))
     replies = counters.step({0: call(tool), 2: call("increase", by=1)})
     assert problem in replies[0].error
@@ -360,7 +389,9 @@ def test_a_call_that_does_not_return_ends_its_episode_alone(counters: Environmen
 
 
 @pytest.mark.parametrize("tool", [pytest.param("uninterruptible", marks=pytest.mark.slow), "die"])
-def test_a_process_that_is_lost_ends_its_episodes_and_is_started_again(counters: EnvironmentPool, tool: str) -> None:
+def test_a_process_that_is_lost_ends_its_episodes_and_is_started_again(
+    counters: EnvironmentPool, tool: str
+) -> None:
     counters.reset(rows(1, 2, 3))
     replies = counters.step({0: call(tool), 1: call("increase", by=5)})
     assert replies[0].error
@@ -373,36 +404,54 @@ def test_a_process_that_is_lost_ends_its_episodes_and_is_started_again(counters:
 def test_the_fuller_protocol_says_messages_rewards_and_the_end(file: Path) -> None:
     with EnvironmentPool(f"{file}:Guess", timeout_seconds=5.0) as pool:
         assert pool.declarations == {"": Declaration([], ["user"], True)}
-        begun = pool.reset([{"prompt": [{"role": "user", "content": "Go"}], "secret": secret} for secret in (5, 7, 5)])
+        begun = pool.reset(
+            [
+                {"prompt": [{"role": "user", "content": "Go"}], "secret": secret}
+                for secret in (5, 7, 5)
+            ]
+        )
         assert contents(begun[1].messages) == ["Guess.", "Go"]
         replies = pool.step({at: {"role": "assistant", "content": "5"} for at in range(2)})
         assert replies[0].done
         assert contents(replies[1].messages) == ["more"]
         assert not replies[1].done
         pool.step({1: {"role": "assistant", "content": "7"}})
-        assert pool.step({2: {"role": "assistant", "content": "x"}})[2].error.startswith("ValueError: invalid literal")
+        assert pool.step({2: {"role": "assistant", "content": "x"}})[2].error.startswith(
+            "ValueError: invalid literal"
+        )
         assert pool.score(REQUEST, 5.0)[pool.spec].rewards == [1.0, 0.75, None]
 
 
-def test_of_several_environments_the_column_environment_says_whose_an_episode_is(file: Path) -> None:
+def test_of_several_environments_the_column_environment_says_whose_an_episode_is(
+    file: Path,
+) -> None:
     with EnvironmentPool(f"{file}:SEVERAL", timeout_seconds=5.0) as pool:
-        assert {name: (each.reply_roles, each.gives_rewards) for name, each in pool.declarations.items()} == {
+        assert {
+            name: (each.reply_roles, each.gives_rewards) for name, each in pool.declarations.items()
+        } == {
             "count": (["tool"], True),
             "guess": (["user"], True),
             "add": (["tool"], False),
         }
         row = {"prompt": [{"role": "user", "content": "Go"}], "start": 3, "secret": 7}
-        # As in TRL the column is not one of the episode's, and instances go on with episodes of their own kind.
+        # As in TRL the column is not one of the episode's, and instances go on with episodes of
+        # their own kind.
         for names in (["add", "count", "guess"], ["count", "guess", "add"]):
             begun = pool.reset([{**row, "environment": name} for name in names])
-            assert [len(each.messages) for each in begun] == [1 + (name == "guess") for name in names]
+            assert [len(each.messages) for each in begun] == [
+                1 + (name == "guess") for name in names
+            ]
             said = {"add": call("add", a=2, b=3), "count": call("increase", by=2)}
             said |= {"guess": {"role": "assistant", "content": "7"}}
             replies = pool.step({at: said[name] for at, name in enumerate(names)})
             told = {name: contents(replies[at].messages) for at, name in enumerate(names)}
             assert told == {"add": ["5"], "count": ["now 5"], "guess": []}
             rewards = pool.score(REQUEST, 5.0)[pool.spec].rewards
-            assert dict(zip(names, rewards, strict=True)) == {"add": None, "count": 5.0, "guess": 1.0}
+            assert dict(zip(names, rewards, strict=True)) == {
+                "add": None,
+                "count": 5.0,
+                "guess": 1.0,
+            }
 
 
 def test_a_function_is_a_tool_and_what_is_built_in_is_named(file: Path) -> None:
@@ -410,18 +459,32 @@ def test_a_function_is_a_tool_and_what_is_built_in_is_named(file: Path) -> None:
     asked = [
         (f"{file}:add", call("add", a=2, b=3), "5"),
         ("calculator", call("calculate", expression="2 * (3 + 4) ** 2 / 7"), "14"),
-        ("calculator", call("calculate", expression="9 ** 9 ** 9"), "{'error': 'the value is too large'}"),
-        ("calculator", call("calculate", expression="__import__('os')"), "{'error': 'not an arithmetic expression'}"),
+        (
+            "calculator",
+            call("calculate", expression="9 ** 9 ** 9"),
+            "{'error': 'the value is too large'}",
+        ),
+        (
+            "calculator",
+            call("calculate", expression="__import__('os')"),
+            "{'error': 'not an arithmetic expression'}",
+        ),
         ("calculator", call("calculate", expression="1 / 0"), "{'error': 'division by zero'}"),
         ("python", call("run_python", code="print(6 * 7)"), "42"),
-        ("python", call("run_python", code="print(1)\n1 / 0"), "1\nZeroDivisionError: division by zero"),
+        (
+            "python",
+            call("run_python", code="print(1)\n1 / 0"),
+            "1\nZeroDivisionError: division by zero",
+        ),
     ]
     for spec in dict.fromkeys(spec for spec, *_ in asked):
         with EnvironmentPool(spec, timeout_seconds=30.0) as pool:
             pool.reset([row] * 2)
             assert not pool.gives_rewards
             for _, said, result in (each for each in asked if each[0] == spec):
-                assert [contents(each.messages) for each in pool.step({0: said, 1: said}).values()] == [[result]] * 2
+                assert [
+                    contents(each.messages) for each in pool.step({0: said, 1: said}).values()
+                ] == [[result]] * 2
             if spec == "python":  # one sandbox serves all episodes of a process
                 [worker] = pool._workers
                 assert worker is not None
@@ -433,7 +496,10 @@ REFUSED = [
     ("NoHints", "parameter 'x' has no type hint, such as x: str"),
     ("NoReset", "has no method reset"),
     ("Raises", "RuntimeError: no connection"),
-    ("RolesAreText", 'RolesAreText.reply_roles: expected a list of "tool", "user" or both, got .user.'),
+    (
+        "RolesAreText",
+        'RolesAreText.reply_roles: expected a list of "tool", "user" or both, got .user.',
+    ),
     ("RolesAreWrong", "RolesAreWrong.reply_roles: expected a list of"),
     ("ToolsAreNames", "ToolsAreNames.tools: expected functions and schemas, got 'add'"),
     ("ToolsAreBare", "ToolsAreBare.tools: expected schemas "),
@@ -456,7 +522,10 @@ def test_what_is_no_environment_is_refused_in_one_line(file: Path, name: str, pr
 
 
 def test_an_unknown_name_and_a_missing_file_are_refused() -> None:
-    with pytest.raises(UserError, match=r"rollout\.environment: expected calculator or python, got .calculater.; did you"):
+    with pytest.raises(
+        UserError,
+        match=r"rollout\.environment: expected calculator or python, got .calculater.; did you",
+    ):
         EnvironmentPool("calculater")
     with pytest.raises(UserError, match=r"environment .*nowhere\.py: no such file"):
         EnvironmentPool("nowhere.py:Class").declarations  # noqa: B018
@@ -479,7 +548,9 @@ WRONG_REWARDS = [
 
 
 @pytest.mark.parametrize(("reward", "problem"), WRONG_REWARDS)
-def test_a_reward_that_is_no_finite_number_fails_its_episode_alone(file: Path, reward: str, problem: str) -> None:
+def test_a_reward_that_is_no_finite_number_fails_its_episode_alone(
+    file: Path, reward: str, problem: str
+) -> None:
     said = [{"role": "assistant", "content": each} for each in (reward, "0.5")]
     row = {"prompt": [{"role": "user", "content": "?"}]}
     for name, method in (("Returns", "step"), ("Rewards", "get_reward")):
@@ -491,7 +562,10 @@ def test_a_reward_that_is_no_finite_number_fails_its_episode_alone(file: Path, r
 
 
 def test_a_reset_that_returns_no_messages_says_so(file: Path) -> None:
-    rows = [{"prompt": [{"role": "user", "content": "?"}], "first": first} for first in ([None], ["Go"], [[]], [["Go"]])]
+    rows = [
+        {"prompt": [{"role": "user", "content": "?"}], "first": first}
+        for first in ([None], ["Go"], [[]], [["Go"]])
+    ]
     with EnvironmentPool(f"{file}:Returns") as pool:
         assert [each.error for each in pool.reset(rows)] == [
             "reset returned NoneType, not a list of messages",
@@ -502,14 +576,21 @@ def test_a_reset_that_returns_no_messages_says_so(file: Path) -> None:
 
 
 def closing_rows(log: Path, *names: str) -> list[dict[str, Any]]:
-    return [{"prompt": [{"role": "user", "content": "?"}], "log": str(log), "name": name} for name in names]
+    return [
+        {"prompt": [{"role": "user", "content": "?"}], "log": str(log), "name": name}
+        for name in names
+    ]
 
 
-def test_every_episode_that_was_begun_is_closed_once_whatever_became_of_it(file: Path, tmp_path: Path) -> None:
+def test_every_episode_that_was_begun_is_closed_once_whatever_became_of_it(
+    file: Path, tmp_path: Path
+) -> None:
     log = tmp_path / "log"
     with EnvironmentPool(f"{file}:Closes", timeout_seconds=1.0) as pool:
         pool.reset(closing_rows(log, "scored", "failed", "forever"))
-        replies = pool.step({at: {"role": "assistant", "content": str(1 - at % 2)} for at in range(3)})
+        replies = pool.step(
+            {at: {"role": "assistant", "content": str(1 - at % 2)} for at in range(3)}
+        )
         assert "ZeroDivisionError" in replies[1].error
         assert "closed failed" in log.read_text()
         assert pool.score(REQUEST, 5.0)[pool.spec].rewards == [1.0, None, 1.0]
@@ -520,7 +601,10 @@ def test_every_episode_that_was_begun_is_closed_once_whatever_became_of_it(file:
         assert "closed last" not in log.read_text()
     lines = log.read_text().splitlines()
     for name in ("scored", "failed", "forever", "left", "last"):
-        assert [line.split()[0] for line in lines if line.endswith(f"ed {name}")] == ["opened", "closed"]
+        assert [line.split()[0] for line in lines if line.endswith(f"ed {name}")] == [
+            "opened",
+            "closed",
+        ]
 
 
 @pytest.mark.parametrize("ends_itself", [False, True])
@@ -532,11 +616,16 @@ def test_what_an_environment_started_in_a_session_of_its_own_ends_with_its_proce
         child = int((tmp_path / "log").read_text().splitlines()[1].split()[0])
         assert psutil.pid_exists(child)
         if ends_itself:
-            assert "its process died" in pool.step({0: {"role": "assistant", "content": "exit"}})[0].error
+            assert (
+                "its process died"
+                in pool.step({0: {"role": "assistant", "content": "exit"}})[0].error
+            )
     assert not psutil.pid_exists(child)
 
 
-def test_calls_of_an_environment_that_begins_early_have_all_begun_before_one_waits(file: Path) -> None:
+def test_calls_of_an_environment_that_begins_early_have_all_begun_before_one_waits(
+    file: Path,
+) -> None:
     with file.open("a") as out:
         out.write(EARLY)
     with EnvironmentPool(f"{file}:Early", processes=2) as pool:
@@ -546,11 +635,16 @@ def test_calls_of_an_environment_that_begins_early_have_all_begun_before_one_wai
         results = pool.score({"prompts": [""] * 5, "completions": [""] * 5, "columns": {}}, 5.0)
     # Two processes have the even and the odd episodes.
     assert [reply.messages[0]["content"] for reply in begun[:4]] == ["reset 0 2 4", "reset 1 3"] * 2
-    assert [replies[number].messages[0]["content"] for number in range(4)] == ["step 0 2", "step 1 3"] * 2
+    assert [replies[number].messages[0]["content"] for number in range(4)] == [
+        "step 0 2",
+        "step 1 3",
+    ] * 2
     assert results[pool.spec].rewards == [2.0, 2.0, 2.0, 2.0, None]
 
 
-def test_calls_that_begin_together_have_one_time_limit_and_a_begin_that_hangs_costs_no_episode(file: Path) -> None:
+def test_calls_that_begin_together_have_one_time_limit_and_a_begin_that_hangs_costs_no_episode(
+    file: Path,
+) -> None:
     with file.open("a") as out:
         out.write(f"import signal{EARLY}")
     with EnvironmentPool(f"{file}:Hangs", timeout_seconds=2.0) as pool:
@@ -560,9 +654,14 @@ def test_calls_that_begin_together_have_one_time_limit_and_a_begin_that_hangs_co
 
 
 @pytest.mark.parametrize("begins_early", [False, True])
-def test_a_process_that_does_not_start_again_is_said_to_all_that_wait_for_it(file: Path, begins_early: bool) -> None:
+def test_a_process_that_does_not_start_again_is_said_to_all_that_wait_for_it(
+    file: Path, begins_early: bool
+) -> None:
     with file.open("a") as out:
-        out.write(f"{EARLY}\n\nEarly.begins_early = {begins_early}\nEarly.step = lambda self, message: os._exit(1)\n")
+        out.write(
+            f"{EARLY}\n\nEarly.begins_early = {begins_early}\nEarly.step = lambda self, message:"
+            " os._exit(1)\n"
+        )
     with EnvironmentPool(f"{file}:Early") as pool:
         pool.reset([{"prompt": [], "number": number} for number in range(2)])
         replies = pool.step({number: {"role": "assistant", "content": "x"} for number in range(2)})

@@ -1,4 +1,6 @@
-"""Schemas of tools: those of transformers for all that it takes, and one line for what cannot be a tool."""
+"""Schemas of tools: those of transformers for all that it takes, and one line for what cannot be a
+tool.
+"""
 
 from collections.abc import Callable
 from enum import Enum
@@ -90,7 +92,9 @@ class Tool:
         return []
 
 
-@pytest.mark.parametrize("tool", [weather, everything, nothing, Tool.method, Tool().method, Tool.later])
+@pytest.mark.parametrize(
+    "tool", [weather, everything, nothing, Tool.method, Tool().method, Tool.later]
+)
 def test_the_schema_is_that_of_transformers(tool: Callable[..., Any]) -> None:
     assert tool_schema(tool) == get_json_schema(tool)
 
@@ -142,14 +146,19 @@ REFUSED = [
     (no_docstring, "tool no_docstring: has no docstring"),
     (no_hint, "tool no_hint: parameter 'x' has no type hint, such as x: str"),
     (no_description, "tool no_description: parameter 'x' has no description in the docstring"),
-    (of_a_class, "tool of_a_class: parameter 'x' has a type hint that JSON has nothing for: .*Tool"),
+    (
+        of_a_class,
+        "tool of_a_class: parameter 'x' has a type hint that JSON has nothing for: .*Tool",
+    ),
     (many, "tool many: parameter 'x': a model cannot be told"),
     (unknown, "tool unknown: its type hints cannot be read: name 'Nowhere' is not defined"),
 ]
 
 
 @pytest.mark.parametrize(("tool", "message"), REFUSED)
-def test_what_cannot_be_a_tool_is_refused_in_one_line(tool: Callable[..., Any], message: str) -> None:
+def test_what_cannot_be_a_tool_is_refused_in_one_line(
+    tool: Callable[..., Any], message: str
+) -> None:
     with pytest.raises(UserError, match=message) as refused:
         tool_schema(tool)
     assert "\n" not in str(refused.value)

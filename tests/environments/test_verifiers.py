@@ -1,4 +1,6 @@
-"""Environments of verifiers, by the real package, which has an environment of its own (build/verifiers, 0.7 GB)."""
+"""Environments of verifiers, by the real package, which has an environment of its own
+(build/verifiers, 0.7 GB).
+"""
 
 import json
 import os
@@ -52,9 +54,14 @@ print(json.dumps(told))
 
 
 def run(*words: object) -> subprocess.CompletedProcess[str]:
-    """The interpreter of verifiers' environment, with the tasksets of these tests, and a home for its caches."""
+    """The interpreter of verifiers' environment, with the tasksets of these tests, and a home for
+    its caches.
+    """
     python = python_with("verifiers", f"verifiers=={VERSION}", "uv")
-    places = {"PATH": f"{python.parent}:{os.environ['PATH']}", "HOME": str(python.parents[1] / "home")}
+    places = {
+        "PATH": f"{python.parent}:{os.environ['PATH']}",
+        "HOME": str(python.parents[1] / "home"),
+    }
     env = {**os.environ, **places, "PYTHONPATH": f"{ROOT}:{TASKSETS}"}
     return subprocess.run([*map(str, (python, *words))], env=env, capture_output=True, text=True)
 
@@ -66,11 +73,17 @@ def play(taskset: str, *episodes: list[Any], seconds: float = 300) -> Any:
 
 
 def contents(replies: dict[str, Any]) -> dict[int, list[str]]:
-    return {int(at): [message["content"] for message in messages] for at, (messages, *_) in replies.items()}
+    return {
+        int(at): [message["content"] for message in messages]
+        for at, (messages, *_) in replies.items()
+    }
 
 
 def test_without_the_package_one_line_says_so() -> None:
-    with pytest.raises(UserError, match=r"^environment verifiers:word: needs the package verifiers, from 0\.4, which is not"):
+    with pytest.raises(
+        UserError,
+        match=r"^environment verifiers:word: needs the package verifiers, from 0\.4, which is not",
+    ):
         EnvironmentPool("verifiers:word").declarations  # noqa: B018
 
 
@@ -83,16 +96,22 @@ def test_a_run_is_another_one_with_another_file_of_the_environment(tmp_path: Pat
     assert identify("verifiers:word") == ["verifiers:word", ""]
 
 
-def test_a_run_is_another_one_with_another_taskset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_another_one_with_another_taskset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "env.toml").write_text('[env.taskset]\nid = "tasks-alone"\n[env.agent]\nharness.id = "harness_folder"')
+    (tmp_path / "env.toml").write_text(
+        '[env.taskset]\nid = "tasks-alone"\n[env.agent]\nharness.id = "harness_folder"'
+    )
     taskset, harness = tmp_path / "tasks_alone.py", tmp_path / "harness_folder" / "__init__.py"
     harness.parent.mkdir()
     seen = []
     for text in ("", "# another one"):
         for path in (taskset, harness):
             path.write_text(text)
-            seen.append((identify("verifiers:tasks-alone"), identify(f"verifiers:{tmp_path}/env.toml")))
+            seen.append(
+                (identify("verifiers:tasks-alone"), identify(f"verifiers:{tmp_path}/env.toml"))
+            )
     by_name, by_file = zip(*seen[1:], strict=True)
     assert [len({*map(tuple, each)}) for each in (by_name, by_file)] == [2, 3]
 
@@ -111,14 +130,21 @@ def test_an_answer_goes_to_the_harness_and_the_reward_of_the_rubric_comes_back()
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_tools_of_the_taskset_are_run_by_its_harness_and_an_episode_that_is_cut_has_a_reward() -> None:
+def test_tools_of_the_taskset_are_run_by_its_harness_and_an_episode_that_is_cut_has_a_reward() -> (
+    None
+):
     go, wrong = {"name": "go"}, {"name": "nothing"}
     told = play("counting", [0, go, go], [1, go, "x"], [1, go], [1, wrong])
     [tool] = told["declared"]["tools"]
     assert (tool["function"]["name"], tool["function"]["description"]) == ("go", "Go on.")
     first, last = told["steps"]
     assert contents(first) == {0: ["1"], 1: ["1"], 2: ["1"], 3: ["error: unknown tool 'nothing'"]}
-    assert first["0"][0][0] == {"role": "tool", "name": "go", "tool_call_id": "call00000", "content": "1"}
+    assert first["0"][0][0] == {
+        "role": "tool",
+        "name": "go",
+        "tool_call_id": "call00000",
+        "content": "1",
+    }
     # The task's own stop, and an answer without calls.
     assert last == {"0": [[], True, 0, ""], "1": [[], True, 0, ""]}
     assert told["rewards"] == [2.0, 1.0, 1.0, 0.0]
@@ -148,10 +174,16 @@ def test_what_a_harness_does_wrong_is_one_line_and_its_episode_has_no_reward() -
     assert {acts[at]: error for at, error in errors.items()} == {
         "silent": "its harness ended without a request to the model",
         "hangs": "no answer in 60 seconds",
-        "rewrites": "its harness did not append to the conversation: message 1 of 2 was left out or is another one",
+        "rewrites": (
+            "its harness did not append to the conversation: message 1 of 2 was left out or is"
+            " another one"
+        ),
         "repeats": "its harness asked again without a new message",
         "tools": "its harness offers other tools than for the first task: another, not none",
-        "raises": "its rollout failed: HarnessError: harness 'breaking': RuntimeError: its line … and another",
+        "raises": (
+            "its rollout failed: HarnessError: harness 'breaking': RuntimeError: its line … and"
+            " another"
+        ),
         "images": "its harness sent a message that is not text alone",
     }
     assert told["rewards"] == [0.0, *[None] * 7]
@@ -161,14 +193,20 @@ def test_what_a_harness_does_wrong_is_one_line_and_its_episode_has_no_reward() -
 @pytest.mark.timeout(1200)
 def test_an_answer_that_no_harness_gets_is_a_failure_and_a_retry_is_none(tmp_path: Path) -> None:
     (tmp_path / "env.toml").write_text(
-        '[env.taskset]\nid = "leaving"\n[env.agent]\nruntime.type = "subprocess"\nretries.max_retries = 2\n'
+        '[env.taskset]\nid = "leaving"\n[env.agent]\nruntime.type ='
+        ' "subprocess"\nretries.max_retries = 2\n'
     )
-    # good, retried, leaves, after and a task that cannot be loaded: of two that leave before they are read, one is answered.
+    # good, retried, leaves, after and a task that cannot be loaded: of two that leave before they
+    # are read, one is answered.
     told = play(f"{tmp_path}/env.toml", [3, "x"], [2], [2, "x"], [1, "x"], [4, "x"], seconds=60)
     assert [bool(reply[3]) for reply in told["begun"]] == [False, False, False, False, True]
     assert "the disk of the tasks is gone" in told["begun"][4][3]
     assert told["steps"] == [
-        {"0": [[], True, 0, ""], "2": [[], False, 0, "its harness had ended when the model answered"], "3": [[], True, 0, ""]}
+        {
+            "0": [[], True, 0, ""],
+            "2": [[], False, 0, "its harness had ended when the model answered"],
+            "3": [[], True, 0, ""],
+        }
     ]
     assert told["rewards"] == [10.5, 0.5, None, 10.5, None]
 
@@ -187,7 +225,9 @@ def test_an_answer_that_no_harness_gets_is_a_failure_and_a_retry_is_none(tmp_pat
         ("responding", "harnesses are answered at /v1/chat/completions here, not at /v1/responses"),
     ],
 )
-def test_an_environment_that_is_not_there_is_one_line(name: str, problem: str, tmp_path: Path) -> None:
+def test_an_environment_that_is_not_there_is_one_line(
+    name: str, problem: str, tmp_path: Path
+) -> None:
     (tmp_path / "other.toml").write_text("[model]\n")
     (tmp_path / "bound.toml").write_text('[env]\ntaskset.id = "saying"\nagent.max_turn = 2\n')
     done = run("-c", EPISODES, f"verifiers:{name.format(tmp_path)}", "[]", 300)
@@ -210,7 +250,10 @@ def test_grpo_learns_from_tasks_of_verifiers(
     model = scripted(dict(pairwise([begin, *byte_tokenizer.encode("[go()]"), end])))
     export_folder(model, model.config, tmp_path / "model", tokenizer_folder=tmp_path / "tokenizer")
     (tmp_path / "tasks.jsonl").write_text('{"idx": 0}\n{"idx": 1}\n' * 2)
-    spec, more = f"verifiers:{taskset}", {"data.files": tmp_path / "tasks.jsonl", "train.steps": 2, "rollout.max_turns": 3}
+    spec, more = (
+        f"verifiers:{taskset}",
+        {"data.files": tmp_path / "tasks.jsonl", "train.steps": 2, "rollout.max_turns": 3},
+    )
     if taskset == "counting":
         # verifiers' own bound ends the episode before ours does.
         agent = '[env.agent]\nmax_turns = 2\nharness.id = "null"\nruntime.type = "subprocess"\n'
@@ -220,7 +263,9 @@ def test_grpo_learns_from_tasks_of_verifiers(
     done = run("-m", "lmforge", *step_of_grpo(tmp_path, tmp_path, **more))
     assert done.returncode == 0, done.stderr
     records = [*map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())]
-    assert [(record["environment_failures"], record["no_reward"]) for record in records] == [(0.0, 0.0)] * 2
+    assert [(record["environment_failures"], record["no_reward"]) for record in records] == [
+        (0.0, 0.0)
+    ] * 2
     tables = sorted((tmp_path / "run" / "completions").glob("set-*.jsonl"))
     lines = [json.loads(line) for table in tables for line in table.read_text().splitlines()]
     assert len(lines) == 8

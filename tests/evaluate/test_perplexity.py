@@ -1,4 +1,6 @@
-"""Measuring a model on sequences of text: the result does not depend on how they are divided over ranks."""
+"""Measuring a model on sequences of text: the result does not depend on how they are divided over
+ranks.
+"""
 
 import math
 from collections.abc import Callable
@@ -31,7 +33,9 @@ def score(tiny_model_and_tokenizer: tuple[LanguageModel, Tokenizer]) -> ScoreFn:
 
 @pytest.fixture(scope="module")
 def stream(tiny_tokens: Path) -> TokenDataset:
-    return TokenDataset(TokenFolder.open(tiny_tokens), split="validation", sequence_length=250, shuffle=False)
+    return TokenDataset(
+        TokenFolder.open(tiny_tokens), split="validation", sequence_length=250, shuffle=False
+    )
 
 
 def sums(
@@ -40,14 +44,18 @@ def sums(
     model, tokenizer = tiny_model_and_tokenizer
     whole = score_text(
         model,
-        Batch.from_sequences(stream.read([number * stream.sequences_per_epoch // rows for number in range(rows)])),
+        Batch.from_sequences(
+            stream.read([number * stream.sequences_per_epoch // rows for number in range(rows)])
+        ),
         torch.from_numpy(tokenizer.token_byte_lengths()),
     )
     nats, targets, text_nats, text_bytes = whole.sum(0).tolist()
     return nats, targets, text_nats, text_bytes
 
 
-@pytest.mark.parametrize(("rows", "batch_size"), [(None, 7), (None, 1), (5, 2), (5, 16), (1, 3), (10_000, 8)])
+@pytest.mark.parametrize(
+    ("rows", "batch_size"), [(None, 7), (None, 1), (5, 2), (5, 16), (1, 3), (10_000, 8)]
+)
 def test_sequences_are_scored_once_each_in_any_batch_size(
     score: ScoreFn,
     stream: TokenDataset,
@@ -71,7 +79,9 @@ def test_sequences_are_scored_once_each_in_any_batch_size(
     # fp32 products of other shapes round otherwise.
     assert measured["loss"] == pytest.approx(nats / targets, rel=1e-6)
     assert measured["perplexity"] == pytest.approx(math.exp(nats / targets), rel=1e-5)
-    assert measured["bits_per_byte"] == pytest.approx(text_nats / math.log(2) / text_bytes, rel=1e-6)
+    assert measured["bits_per_byte"] == pytest.approx(
+        text_nats / math.log(2) / text_bytes, rel=1e-6
+    )
     assert progress[-1] == (total, total)
 
 
@@ -91,12 +101,18 @@ def test_the_parts_of_all_ranks_add_up_in_equally_many_forward_passes(
 
         # Without process groups a rank keeps its own sums, which are added up here.
         evaluate_loss(
-            score, stream, DistributedContext(RankInfo(rank, ranks, rank, ranks), CPU, None), num_sequences=rows, batch_size=2
+            score,
+            stream,
+            DistributedContext(RankInfo(rank, ranks, rank, ranks), CPU, None),
+            num_sequences=rows,
+            batch_size=2,
         )
         passes.append(len(scored))
         shares.append(torch.cat(scored).sum(0))
     assert len(set(passes)) == 1
-    assert torch.stack(shares).sum(0).tolist() == pytest.approx(sums(tiny_model_and_tokenizer, stream, rows), rel=1e-6)
+    assert torch.stack(shares).sum(0).tolist() == pytest.approx(
+        sums(tiny_model_and_tokenizer, stream, rows), rel=1e-6
+    )
 
 
 @pytest.mark.parametrize("num_sequences", [None, 9])
@@ -105,7 +121,8 @@ def test_each_source_has_the_loss_that_it_has_alone_and_one_collective_serves_al
 ) -> None:
     folder = TokenFolder.open(tiny_tokens)
     sources = {
-        split: TokenDataset(folder, split=split, sequence_length=250, shuffle=False) for split in ("validation", "train")
+        split: TokenDataset(folder, split=split, sequence_length=250, shuffle=False)
+        for split in ("validation", "train")
     }
     reduced: list[torch.Size] = []
     all_reduce_sum = DistributedContext.all_reduce_sum
@@ -125,13 +142,18 @@ def test_each_source_has_the_loss_that_it_has_alone_and_one_collective_serves_al
         for name, dataset in sources.items():
             alone = evaluate_loss(score, dataset, ALONE, num_sequences=None, batch_size=4)
             # fp32 products of other batches round otherwise.
-            assert {rate: measured[f"{rate}/{name}"] for rate in alone} == pytest.approx(alone, rel=1e-6)
+            assert {rate: measured[f"{rate}/{name}"] for rate in alone} == pytest.approx(
+                alone, rel=1e-6
+            )
 
 
-def test_a_source_of_which_no_sequence_is_measured_has_no_loss(score: ScoreFn, tiny_tokens: Path) -> None:
+def test_a_source_of_which_no_sequence_is_measured_has_no_loss(
+    score: ScoreFn, tiny_tokens: Path
+) -> None:
     folder = TokenFolder.open(tiny_tokens)
     sources = {
-        split: TokenDataset(folder, split=split, sequence_length=250, shuffle=False) for split in ("train", "validation")
+        split: TokenDataset(folder, split=split, sequence_length=250, shuffle=False)
+        for split in ("train", "validation")
     }
     measured = evaluate_loss(score, join_datasets(sources), ALONE, num_sequences=1, batch_size=1)
     assert measured["loss/train"] == measured["loss"]
@@ -139,5 +161,17 @@ def test_a_source_of_which_no_sequence_is_measured_has_no_loss(score: ScoreFn, t
 
 
 def test_a_loss_without_labels_is_zero(stream: TokenDataset) -> None:
-    measured = evaluate_loss(lambda batch: torch.zeros(2, 4, dtype=torch.float64), stream, ALONE, num_sequences=2, batch_size=2)
-    assert measured == {"loss": 0.0, "perplexity": 1.0, "bits_per_byte": 0.0, "tokens": 0.0, "bytes": 0.0}
+    measured = evaluate_loss(
+        lambda batch: torch.zeros(2, 4, dtype=torch.float64),
+        stream,
+        ALONE,
+        num_sequences=2,
+        batch_size=2,
+    )
+    assert measured == {
+        "loss": 0.0,
+        "perplexity": 1.0,
+        "bits_per_byte": 0.0,
+        "tokens": 0.0,
+        "bytes": 0.0,
+    }

@@ -8,11 +8,18 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from lmforge.serve.decoding.sampling import SamplingParams, draw_uniforms, sample_tokens, sampling_probs
+from lmforge.serve.decoding.sampling import (
+    SamplingParams,
+    draw_uniforms,
+    sample_tokens,
+    sampling_probs,
+)
 from tests.seeds import fresh_seed
 
 # Apart enough that fp32 tells them apart.
-logits_of_one_row = st.lists(st.integers(-2000, 2000).map(lambda number: number / 100), min_size=1, max_size=12, unique=True)
+logits_of_one_row = st.lists(
+    st.integers(-2000, 2000).map(lambda number: number / 100), min_size=1, max_size=12, unique=True
+)
 
 
 def fresh_generator() -> torch.Generator:
@@ -20,8 +27,13 @@ def fresh_generator() -> torch.Generator:
 
 
 def plainly(logits: list[float], sampling: SamplingParams) -> list[float]:
-    """Temperature, then the k likeliest, then the fewest likeliest that hold the share p; what stays is made to sum to 1."""
-    weights = {token: math.exp((logit - max(logits)) / sampling.temperature) for token, logit in enumerate(logits)}
+    """Temperature, then the k likeliest, then the fewest likeliest that hold the share p; what
+    stays is made to sum to 1.
+    """
+    weights = {
+        token: math.exp((logit - max(logits)) / sampling.temperature)
+        for token, logit in enumerate(logits)
+    }
     order = sorted(weights, key=lambda token: -weights[token])
     if sampling.top_k:
         order = order[: sampling.top_k]
@@ -42,7 +54,9 @@ def plainly(logits: list[float], sampling: SamplingParams) -> list[float]:
     top_k=st.integers(0, 14),
     top_p=st.sampled_from([1.0, 0.999, 0.8, 0.5, 0.1, 1e-6]),
 )
-def test_probabilities_are_those_of_the_definition(logits: list[float], temperature: float, top_k: int, top_p: float) -> None:
+def test_probabilities_are_those_of_the_definition(
+    logits: list[float], temperature: float, top_k: int, top_p: float
+) -> None:
     # A rim of the nucleus that falls on a token may be rounded to either side.
     likeliest_first = sorted(plainly(logits, SamplingParams(temperature, top_k)), reverse=True)
     assume(top_p == 1 or all(abs(rim - top_p) > 1e-4 for rim in accumulate(likeliest_first)))
@@ -57,7 +71,9 @@ def drawn(logits: torch.Tensor, sampling: SamplingParams, seed: int = 0) -> torc
 
 def test_greedy_takes_the_likeliest_token_and_returns_the_models_own_distribution() -> None:
     logits = torch.randn(50, 30, generator=fresh_generator())
-    tokens, probabilities = sample_tokens(logits, SamplingParams(0.0, top_k=5, top_p=0.5), draw_uniforms(0, 50))
+    tokens, probabilities = sample_tokens(
+        logits, SamplingParams(0.0, top_k=5, top_p=0.5), draw_uniforms(0, 50)
+    )
     assert torch.equal(tokens, logits.argmax(-1))
     assert torch.equal(probabilities, logits.softmax(-1))
 
@@ -74,16 +90,22 @@ def test_greedy_takes_the_likeliest_token_and_returns_the_models_own_distributio
         SamplingParams(1e-4),
     ],
 )
-def test_top_k_top_p_and_temperature_narrow_to_the_likeliest_token(sampling: SamplingParams) -> None:
+def test_top_k_top_p_and_temperature_narrow_to_the_likeliest_token(
+    sampling: SamplingParams,
+) -> None:
     generator = fresh_generator()
     logits = 5 * torch.randn(40, 30, generator=generator)
-    tokens, probabilities = sample_tokens(logits, sampling, draw_uniforms(generator.initial_seed(), 40))
+    tokens, probabilities = sample_tokens(
+        logits, sampling, draw_uniforms(generator.initial_seed(), 40)
+    )
     assert torch.equal(tokens, logits.argmax(-1))
     assert probabilities.isfinite().all()
 
 
 @pytest.mark.parametrize("vocab", [5, 128, 300])
-@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(0.0), SamplingParams(0.5, top_k=3, top_p=0.5)])
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(), SamplingParams(0.0), SamplingParams(0.5, top_k=3, top_p=0.5)]
+)
 @pytest.mark.parametrize("number", [math.nan, -math.inf, math.inf])
 def test_the_probability_is_nan_where_the_logits_are_no_distribution(
     sampling: SamplingParams, vocab: int, number: float
@@ -107,14 +129,17 @@ def test_the_probability_is_nan_where_the_logits_are_no_distribution(
         SamplingParams(1.2, top_k=6, top_p=0.8),
     ],
 )
-def test_tokens_are_sampled_as_often_as_their_probability(sampling: SamplingParams, vocab: int) -> None:
+def test_tokens_are_sampled_as_often_as_their_probability(
+    sampling: SamplingParams, vocab: int
+) -> None:
     generator, draws = fresh_generator(), 4000
     logits = 2 * torch.randn(1, vocab, generator=generator)
     probabilities = torch.tensor(plainly(logits[0].tolist(), sampling))
     tokens = drawn(logits.expand(draws, -1), sampling, generator.initial_seed())
     counts = tokens.bincount(minlength=vocab)
     assert (counts[probabilities == 0] == 0).all()
-    # Bernstein's inequality: exceeded at most once in a thousand million times for each token, however rare the token is.
+    # Bernstein's inequality: exceeded at most once in a thousand million times for each token,
+    # however rare the token is.
     third = math.log(2e9) / 3
     allowed = third + (third**2 + 6 * third * draws * probabilities * (1 - probabilities)).sqrt()
     assert ((counts - draws * probabilities).abs() <= allowed).all()
@@ -128,14 +153,17 @@ def test_the_token_is_where_the_cumulative_probability_exceeds_the_uniform_numbe
     after = probabilities.double().cumsum(-1)
     before = (after - probabilities).gather(1, tokens[:, None])[:, 0]
     after = after.gather(1, tokens[:, None])[:, 0]
-    assert ((before <= drawing + 1e-6) & (drawing <= after + 1e-6)).all()  # fp32 probabilities sum to 1 to 1e-7 or so
+    # fp32 probabilities sum to 1 to 1e-7 or so.
+    assert ((before <= drawing + 1e-6) & (drawing <= after + 1e-6)).all()
 
 
 @pytest.mark.parametrize("number", [0.0, 1 - 2.0**-53])
 def test_the_smallest_and_largest_uniform_numbers_give_possible_tokens(number: float) -> None:
     logits = 3 * torch.randn(300, 700, generator=fresh_generator())
     logits[:, :100] = logits[:, -150:] = -torch.inf
-    tokens, probabilities = sample_tokens(logits, SamplingParams(), torch.full((300,), number, dtype=torch.float64))
+    tokens, probabilities = sample_tokens(
+        logits, SamplingParams(), torch.full((300,), number, dtype=torch.float64)
+    )
     assert (probabilities.gather(1, tokens[:, None]) > 0).all()
 
 
@@ -156,10 +184,16 @@ def test_tokens_that_tie_with_the_kth_stay() -> None:
 
 def test_a_sequence_depends_on_its_own_uniform_number_only() -> None:
     generator = fresh_generator()
-    logits, drawing = torch.randn(8, 20, generator=generator), draw_uniforms(generator.initial_seed(), 8)
+    logits, drawing = (
+        torch.randn(8, 20, generator=generator),
+        draw_uniforms(generator.initial_seed(), 8),
+    )
     together, _ = sample_tokens(logits, SamplingParams(), drawing)
     for row in range(8):
-        assert sample_tokens(logits[row : row + 1], SamplingParams(), drawing[row : row + 1])[0] == together[row]
+        assert (
+            sample_tokens(logits[row : row + 1], SamplingParams(), drawing[row : row + 1])[0]
+            == together[row]
+        )
 
 
 def test_masked_logits_are_never_sampled() -> None:

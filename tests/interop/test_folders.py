@@ -1,5 +1,6 @@
-"""A folder is what transformers says it is: drawn folders with redundant, contradicting and legacy keys are read as
-AutoModelForCausalLM, AutoTokenizer and GenerationConfig read them, or refused."""
+"""A folder is what transformers says it is: drawn folders with redundant, contradicting and legacy
+keys are read as AutoModelForCausalLM, AutoTokenizer and GenerationConfig read them, or refused.
+"""
 
 import json
 import random
@@ -10,7 +11,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TokenizersBackend
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    TokenizersBackend,
+)
 from transformers.utils import logging
 
 from lmforge.cli import run as command
@@ -24,26 +31,54 @@ from lmforge.hf.export import export_folder
 from lmforge.hf.safetensors_file import SafetensorsFile
 from lmforge.serve.decoding.engine import Engine, GenerationRequest
 from lmforge.serve.decoding.model_loading import LoadedModel, load_model
-from lmforge.serve.decoding.sampling import TRANSFORMERS_SAMPLING, SamplingParams, penalize_repetition, sampling_probs
+from lmforge.serve.decoding.sampling import (
+    TRANSFORMERS_SAMPLING,
+    SamplingParams,
+    penalize_repetition,
+    sampling_probs,
+)
 from lmforge.text.chat.layout import encode_layouts
 from lmforge.text.chat.templates import ChatTemplate, build_layouts
-from tests.model.conftest import MODEL_TYPES, ONE_BY_ONE, built, drawn_config, drawn_rope, logits, one_document
+from tests.model.conftest import (
+    MODEL_TYPES,
+    ONE_BY_ONE,
+    built,
+    drawn_config,
+    drawn_rope,
+    logits,
+    one_document,
+)
 from tests.preloaded import preloaded
 
 logging.set_verbosity_error()
-TEXT = "The king said: 12 of <|tool|>, and <|think|> with [PAD] <plain> \n\tto <|end|><|user|><|endoftext|>."
-NOISE = {"use_cache": False, "attention_dropout": 0.1, "pretraining_tp": 2, "transformers_version": "4.30.0", "n_ctx": 7}
+TEXT = (
+    "The king said: 12 of <|tool|>, and <|think|> with [PAD] <plain> \n\tto"
+    " <|end|><|user|><|endoftext|>."
+)
+NOISE = {
+    "use_cache": False,
+    "attention_dropout": 0.1,
+    "pretraining_tp": 2,
+    "transformers_version": "4.30.0",
+    "n_ctx": 7,
+}
 
 
 def drawn_folder(folder: Path, draw: random.Random) -> None:
-    """A folder of a native family in which some things are said twice, against each other, or as older versions did."""
+    """A folder of a native family in which some things are said twice, against each other, or as
+    older versions did.
+    """
     tokenizer = write_tokenizer(folder, draw)
-    config = drawn_config(draw.choice(MODEL_TYPES), draw, vocab_size=tokenizer.vocab_size + draw.choice([0, 9]))
+    config = drawn_config(
+        draw.choice(MODEL_TYPES), draw, vocab_size=tokenizer.vocab_size + draw.choice([0, 9])
+    )
     export_folder(built(config, seed=draw.randrange(99)), config, folder / "model")
     for file in (folder / "model").iterdir():
         file.rename(folder / file.name)
     content = json.loads((folder / "config.json").read_text())
-    for change in draw.sample([say_rope, say_sizes, say_windows, say_flags, say_tokens], draw.randrange(1, 4)):
+    for change in draw.sample(
+        [say_rope, say_sizes, say_windows, say_flags, say_tokens], draw.randrange(1, 4)
+    ):
         change(content, draw)
     content |= {name: NOISE[name] for name in draw.sample(list(NOISE), 2)}
     (folder / "config.json").write_text(json.dumps(content, indent=1))
@@ -61,13 +96,22 @@ def say_rope(content: dict[str, Any], draw: random.Random) -> None:
             if draw.random() < 0.3:
                 table.pop("original_max_position_embeddings", None)
             if draw.random() < 0.4:
-                table = {"type" if key == "rope_type" else key: value for key, value in table.items()}
+                table = {
+                    "type" if key == "rope_type" else key: value for key, value in table.items()
+                }
             if draw.random() < 0.4:
                 table["rope_theta"] = draw.choice([777.0, 20000.0])
             if draw.random() < 0.1:
                 table["partial_rotary_factor"] = draw.choice([0.5, 1.0])
-            if content["model_type"] == "gemma3_text" and name == "rope_parameters" and draw.random() < 0.7:
-                table = {"full_attention": table, "sliding_attention": {"rope_type": "default", "rope_theta": 99.0}}
+            if (
+                content["model_type"] == "gemma3_text"
+                and name == "rope_parameters"
+                and draw.random() < 0.7
+            ):
+                table = {
+                    "full_attention": table,
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 99.0},
+                }
             content[name] = table
     if draw.random() < 0.2:
         content["original_max_position_embeddings"] = positions // 4
@@ -77,14 +121,28 @@ def say_rope(content: dict[str, Any], draw: random.Random) -> None:
 
 def say_sizes(content: dict[str, Any], draw: random.Random) -> None:
     if content["model_type"] == "gpt2":
-        for common, own in (("num_attention_heads", "n_head"), ("hidden_size", "n_embd"), ("num_hidden_layers", "n_layer")):
+        for common, own in (
+            ("num_attention_heads", "n_head"),
+            ("hidden_size", "n_embd"),
+            ("num_hidden_layers", "n_layer"),
+        ):
             if draw.random() < 0.5:
-                content[common] = content[own] if common != "num_attention_heads" else draw.choice([1, 2, 3, 6])
+                content[common] = (
+                    content[own] if common != "num_attention_heads" else draw.choice([1, 2, 3, 6])
+                )
         if draw.random() < 0.3:
             content.pop("n_embd" if "hidden_size" in content else "n_inner")
         content["intermediate_size"] = content["hidden_act"] = None
     else:
-        name = draw.choice(["num_key_value_heads", "head_dim", "rms_norm_eps", "hidden_act", "max_position_embeddings"])
+        name = draw.choice(
+            [
+                "num_key_value_heads",
+                "head_dim",
+                "rms_norm_eps",
+                "hidden_act",
+                "max_position_embeddings",
+            ]
+        )
         if draw.random() < 0.5:
             content[name] = None
         else:
@@ -104,8 +162,18 @@ def say_windows(content: dict[str, Any], draw: random.Random) -> None:
 
 
 def say_flags(content: dict[str, Any], draw: random.Random) -> None:
-    name = draw.choice(["tie_word_embeddings", "attention_bias", "mlp_bias", "final_logit_softcapping", "hidden_act"])
-    values = {"final_logit_softcapping": [30.0, None], "hidden_act": ["silu", "swish", "gelu"]}.get(name, [True, False])
+    name = draw.choice(
+        [
+            "tie_word_embeddings",
+            "attention_bias",
+            "mlp_bias",
+            "final_logit_softcapping",
+            "hidden_act",
+        ]
+    )
+    values = {"final_logit_softcapping": [30.0, None], "hidden_act": ["silu", "swish", "gelu"]}.get(
+        name, [True, False]
+    )
     content[name] = draw.choice(values)
     if draw.random() < 0.3:
         del content[name]
@@ -122,7 +190,9 @@ def say_tokens(content: dict[str, Any], draw: random.Random) -> None:
 
 def change_weights(file: Path, content: dict[str, Any], draw: random.Random) -> None:
     tensors = load_file(file)
-    embedding = next(name for name in tensors if name.endswith(("embed_tokens.weight", "wte.weight")))
+    embedding = next(
+        name for name in tensors if name.endswith(("embed_tokens.weight", "wte.weight"))
+    )
     head = tensors.pop("lm_head.weight", tensors[embedding])
     match draw.choice(["head", "equal head", "none", "bias"]):
         case "head":
@@ -150,11 +220,15 @@ def drawn_generation(draw: random.Random) -> dict[str, Any]:
         "typical_p": [1.0],
         "transformers_version": ["4.30.0"],
     }
-    return {name: draw.choice(values[name]) for name in draw.sample(list(values), draw.randrange(1, 8))}
+    return {
+        name: draw.choice(values[name]) for name in draw.sample(list(values), draw.randrange(1, 8))
+    }
 
 
 def write_tokenizer(folder: Path, draw: random.Random) -> Tokenizer:
-    """A byte-level BPE, of which other files than tokenizer.json say which tokens are special or added."""
+    """A byte-level BPE, of which other files than tokenizer.json say which tokens are special or
+    added.
+    """
     train_tokenizer(["The king said: to the people of the land."] * 5, 300).save(folder)
     content = json.loads((folder / "tokenizer.json").read_text())
     for token in content["added_tokens"]:
@@ -162,13 +236,20 @@ def write_tokenizer(folder: Path, draw: random.Random) -> Tokenizer:
     if draw.random() < 0.5:
         content["added_tokens"] = content["added_tokens"][: draw.randrange(1, 6)]
     (folder / "tokenizer.json").write_text(json.dumps(content))
-    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|endoftext|>",
+    }
     mapped: dict[str, Any] = {}
     if draw.random() < 0.4:
-        mapped["eos_token"] = draw.choice(["<|end|>", {"content": "<|end|>", "lstrip": False, "rstrip": False}])
+        mapped["eos_token"] = draw.choice(
+            ["<|end|>", {"content": "<|end|>", "lstrip": False, "rstrip": False}]
+        )
     for place in (config, mapped):
         if draw.random() < 0.4:
-            place[draw.choice(["pad_token", "unk_token", "mask_token"])] = draw.choice(["[PAD]", "<|user|>"])
+            place[draw.choice(["pad_token", "unk_token", "mask_token"])] = draw.choice(
+                ["[PAD]", "<|user|>"]
+            )
         listed = draw.sample(["<|tool|>", "<|think|>", "<|user|>"], 2)
         if draw.random() < 0.4:
             place[draw.choice(["additional_special_tokens", "extra_special_tokens"])] = listed
@@ -178,7 +259,9 @@ def write_tokenizer(folder: Path, draw: random.Random) -> Tokenizer:
         kinds = {"lstrip": False, "rstrip": False, "single_word": False}
         new = {"content": "<|tool|>", "normalized": False, "special": draw.random() < 0.7, **kinds}
         old = {"content": "<|user|>", "normalized": False, "special": True, **kinds}
-        config["added_tokens_decoder"] = {"300": new, "2": old} if draw.random() < 0.5 else {"2": old}
+        config["added_tokens_decoder"] = (
+            {"300": new, "2": old} if draw.random() < 0.5 else {"2": old}
+        )
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     if mapped:
         (folder / "special_tokens_map.json").write_text(json.dumps(mapped))
@@ -189,25 +272,39 @@ def write_tokenizer(folder: Path, draw: random.Random) -> Tokenizer:
 
 def assert_same_tokens(ours: Tokenizer, folder: Path) -> None:
     theirs: Any = AutoTokenizer.from_pretrained(folder)
-    if type(theirs) is not TokenizersBackend:  # a family's own class, which splits as its own models do, not as the file says
+    # A family's own class, which splits as its own models do, not as the file says.
+    if type(theirs) is not TokenizersBackend:
         theirs = TokenizersBackend.from_pretrained(folder)
     assert ours.eos_token_id == theirs.eos_token_id
     assert ours.vocab_size == len(theirs)
     # The library goes on hiding a token whose flag another file has taken away.
-    hidden = {id for id in theirs.added_tokens_decoder if not theirs.decode([id], skip_special_tokens=True)}
+    hidden = {
+        id
+        for id in theirs.added_tokens_decoder
+        if not theirs.decode([id], skip_special_tokens=True)
+    }
     flagged = hidden | {id for id, token in theirs.added_tokens_decoder.items() if token.special}
     assert ours.all_special_ids == flagged | set(theirs.all_special_ids)
-    # What is said to be special is special here even where the library does not flag it: no text may spell the end of a text.
+    # What is said to be special is special here even where the library does not flag it: no text
+    # may spell the end of a text.
     text = TEXT
     for id in ours.all_special_ids - flagged:
         text = text.replace(ours.id_to_token(id), "")
-    assert ours.encode(text) == theirs(text, add_special_tokens=False, split_special_tokens=True).input_ids
+    assert (
+        ours.encode(text)
+        == theirs(text, add_special_tokens=False, split_special_tokens=True).input_ids
+    )
 
 
 def test_flags_of_added_tokens_are_those_that_transformers_takes(tmp_path: Path) -> None:
     names = ("lstrip", "rstrip", "normalized", "single_word", "special")
-    base = json.loads(train_tokenizer(["The king said: to the people of the land."] * 5, 300).files["tokenizer.json"])
-    base["normalizer"] = {"type": "Replace", "pattern": {"String": "@"}, "content": "<|T|>"}  # so that `normalized` matters
+    base = json.loads(
+        train_tokenizer(["The king said: to the people of the land."] * 5, 300).files[
+            "tokenizer.json"
+        ]
+    )
+    # So that `normalized` matters.
+    base["normalizer"] = {"type": "Replace", "pattern": {"String": "@"}, "content": "<|T|>"}
     end = max(base["model"]["vocab"].values()) + 1
     text = "a <|T|> b<|T|>c  <|T|>\n@ x@y <|image|> z <|user|>"
     template = "{% for m in messages %}<|T|>{{ m.content }} <|T|> {% endfor %}"
@@ -217,8 +314,14 @@ def test_flags_of_added_tokens_are_those_that_transformers_takes(tmp_path: Path)
     for number in range(64):
         in_map, *declared = (bool(number >> bit & 1) for bit in range(6))
         own = [bool(number * 37 + 11 >> bit & 1) for bit in range(5)]
-        token, theirs = ({"content": "<|T|>", **dict(zip(names, flags, strict=True))} for flags in (declared, own))
-        config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+        token, theirs = (
+            {"content": "<|T|>", **dict(zip(names, flags, strict=True))}
+            for flags in (declared, own)
+        )
+        config: dict[str, Any] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": "<|endoftext|>",
+        }
         if not in_map:
             config["added_tokens_decoder"] = {str(end): token}
         elif not theirs["special"]:
@@ -249,7 +352,9 @@ def test_flags_of_added_tokens_are_those_that_transformers_takes(tmp_path: Path)
             refused += 1
         else:
             [example] = encode_layouts(ours, built)
-            expected = reference.apply_chat_template(said, chat_template=template, return_dict=True).input_ids
+            expected = reference.apply_chat_template(
+                said, chat_template=template, return_dict=True
+            ).input_ids
             assert example.tokens.tolist() == expected, number
         seen.add(tuple(ids))
     assert 0 < refused < 50
@@ -259,7 +364,10 @@ def test_flags_of_added_tokens_are_those_that_transformers_takes(tmp_path: Path)
 def assert_same_sampling(ours: LoadedModel, theirs: Any) -> None:
     """The distribution of the next token, with which transformers' `generate` would draw it."""
     stated = ours.config.generation_config or {}
-    if not any(stated.get(name) is not None for name in TRANSFORMERS_SAMPLING) and stated.get("do_sample") is not False:
+    if (
+        not any(stated.get(name) is not None for name in TRANSFORMERS_SAMPLING)
+        and stated.get("do_sample") is not False
+    ):
         return
     prepared, _ = theirs._prepare_generation_config(None)
     size = ours.config.vocab_size
@@ -277,7 +385,9 @@ def assert_same_sampling(ours: LoadedModel, theirs: Any) -> None:
 
 
 def assert_same_length(ours: LoadedModel, theirs: Any) -> None:
-    """The most tokens after a prompt of eight; where nothing says, each library has its own default."""
+    """The most tokens after a prompt of eight; where nothing says, each library has its own
+    default.
+    """
     prepared, _ = theirs._prepare_generation_config(None)
     by_default = theirs.generation_config.max_length is None
     theirs._prepare_generated_length(prepared, by_default, True, "input_ids", 8, None)
@@ -305,7 +415,9 @@ def compare(folder: Path) -> str | None:
             wanted = theirs(rows.tokens).logits
     except Exception as problem:
         return f"transformers: {problem}"
-    torch.testing.assert_close(logits(ours.model, rows), wanted, atol=1e-5 * wanted.abs().max().item(), rtol=0)
+    torch.testing.assert_close(
+        logits(ours.model, rows), wanted, atol=1e-5 * wanted.abs().max().item(), rtol=0
+    )
     ends = theirs.generation_config.eos_token_id
     ends = {ends} if isinstance(ends, int) else set(ends or ())
     assert ours.stop_token_ids == {id for id in ends if id < ours.config.vocab_size}
@@ -316,7 +428,9 @@ def compare(folder: Path) -> str | None:
 
 
 @pytest.mark.parametrize("count", [10, pytest.param(300, marks=pytest.mark.slow)])
-def test_a_drawn_folder_is_read_as_transformers_reads_it_or_refused(count: int, draw: random.Random, tmp_path: Path) -> None:
+def test_a_drawn_folder_is_read_as_transformers_reads_it_or_refused(
+    count: int, draw: random.Random, tmp_path: Path
+) -> None:
     refusals = []
     for number in range(4 * count):  # by chance nearly all of the first ten may be refused
         if number >= count and refusals.count(None) >= count // 4:
@@ -331,51 +445,101 @@ def test_a_drawn_folder_is_read_as_transformers_reads_it_or_refused(count: int, 
                 print(file.name, file.read_text()[:3000] if file.name != "tokenizer.json" else "")
             raise
     print("\n".join(sorted({each for each in refusals if each})))
-    assert not any("\n" in each for each in refusals if each and not each.startswith("transformers"))
+    assert not any(
+        "\n" in each for each in refusals if each and not each.startswith("transformers")
+    )
     assert refusals.count(None) >= count // 4
 
 
 def test_tokens_that_a_folder_adds_are_trained_and_its_sampling_reaches_the_export(
-    draw: random.Random, byte_tokenizer: Tokenizer, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    draw: random.Random,
+    byte_tokenizer: Tokenizer,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     base = tmp_path / "base"
     byte_tokenizer.save(tmp_path / "tokenizer")
     size = byte_tokenizer.vocab_size
-    config = drawn_config("llama", draw, vocab_size=size, tie_word_embeddings=False, rope_scaling=None)
+    config = drawn_config(
+        "llama", draw, vocab_size=size, tie_word_embeddings=False, rope_scaling=None
+    )
     export_folder(built(config), config, base, tokenizer_folder=tmp_path / "tokenizer")
-    declared = json.loads((base / "tokenizer_config.json").read_text()) | {"extra_special_tokens": ["<|tool|>", "<|think|>"]}
+    declared = json.loads((base / "tokenizer_config.json").read_text()) | {
+        "extra_special_tokens": ["<|tool|>", "<|think|>"]
+    }
     (base / "tokenizer_config.json").write_text(json.dumps(declared))
     sampling = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.2}
-    stated = sampling | {"eos_token_id": [0, 4], "stop_strings": ["\n\n"], "max_new_tokens": 7, "suppress_tokens": None}
+    stated = sampling | {
+        "eos_token_id": [0, 4],
+        "stop_strings": ["\n\n"],
+        "max_new_tokens": 7,
+        "suppress_tokens": None,
+    }
     (base / "generation_config.json").write_text(json.dumps(stated))
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello there."}]
     (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 40)
-    options = {"train.steps": 1, "train.global_batch_size": 4, "data.sequence_length": 48, "optimizer.lr": 1e-30}
-    options |= {"data.files": tmp_path / "chats.jsonl", "run.folder": tmp_path, "run.name": "run", "model.source": base}
-    options |= {"train.device": "cpu", "train.dtype": "fp32", "train.compile": "off", "train.threads": 1}
-    words = ["sft", *(str(word) for name, value in options.items() for word in (f"--{name}", value))]
+    options = {
+        "train.steps": 1,
+        "train.global_batch_size": 4,
+        "data.sequence_length": 48,
+        "optimizer.lr": 1e-30,
+    }
+    options |= {
+        "data.files": tmp_path / "chats.jsonl",
+        "run.folder": tmp_path,
+        "run.name": "run",
+        "model.source": base,
+    }
+    options |= {
+        "train.device": "cpu",
+        "train.dtype": "fp32",
+        "train.compile": "off",
+        "train.threads": 1,
+    }
+    words = [
+        "sft",
+        *(str(word) for name, value in options.items() for word in (f"--{name}", value)),
+    ]
     assert command(words) == 2
-    assert f"vocab_size is {size} and the tokenizer has {size + 2} entries" in (said := capfd.readouterr().err)
+    assert f"vocab_size is {size} and the tokenizer has {size + 2} entries" in (
+        said := capfd.readouterr().err
+    )
     assert "--model.resize_vocab true" in said
-    assert command([*words, "--model.resize_vocab", "true", "--model.pad_vocab_to_multiple_of", "32"]) == 0
+    assert (
+        command([*words, "--model.resize_vocab", "true", "--model.pad_vocab_to_multiple_of", "32"])
+        == 0
+    )
     assert command(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
-    more = ["--model.resize_vocab", "true", "--model.pad_vocab_to_multiple_of", "32", "--parallel.engine", "fsdp2"]
+    more = [
+        "--model.resize_vocab",
+        "true",
+        "--model.pad_vocab_to_multiple_of",
+        "32",
+        "--parallel.engine",
+        "fsdp2",
+    ]
     sharded = preloaded().run([*words, *more, "--run.name", "sharded"], tmp_path, ranks=2)
     assert sharded.returncode == 0, sharded.stderr
     assert command(["export", str(tmp_path / "sharded"), str(tmp_path / "of two ranks")]) == 0
-    alone, of_two = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "of two ranks"))
+    alone, of_two = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("out", "of two ranks")
+    )
     assert alone.keys() == of_two.keys()
     assert all(torch.equal(value, of_two[name]) for name, value in alone.items())
 
     rows = -(-(size + 2) // 32) * 32
-    theirs, before = AutoModelForCausalLM.from_pretrained(tmp_path / "out"), load_file(base / "model.safetensors")
+    theirs, before = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out"),
+        load_file(base / "model.safetensors"),
+    )
     assert theirs.config.vocab_size == rows
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         found, old = theirs.get_parameter(name), before[name]
         assert torch.equal(found[:size], old)
         torch.testing.assert_close(found[size:], old.mean(0).expand(rows - size, -1))
         parts = [
-            torch.empty(len(range(*each.indices(rows))), old.shape[1]) for each in (slice(0, size + 3), slice(size + 3, rows))
+            torch.empty(len(range(*each.indices(rows))), old.shape[1])
+            for each in (slice(0, size + 3), slice(size + 3, rows))
         ]
         requests = [(name, parts[0], (slice(0, size + 3), slice(0, old.shape[1])))]
         requests += [(name, parts[1], (slice(size + 3, rows), slice(0, old.shape[1])))]
@@ -399,12 +563,19 @@ def test_tokens_that_a_folder_adds_are_trained_and_its_sampling_reaches_the_expo
 def test_a_vocabulary_grows_whatever_the_tensors_are_called_and_whatever_the_head_is(
     draw: random.Random, tmp_path: Path
 ) -> None:
-    """GPT-2's first releases leave out a prefix of the names; a reward model's head has one row, which stays."""
+    """GPT-2's first releases leave out a prefix of the names; a reward model's head has one row,
+    which stays.
+    """
     for name, reward in (("first", False), ("reward", True)):
-        config = drawn_config("gpt2", draw, vocab_size=40, tie_word_embeddings=not reward, reward=reward)
+        config = drawn_config(
+            "gpt2", draw, vocab_size=40, tie_word_embeddings=not reward, reward=reward
+        )
         export_folder(built(config), config, tmp_path / name)
         file = tmp_path / name / "model.safetensors"
-        tensors = {each.removeprefix("transformer."): value.clone() for each, value in load_file(file).items()}
+        tensors = {
+            each.removeprefix("transformer."): value.clone()
+            for each, value in load_file(file).items()
+        }
         file.unlink()
         save_file(tensors, file, {"format": "pt"})
         model = build_model(replace(config, vocab_size=48))
@@ -420,10 +591,19 @@ def test_a_vocabulary_grows_whatever_the_tensors_are_called_and_whatever_the_hea
     [
         ({"eos_token_id": "x"}, "generation_config.json: eos_token_id"),
         ({"temperature": "hot"}, "generation_config.json: temperature: expected a number"),
-        ({"repetition_penalty": 1e-40}, "generation_config.json: repetition_penalty: expected a number of at least 0.01"),
+        (
+            {"repetition_penalty": 1e-40},
+            "generation_config.json: repetition_penalty: expected a number of at least 0.01",
+        ),
         ({"top_p": 7.0}, "generation_config.json: top_p: expected a number of at most 1"),
-        ({"no_repeat_ngram_size": 3}, "generation_config.json: no_repeat_ngram_size: 3 is not supported; remove it there"),
-        ({"encoder_no_repeat_ngram_size": 2}, "generation_config.json: encoder_no_repeat_ngram_size: 2 is not supported"),
+        (
+            {"no_repeat_ngram_size": 3},
+            "generation_config.json: no_repeat_ngram_size: 3 is not supported; remove it there",
+        ),
+        (
+            {"encoder_no_repeat_ngram_size": 2},
+            "generation_config.json: encoder_no_repeat_ngram_size: 2 is not supported",
+        ),
         ([], "generation_config.json: expected an object"),
     ],
 )
@@ -432,7 +612,9 @@ def test_a_wrong_generation_config_is_named_with_its_key(
 ) -> None:
     byte_tokenizer.save(tmp_path / "tokenizer")
     config = drawn_config("llama", draw, vocab_size=byte_tokenizer.vocab_size)
-    export_folder(built(config), config, tmp_path / "model", tokenizer_folder=tmp_path / "tokenizer")
+    export_folder(
+        built(config), config, tmp_path / "model", tokenizer_folder=tmp_path / "tokenizer"
+    )
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps(stated))
     with pytest.raises(UserError) as refused:
         load_model(tmp_path / "model", torch.device("cpu"), torch.float32).sampling(0.8)
@@ -440,8 +622,12 @@ def test_a_wrong_generation_config_is_named_with_its_key(
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_a_null_that_transformers_does_not_take_is_refused_by_name(model_type: str, draw: random.Random) -> None:
-    """Sizes with one possible value are derived, a flag is off as the weights must say, and rates of dropout are not used."""
+def test_a_null_that_transformers_does_not_take_is_refused_by_name(
+    model_type: str, draw: random.Random
+) -> None:
+    """Sizes with one possible value are derived, a flag is off as the weights must say, and rates
+    of dropout are not used.
+    """
     content = to_config_json(drawn_config(model_type, draw, rope_scaling=None))
     harmless = {
         "num_key_value_heads",
@@ -469,16 +655,27 @@ def test_yarn_is_decoded_with_a_cache_as_transformers_decodes_it(
 ) -> None:
     """Greedily, with a penalty of repetition that the folder asks for."""
     byte_tokenizer.save(tmp_path / "tokenizer")
-    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 1.2, "mscale_all_dim": 0.7}
+    yarn = {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "mscale": 1.2,
+        "mscale_all_dim": 0.7,
+    }
     config = drawn_config(model_type, draw, vocab_size=byte_tokenizer.vocab_size, rope_scaling=yarn)
-    export_folder(built(config), config, tmp_path / "model", tokenizer_folder=tmp_path / "tokenizer")
+    export_folder(
+        built(config), config, tmp_path / "model", tokenizer_folder=tmp_path / "tokenizer"
+    )
     stated = {"do_sample": False, "repetition_penalty": 1.7, "eos_token_id": None}
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps(stated))
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", **ONE_BY_ONE)
     ours = load_model(tmp_path / "model", torch.device("cpu"), torch.float32)
     engine = Engine(ours.model, vocab_size=config.vocab_size, max_batch_size=2, max_length=60)
     prompts = [draw.choices(range(5, config.vocab_size), k=length) for length in (9, 21)]
-    ids = [engine.add_request(GenerationRequest(each, 30, ours.sampling(0.8), 0, frozenset())) for each in prompts]
+    ids = [
+        engine.add_request(GenerationRequest(each, 30, ours.sampling(0.8), 0, frozenset()))
+        for each in prompts
+    ]
     found: dict[int, list[int]] = {id: [] for id in ids}
     while engine.num_unfinished:
         for token in engine.step():

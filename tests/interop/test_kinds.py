@@ -7,7 +7,8 @@ import pytest
 from lmforge.core.errors import UserError
 from lmforge.core.records.kinds import MODELS, Kind, kind_of, unexpected
 
-# The files of a folder → what it is. The manifests of checkpoints and of token folders have one name.
+# The files of a folder → what it is. The manifests of checkpoints and of token folders have one
+# name.
 FOLDERS = {
     "config.json={} manifest.json={}": Kind.HF_FOLDER,
     "adapter_config.json={}": Kind.ADAPTERS,
@@ -36,7 +37,9 @@ def test_a_folder_is_what_its_files_say(tmp_path: Path, entries: str) -> None:
     assert kind_of(tmp_path) == FOLDERS[entries]
 
 
-def test_names_files_and_unfinished_checkpoints_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_files_and_unfinished_checkpoints_are_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for folder in ("step-00000010", "odd.toml", "here"):
         (tmp_path / folder).mkdir()
@@ -59,10 +62,17 @@ def test_names_files_and_unfinished_checkpoints_are_told_apart(tmp_path: Path, m
 
 def test_the_line_says_what_a_name_is_and_what_to_give_instead(tmp_path: Path) -> None:
     (tmp_path / ".metadata").touch()
-    ways = "give a run, a checkpoint, a Hugging Face folder, a folder of adapters or a name on the hub"
+    ways = (
+        "give a run, a checkpoint, a Hugging Face folder, a folder of adapters or a name on the hub"
+    )
     said = unexpected(tmp_path, MODELS)
     assert isinstance(said, UserError)
-    assert str(said) == (
-        f"{tmp_path}: a checkpoint of another trainer; {ways}; `lmforge import` makes a Hugging Face folder of it"
+    assert (
+        str(said)
+        == f"{tmp_path}: a checkpoint of another trainer; {ways}; `lmforge import` makes a Hugging"
+        " Face folder of it"
     )
-    assert str(unexpected("x", (Kind.RUN,), "; or none")) == "x: no such file or folder; give a run; or none"
+    assert (
+        str(unexpected("x", (Kind.RUN,), "; or none"))
+        == "x: no such file or folder; give a run; or none"
+    )

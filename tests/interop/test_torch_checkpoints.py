@@ -1,4 +1,6 @@
-"""The reader of DCP metadata builds only descriptions of tensors, from files of any Python version."""
+"""The reader of DCP metadata builds only descriptions of tensors, from files of any Python
+version.
+"""
 
 import io
 import pickle
@@ -15,7 +17,9 @@ from lmforge.hf.torch_checkpoints import open_tensor_source
 
 
 class ByGetattr(pickle.Pickler):
-    """Pickles members of enums, and what is asked for, as Python 3.11.0 to 3.11.3 pickles members."""
+    """Pickles members of enums, and what is asked for, as Python 3.11.0 to 3.11.3 pickles
+    members.
+    """
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, Attribute):
@@ -40,10 +44,14 @@ def reread(value: Any) -> Any:
 def test_members_of_enums_are_read_as_every_python_writes_them() -> None:
     for member in _MEM_FORMAT_ENCODING:
         assert reread([member]) == [member]
-        assert _MetadataUnpickler(io.BytesIO(pickle.dumps(member)), Path(".metadata")).load() is member
+        assert (
+            _MetadataUnpickler(io.BytesIO(pickle.dumps(member)), Path(".metadata")).load() is member
+        )
 
 
-@pytest.mark.parametrize("attribute", [Attribute(Path, "home"), Attribute(_MEM_FORMAT_ENCODING, "__class__")])
+@pytest.mark.parametrize(
+    "attribute", [Attribute(Path, "home"), Attribute(_MEM_FORMAT_ENCODING, "__class__")]
+)
 def test_no_other_attribute_is_read(attribute: Attribute) -> None:
     with pytest.raises(UserError, match="it asks for the attribute"):
         reread(attribute)
@@ -51,7 +59,11 @@ def test_no_other_attribute_is_read(attribute: Attribute) -> None:
 
 @pytest.mark.parametrize("zipped", [True, False])
 def test_files_of_torch_save_old_and_new_are_read(zipped: bool, tmp_path: Path) -> None:
-    state = {**torch.nn.Linear(1, 128).state_dict(), "step": 3, "half": torch.ones(128, dtype=torch.bfloat16)}
+    state = {
+        **torch.nn.Linear(1, 128).state_dict(),
+        "step": 3,
+        "half": torch.ones(128, dtype=torch.bfloat16),
+    }
     torch.save({"model": state}, tmp_path / "a.pt", _use_new_zipfile_serialization=zipped)
     source = open_tensor_source(tmp_path / "a.pt")
     for name in ("weight", "half"):

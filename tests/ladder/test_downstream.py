@@ -27,7 +27,10 @@ def fit() -> Fit:
 
 def test_a_score_that_follows_a_sigmoid_of_the_loss_is_predicted_beyond_the_runs(fit: Fit) -> None:
     chance = np.random.default_rng(0)
-    scores = {each.name: {"val/quiz/acc": score(each.loss) + 0.01 * chance.standard_normal()} for each in fit.points}
+    scores = {
+        each.name: {"val/quiz/acc": score(each.loss) + 0.01 * chance.standard_normal()}
+        for each in fit.points
+    }
     (found,) = predict_scores(fit, scores, TARGET)
     expected = score(LAW.loss(TARGET.parameters, TARGET.tokens))
     assert expected > max(each["val/quiz/acc"] for each in scores.values())
@@ -38,7 +41,9 @@ def test_a_score_that_follows_a_sigmoid_of_the_loss_is_predicted_beyond_the_runs
 
 
 def test_the_bits_of_the_answers_have_a_law_of_their_own_and_the_score_follows_it(fit: Fit) -> None:
-    """Here they fall another way than the held-out loss does, which alone predicts a score that is far off."""
+    """Here they fall another way than the held-out loss does, which alone predicts a score that is
+    far off.
+    """
     chance = np.random.default_rng(0)
     of_answers = Law(E=0.6, A=9.0, alpha=0.18, B=30.0, beta=0.3)
 
@@ -51,14 +56,20 @@ def test_the_bits_of_the_answers_have_a_law_of_their_own_and_the_score_follows_i
         scores[each.name] = {"val/quiz/acc": answered(reached), "val/quiz/bits_per_byte": reached}
     found = {each["name"]: each["score"] for each in predict_scores(fit, scores, TARGET)}
     expected = of_answers.loss(TARGET.parameters, TARGET.tokens)
-    assert found["val/quiz/bits_per_byte"]["low"] < expected < found["val/quiz/bits_per_byte"]["high"]
+    assert (
+        found["val/quiz/bits_per_byte"]["low"] < expected < found["val/quiz/bits_per_byte"]["high"]
+    )
     assert found["val/quiz/bits_per_byte"]["value"] == pytest.approx(expected, rel=0.02)
     by_answers = abs(found["val/quiz/acc"]["value"] - answered(expected))
-    (only,) = predict_scores(fit, {name: {"val/quiz/acc": each["val/quiz/acc"]} for name, each in scores.items()}, TARGET)
+    (only,) = predict_scores(
+        fit, {name: {"val/quiz/acc": each["val/quiz/acc"]} for name, each in scores.items()}, TARGET
+    )
     assert by_answers < 0.02 < abs(only["score"]["value"] - answered(expected))
 
 
-def test_bits_of_too_few_runs_are_left_out_and_the_held_out_loss_predicts_the_score(fit: Fit) -> None:
+def test_bits_of_too_few_runs_are_left_out_and_the_held_out_loss_predicts_the_score(
+    fit: Fit,
+) -> None:
     scores = {each.name: {"val/quiz/acc": score(each.loss)} for each in fit.points}
     expected = predict_scores(fit, scores, TARGET)
     for each in fit.points[:4]:
@@ -69,11 +80,16 @@ def test_bits_of_too_few_runs_are_left_out_and_the_held_out_loss_predicts_the_sc
 
 def test_scores_at_chance_say_so(fit: Fit) -> None:
     chance = np.random.default_rng(0)
-    scores = {each.name: {"val/quiz/acc": 0.25 + 0.01 * chance.standard_normal(), "val/loss/web": 3.0} for each in fit.points}
+    scores = {
+        each.name: {"val/quiz/acc": 0.25 + 0.01 * chance.standard_normal(), "val/loss/web": 3.0}
+        for each in fit.points
+    }
     (found,) = predict_scores(fit, scores, TARGET)
     assert found["score"]["low"] < 0.25 < found["score"]["high"]
     assert "hardly changes" in found["caution"]
-    (same,) = predict_scores(fit, {each.name: {"val/quiz/acc": 0.25} for each in fit.points}, TARGET)
+    (same,) = predict_scores(
+        fit, {each.name: {"val/quiz/acc": 0.25} for each in fit.points}, TARGET
+    )
     assert "hardly changes" in same["caution"]
 
 
@@ -88,4 +104,7 @@ def test_a_run_whose_noisy_answers_are_worse_than_those_of_a_smaller_one_counts(
 
 
 def test_a_task_of_fewer_than_five_runs_is_not_predicted(fit: Fit) -> None:
-    assert predict_scores(fit, {each.name: {"val/quiz/acc": 0.5} for each in fit.points[:4]}, TARGET) == []
+    assert (
+        predict_scores(fit, {each.name: {"val/quiz/acc": 0.5} for each in fit.points[:4]}, TARGET)
+        == []
+    )

@@ -1,4 +1,6 @@
-"""The fit of a ladder: known laws are found, intervals hold them, and points that do not fit a law are named or refused."""
+"""The fit of a ladder: known laws are found, intervals hold them, and points that do not fit a law
+are named or refused.
+"""
 
 from dataclasses import replace
 
@@ -21,7 +23,8 @@ def test_one_bad_run_hardly_moves_the_law() -> None:
     points = ladder(noise=0.002)
     bad = [*points[:5], replace(points[5], loss=points[5].loss * 1.06), *points[6:]]
     moved = [
-        abs(best_law(bad, huber)[0].loss(3e6, 6e7) / best_law(points, huber)[0].loss(3e6, 6e7) - 1) for huber in (None, 1.0)
+        abs(best_law(bad, huber)[0].loss(3e6, 6e7) / best_law(points, huber)[0].loss(3e6, 6e7) - 1)
+        for huber in (None, 1.0)
     ]
     assert moved[0] < 0.005
     assert moved[1] > 2 * moved[0]
@@ -30,12 +33,21 @@ def test_one_bad_run_hardly_moves_the_law() -> None:
 def test_the_same_seed_draws_the_same_laws() -> None:
     points = ladder(noise=0.003)
     assert fit_points(points, draws=100, seed=3) == fit_points(points, draws=100, seed=3)
-    assert fit_points(points, draws=100, seed=3).draws != fit_points(points, draws=100, seed=4).draws
+    assert (
+        fit_points(points, draws=100, seed=3).draws != fit_points(points, draws=100, seed=4).draws
+    )
 
 
 def test_intervals_of_ninety_percent_hold_the_law_that_often() -> None:
-    """Of 24 ladders with 4 values each; a tenth should miss, and intervals half as wide do miss a third."""
-    values = (lambda law: law.alpha, lambda law: law.beta, lambda law: law.E, lambda law: law.loss(1e7, 2e8))
+    """Of 24 ladders with 4 values each; a tenth should miss, and intervals half as wide do miss a
+    third.
+    """
+    values = (
+        lambda law: law.alpha,
+        lambda law: law.beta,
+        lambda law: law.E,
+        lambda law: law.loss(1e7, 2e8),
+    )
     held = half = 0
     for seed in range(24):
         fit = fit_points(ladder(noise=0.004, seed=seed), draws=300, seed=seed)
@@ -59,7 +71,11 @@ def test_the_interval_is_wider_for_fewer_runs_and_for_a_larger_target() -> None:
 
 def test_diverged_runs_are_left_out_and_named() -> None:
     points = ladder(noise=0.002)
-    bad = [*points, Point("not-a-number", 1e6, 1e7, float("nan")), Point("spiked", 2e6, 8e7, 1.2 * points[0].loss)]
+    bad = [
+        *points,
+        Point("not-a-number", 1e6, 1e7, float("nan")),
+        Point("spiked", 2e6, 8e7, 1.2 * points[0].loss),
+    ]
     fit = fit_points(bad, draws=50)
     assert fit == replace(fit_points(points, draws=50), left_out=fit.left_out)
     assert [name for name, _ in fit.left_out] == ["not-a-number", "spiked"]
@@ -70,15 +86,22 @@ def test_diverged_runs_are_left_out_and_named() -> None:
 def test_short_runs_are_left_out_and_named_where_ten_others_remain() -> None:
     points = [replace(each, steps=250) for each in ladder(noise=0.002)]
     assert len(points) >= 10
-    short = [replace(each, name=f"short-{each.name}", loss=1.05 * each.loss, steps=249) for each in points[:3]]
+    short = [
+        replace(each, name=f"short-{each.name}", loss=1.05 * each.loss, steps=249)
+        for each in points[:3]
+    ]
     fit = fit_points([*points, *short], draws=50)
     assert fit == replace(fit_points(points, draws=50), left_out=fit.left_out)
     assert [name for name, _ in fit.left_out] == [each.name for each in short]
     assert "it has 249 steps" in fit.left_out[0][1]
     few = [*points[-9:], *short]
     assert fit_points(few, draws=50).points == tuple(few)
-    shapes = [(size, 5e7) for size in (1e5 * number for number in range(1, 11))]  # without the short ones no law is fixed
-    alike = [Point(f"{n}", size, count, LAW.loss(size, count), 250) for n, (size, count) in enumerate(shapes)]
+    # Without the short ones no law is fixed.
+    shapes = [(size, 5e7) for size in (1e5 * number for number in range(1, 11))]
+    alike = [
+        Point(f"{n}", size, count, LAW.loss(size, count), 250)
+        for n, (size, count) in enumerate(shapes)
+    ]
     assert fit_points([*alike, *short], draws=50).left_out == ()
     unknown = [replace(each, steps=None) for each in (*points, *short)]  # of others' runs
     assert fit_points(unknown, draws=50).points == tuple(unknown)
@@ -92,13 +115,17 @@ def test_fewer_than_five_runs_are_refused_with_how_many_are_missing() -> None:
 def test_fewer_than_five_different_runs_are_refused_however_often_they_are_given() -> None:
     points = [ladder()[number] for number in (0, 4, 8)]
     again = [replace(each, name=f"{each.name}-again") for each in (*points, *points[:2])]
-    with pytest.raises(UserError, match="8 runs of 3 different sizes and token counts cannot fix them"):
+    with pytest.raises(
+        UserError, match="8 runs of 3 different sizes and token counts cannot fix them"
+    ):
         fit_points([*points, *again])
 
 
 def test_too_few_runs_name_those_that_are_left_out() -> None:
     points = [ladder()[number] for number in (0, 4, 6, 8)]
-    with pytest.raises(UserError, match=r"add at least 1 more run \(spiked is left out: its loss is inf\)"):
+    with pytest.raises(
+        UserError, match=r"add at least 1 more run \(spiked is left out: its loss is inf\)"
+    ):
         fit_points([*points, Point("spiked", 2e6, 8e7, float("inf"))])
 
 

@@ -25,13 +25,26 @@ HOSTILE = "<script>document.title='taken'</script><b>"
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of two mixtures; a run of the first has markup in its name, and one has diverged."""
-    first = [replace(ladder(noise=0.003)[0], name=HOSTILE), *ladder(noise=0.003)[1:], Point("spiked", 1e6, 1e7, float("inf"))]
-    fits = {"web": fit_points(first, draws=100), "code": fit_points(ladder(noise=0.003, seed=1), draws=100)}
+    first = [
+        replace(ladder(noise=0.003)[0], name=HOSTILE),
+        *ladder(noise=0.003)[1:],
+        Point("spiked", 1e6, 1e7, float("inf")),
+    ]
+    fits = {
+        "web": fit_points(first, draws=100),
+        "code": fit_points(ladder(noise=0.003, seed=1), draws=100),
+    }
     target = Target(3e7, 6e8, 6.6 * 3e7, 4.0)
-    curves = {each.name: [[each.tokens / 2, 1.1 * each.loss], [each.tokens, each.loss]] for each in fits["web"].points}
+    curves = {
+        each.name: [[each.tokens / 2, 1.1 * each.loss], [each.tokens, each.loss]]
+        for each in fits["web"].points
+    }
     scores = {each.name: {"val/quiz/acc": 1 / (1 + each.loss)} for each in ladder()}
     tasks = {name: predict_scores(fit, scores, target) for name, fit in fits.items()}
-    ladders = [{"name": name, "curves": curves, "tasks": tasks[name], **conclusions(fit, target)} for name, fit in fits.items()]
+    ladders = [
+        {"name": name, "curves": curves, "tasks": tasks[name], **conclusions(fit, target)}
+        for name, fit in fits.items()
+    ]
     return write_page(tmp_path_factory.mktemp("ladder"), ladders, compare(fits, target), HOSTILE)
 
 
@@ -42,8 +55,15 @@ def numbers(written: Path) -> dict[str, Any]:
 
 @pytest.fixture(params=[1280, 400])
 def page(browser: Browser, written: Path, request: pytest.FixtureRequest) -> Iterator[Page]:
-    """Opened as a file; a complaint of the browser, or anything loaded from elsewhere, fails the test."""
-    yield from open_page(browser, written.as_uri(), within=written.as_uri(), viewport={"width": request.param, "height": 900})
+    """Opened as a file; a complaint of the browser, or anything loaded from elsewhere, fails the
+    test.
+    """
+    yield from open_page(
+        browser,
+        written.as_uri(),
+        within=written.as_uri(),
+        viewport={"width": request.param, "height": 900},
+    )
 
 
 def test_the_page_has_the_numbers_of_the_json(page: Page, numbers: dict[str, Any]) -> None:
@@ -55,10 +75,16 @@ def test_the_page_has_the_numbers_of_the_json(page: Page, numbers: dict[str, Any
         for each in found["law"].values():
             assert f"{each['low']:.4g} to {each['high']:.4g}" in text
         for point in found["points"]:
-            assert f"{point['loss']:.4f}\t{point['predicted']:.4f}\t{100 * point['residual']:+.2f} %" in text
+            assert (
+                f"{point['loss']:.4f}\t{point['predicted']:.4f}\t{100 * point['residual']:+.2f} %"
+                in text
+            )
         for size in found["sizes"]:
             ratio = f"{size['ratio']:.2g}" + (", the target" if size["is_target"] else "")
-            assert f"{ratio}\t{short(size['parameters'])}\t{short(size['tokens'])}\t{size['loss']:.4f}" in text
+            assert (
+                f"{ratio}\t{short(size['parameters'])}\t{short(size['tokens'])}\t{size['loss']:.4f}"
+                in text
+            )
         assert f"val/quiz/acc\t{interval_text(found['tasks'][0]['score'])}" in text
         assert check_text(found["check"]) in text
         for caution in found["cautions"]:
@@ -66,12 +92,17 @@ def test_the_page_has_the_numbers_of_the_json(page: Page, numbers: dict[str, Any
     assert interval_text(numbers["comparison"][0]) in text
 
 
-def test_all_charts_are_drawn_with_a_mark_for_each_run_and_the_target(page: Page, numbers: dict[str, Any]) -> None:
+def test_all_charts_are_drawn_with_a_mark_for_each_run_and_the_target(
+    page: Page, numbers: dict[str, Any]
+) -> None:
     expect(page.locator(".chart")).to_have_count(2 * 6)
-    losses = page.locator(".chart", has=page.get_by_role("heading", name="Losses and the law", exact=True)).first
+    losses = page.locator(
+        ".chart", has=page.get_by_role("heading", name="Losses and the law", exact=True)
+    ).first
     runs = len(numbers["ladders"][0]["points"])
     expect(losses.locator("circle")).to_have_count(runs + 1)
-    expect(losses.locator("path.curve")).to_have_count(4 + 1 + 1)  # the sizes, the target, and its interval
+    # The sizes, the target, and its interval.
+    expect(losses.locator("path.curve")).to_have_count(4 + 1 + 1)
     box = page.locator("main").bounding_box()
     assert box
     for drawing in page.locator("svg").all():
@@ -90,6 +121,8 @@ def test_names_are_shown_as_text(page: Page) -> None:
 def test_dark_and_light_are_those_of_the_runs_report(browser: Browser, written: Path) -> None:
     grounds = []
     for scheme in ("dark", "light"):
-        for page in open_page(browser, written.as_uri(), within=written.as_uri(), color_scheme=scheme):
+        for page in open_page(
+            browser, written.as_uri(), within=written.as_uri(), color_scheme=scheme
+        ):
             grounds.append(page.evaluate("getComputedStyle(document.body).backgroundColor"))
     assert grounds == ["rgb(25, 24, 23)", "rgb(255, 255, 255)"]

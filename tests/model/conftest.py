@@ -20,7 +20,8 @@ from tests.near_ties import drawn_without_near_ties
 from tests.seeds import fresh_seed
 
 MODEL_TYPES = tuple(FAMILIES)
-# For transformers, whose kernel that multiplies all experts at once refuses most of the sizes that are drawn.
+# For transformers, whose kernel that multiplies all experts at once refuses most of the sizes that
+# are drawn.
 ONE_BY_ONE = {"experts_implementation": "eager"}
 
 
@@ -90,10 +91,15 @@ def drawn_config(model_type: str, draw: random.Random, **fixed: Any) -> ModelCon
         fields["query_pre_attn_scalar"] = draw.choice([fields["head_dim"], 7])
         fields["final_logit_softcapping"] = draw.choice([None, 2.0])
         fields["rope_local_base_freq"] = draw.choice([10000.0, 55.0])
-    if model_type in ("mistral", "qwen2", "qwen3", "gemma3_text", "mixtral", "qwen3_moe") and draw.random() < 0.7:
+    if (
+        model_type in ("mistral", "qwen2", "qwen3", "gemma3_text", "mixtral", "qwen3_moe")
+        and draw.random() < 0.7
+    ):
         fields["sliding_window"] = draw.randrange(2, 20)
         if model_type in ("qwen2", "qwen3", "gemma3_text"):
-            fields["layer_types"] = [draw.choice(["full_attention", "sliding_attention"]) for _ in range(layers)]
+            fields["layer_types"] = [
+                draw.choice(["full_attention", "sliding_attention"]) for _ in range(layers)
+            ]
     return ModelConfig(**fields | fixed)
 
 
@@ -130,7 +136,11 @@ def drawn_rope(draw: random.Random) -> dict[str, Any] | None:
 
 
 def _yarn(draw: random.Random) -> dict[str, Any]:
-    table = {"rope_type": "yarn", "factor": draw.uniform(1.5, 9), "original_max_position_embeddings": draw.choice([16, 64])}
+    table = {
+        "rope_type": "yarn",
+        "factor": draw.uniform(1.5, 9),
+        "original_max_position_embeddings": draw.choice([16, 64]),
+    }
     options = {
         "beta_fast": draw.uniform(2, 40),
         "beta_slow": draw.uniform(0.5, 1.5),
@@ -151,9 +161,15 @@ def _llama3(draw: random.Random) -> dict[str, Any]:
 
 
 def shaken(model: nn.Module) -> nn.Module:
-    """The model with every parameter moved away from its first value, so that no norm or bias is without effect."""
+    """The model with every parameter moved away from its first value, so that no norm or bias is
+    without effect.
+    """
     with torch.no_grad():
-        routers = (buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias"))
+        routers = (
+            buffer
+            for name, buffer in model.named_buffers()
+            if name.endswith("e_score_correction_bias")
+        )
         for each in (*model.parameters(), *routers):
             each.add_(torch.randn_like(each) * 0.2)
     return model
@@ -168,14 +184,25 @@ class Rows:
     documents: torch.Tensor
 
 
-def packed(lengths: list[list[int]], vocab_size: int, padding: int = 0, model: nn.Module | None = None) -> Rows:
-    """Rows of documents of these lengths, each row followed by `padding` slots of padding. With a `model` none of its routers
-    has a near-tie with them."""
+def packed(
+    lengths: list[list[int]], vocab_size: int, padding: int = 0, model: nn.Module | None = None
+) -> Rows:
+    """Rows of documents of these lengths, each row followed by `padding` slots of padding.
+
+    With a `model` none of its routers has a near-tie with them.
+    """
     if model is not None:
-        return drawn_without_near_ties(lambda: packed(lengths, vocab_size, padding), partial(logits, model))
+        return drawn_without_near_ties(
+            lambda: packed(lengths, vocab_size, padding), partial(logits, model)
+        )
     tokens = torch.randint(0, vocab_size, (len(lengths), sum(lengths[0]) + padding))
-    positions = [[place for length in row for place in range(length)] + [0] * padding for row in lengths]
-    documents = [[number for number, length in enumerate(row) for _ in range(length)] + [-1] * padding for row in lengths]
+    positions = [
+        [place for length in row for place in range(length)] + [0] * padding for row in lengths
+    ]
+    documents = [
+        [number for number, length in enumerate(row) for _ in range(length)] + [-1] * padding
+        for row in lengths
+    ]
     return Rows(tokens, torch.tensor(positions), torch.tensor(documents, dtype=torch.int32))
 
 
@@ -197,19 +224,28 @@ def built(config: ModelConfig, seed: int = 0) -> nn.Module:
 
 
 def quantized(folder: Path, block: tuple[int, int]) -> dict[str, torch.Tensor]:
-    """Write the matrices of a folder's blocks in float8 as DeepSeek-V3 is published. Returns what they are dequantized to."""
+    """Write the matrices of a folder's blocks in float8 as DeepSeek-V3 is published.
+
+    Returns what they are dequantized to.
+    """
     tensors, wanted = load_file(folder / "model.safetensors"), {}
     for name, weight in [*tensors.items()]:
         if weight.ndim < 2 or ".layers." not in name or name.endswith("mlp.gate.weight"):
             continue
         blocks = [-(-size // each) for size, each in zip(weight.shape, block, strict=True)]
         scale = torch.rand(*blocks) + 0.5
-        full = scale.repeat_interleave(block[0], 0)[: weight.shape[0]].repeat_interleave(block[1], 1)[:, : weight.shape[1]]
+        full = scale.repeat_interleave(block[0], 0)[: weight.shape[0]].repeat_interleave(
+            block[1], 1
+        )[:, : weight.shape[1]]
         tensors[name] = (weight / full).to(torch.float8_e4m3fn)
         tensors[f"{name}_scale_inv"] = scale
         wanted[name] = tensors[name].float() * full
     save_file(tensors, folder / "model.safetensors")
     content = json.loads((folder / "config.json").read_text())
-    content["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [*block]}
+    content["quantization_config"] = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "weight_block_size": [*block],
+    }
     (folder / "config.json").write_text(json.dumps(content))
     return wanted

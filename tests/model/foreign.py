@@ -26,9 +26,11 @@ SIZES: dict[str, Any] = {
     "pad_token_id": None,
 }
 FAMILIES: dict[str, dict[str, Any]] = {
-    # Blocks whose halves run side by side, half of each head turned, one product for q, k and v, biases, dropout.
+    # Blocks whose halves run side by side, half of each head turned, one product for q, k and v,
+    # biases, dropout.
     "gpt_neox": {"rotary_pct": 0.5, "hidden_dropout": 0.3, "attention_dropout": 0.3},
-    # Norms around zero, a scaled embedding, two kinds of layers with angles of their own, a tied head.
+    # Norms around zero, a scaled embedding, two kinds of layers with angles of their own, a tied
+    # head.
     "gemma3_text": {
         "num_key_value_heads": 1,
         "head_dim": 8,
@@ -37,11 +39,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     # Experts, stored one by one and computed as a stack.
-    "mixtral": {"num_key_value_heads": 2, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 7},
+    "mixtral": {
+        "num_key_value_heads": 2,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "sliding_window": 7,
+    },
     # Logits divided by a number.
     "granite": {"num_key_value_heads": 2, "logits_scaling": 4.0},
     # Capped logits, and capped attention scores.
-    "gemma2": {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 5, "final_logit_softcapping": 2.0},
+    "gemma2": {
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "sliding_window": 5,
+        "final_logit_softcapping": 2.0,
+    },
     # A head with a bias.
     "phi": {"partial_rotary_factor": 0.5},
     # Slopes instead of positions, no sdpa.
@@ -59,7 +71,9 @@ def theirs_of(kind: str, **fields: Any) -> Any:
 
 def described(kind: str, **fields: Any) -> ModelConfig:
     """The shape of a family as a folder would tell it."""
-    return model_config_from_json({**SIZES, **FAMILIES[kind], **fields, "model_type": kind}, "here", "transformers")
+    return model_config_from_json(
+        {**SIZES, **FAMILIES[kind], **fields, "model_type": kind}, "here", "transformers"
+    )
 
 
 def wrapped(folder: Path) -> LanguageModel:

@@ -1,4 +1,6 @@
-"""What keeps experts equally busy: losses by their formulas, biases by the counts of the global batch."""
+"""What keeps experts equally busy: losses by their formulas, biases by the counts of the global
+batch.
+"""
 
 import random
 
@@ -16,13 +18,21 @@ from lmforge.hf.resolve import model_config_from_options
 from tests.model.conftest import Rows, built, drawn_config, packed
 
 ALONE = DistributedContext(RankInfo(), torch.device("cpu"), None)
-FIELDS = {"num_hidden_layers": 2, "first_k_dense_replace": 0, "num_experts": 6, "n_group": 3, "topk_group": 2}
+FIELDS = {
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 0,
+    "num_experts": 6,
+    "n_group": 3,
+    "topk_group": 2,
+}
 FIELDS |= {"num_experts_per_tok": 3, "router_aux_loss_coef": 0.7}
 ROWS, TOKENS = torch.tensor(2.0), torch.tensor(62.0)
 
 
 def stepped(model: torch.nn.Module) -> tuple[Rows, list[MixtureOfExperts]]:
-    """Packed rows with padding whose losses of balance alone gave the gradients, and the mixtures."""
+    """Packed rows with padding whose losses of balance alone gave the gradients, and the
+    mixtures.
+    """
     model.balance.begin_step(ROWS, TOKENS, 1.0)
     rows = packed([[20, 11], [13, 18]], model.config.vocab_size, padding=7)
     (model(rows.tokens, rows.positions, rows.documents) * 0).sum().backward()
@@ -58,7 +68,8 @@ def test_the_losses_are_those_of_their_papers(scope: str, draw: random.Random) -
         choices = torch.nn.functional.one_hot(chosen, 6).sum(1).unflatten(0, is_token.shape)
         if scope == "row":
             for row, mask in enumerate(is_token):
-                fractions = choices[row][mask].sum(0) * 6 / (3 * mask.sum())  # f of DeepSeek-V3, equation 18
+                # F of DeepSeek-V3, equation 18.
+                fractions = choices[row][mask].sum(0) * 6 / (3 * mask.sum())
                 loss = loss + 0.7 * (fractions * probabilities[row][mask].mean(0)).sum() / 2 / 2
         else:
             fractions = before[number] / before[number].sum()
@@ -70,7 +81,9 @@ def test_the_losses_are_those_of_their_papers(scope: str, draw: random.Random) -
         torch.testing.assert_close(gradient, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
 
 
-def test_the_loss_over_the_global_batch_is_constant_before_there_was_one(draw: random.Random) -> None:
+def test_the_loss_over_the_global_batch_is_constant_before_there_was_one(
+    draw: random.Random,
+) -> None:
     model = built(drawn_config("deepseek_v3", draw, output_router_logits=True, **FIELDS))
     model.balance.config = BalanceConfig("global_batch")
     model.balance.count_on(torch.device("cpu"))
@@ -78,7 +91,9 @@ def test_the_loss_over_the_global_batch_is_constant_before_there_was_one(draw: r
     assert all(float(each.gate.weight.grad.abs().max()) < 1e-6 for each in mixtures)
 
 
-def test_the_biases_move_towards_experts_that_got_less_and_not_in_a_bad_step(draw: random.Random) -> None:
+def test_the_biases_move_towards_experts_that_got_less_and_not_in_a_bad_step(
+    draw: random.Random,
+) -> None:
     model = built(drawn_config("deepseek_v3", draw, output_router_logits=False, **FIELDS))
     model.balance.config = BalanceConfig(bias_update_speed=0.25)
     model.balance.count_on(torch.device("cpu"))
@@ -90,18 +105,31 @@ def test_the_biases_move_towards_experts_that_got_less_and_not_in_a_bad_step(dra
     model.balance.end_step(ALONE, torch.tensor(False))
     for bias, old, mixture in zip(biases, before, mixtures, strict=True):
         assert int(mixture.counts.sum()) == 3 * int((rows.documents >= 0).sum())
-        torch.testing.assert_close(bias - old, 0.25 * torch.sign(mixture.counts.float().mean() - mixture.counts))
+        torch.testing.assert_close(
+            bias - old, 0.25 * torch.sign(mixture.counts.float().mean() - mixture.counts)
+        )
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"preset": "nano", "router_z_loss_coef": 0.1}, "model.router_z_loss_coef: this model has no experts to balance"),
-        ({"preset": "nano-moe", "bias_update_speed": 0.1}, "so an export would compute other logits; leave it out, or use"),
-        ({"preset": "olmoe-1b-7b", "router_aux_loss_scope": "global_batch"}, "the model trains without this loss; add"),
+        (
+            {"preset": "nano", "router_z_loss_coef": 0.1},
+            "model.router_z_loss_coef: this model has no experts to balance",
+        ),
+        (
+            {"preset": "nano-moe", "bias_update_speed": 0.1},
+            "so an export would compute other logits; leave it out, or use",
+        ),
+        (
+            {"preset": "olmoe-1b-7b", "router_aux_loss_scope": "global_batch"},
+            "the model trains without this loss; add",
+        ),
     ],
 )
-def test_a_way_of_balancing_that_a_model_has_not_is_refused(given: dict[str, object], words: str) -> None:
+def test_a_way_of_balancing_that_a_model_has_not_is_refused(
+    given: dict[str, object], words: str
+) -> None:
     with pytest.raises(UserError) as refused:
         model_config_from_options(ModelOptions(**given))
     assert words in str(refused.value)

@@ -13,14 +13,23 @@ from tests.model.conftest import MODEL_TYPES, built, drawn_config, packed
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_blocks_compile_once_for_all_layers_and_steps_without_a_break(model_type: str, draw: random.Random) -> None:
+def test_blocks_compile_once_for_all_layers_and_steps_without_a_break(
+    model_type: str, draw: random.Random
+) -> None:
     torch._dynamo.reset()
     counters.clear()
-    fixed = {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "sliding_window": 7}
-    config = drawn_config(model_type, draw, num_hidden_layers=3, **(fixed if model_type in ("qwen2", "qwen3") else {}))
+    fixed = {
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "sliding_window": 7,
+    }
+    config = drawn_config(
+        model_type, draw, num_hidden_layers=3, **(fixed if model_type in ("qwen2", "qwen3") else {})
+    )
     model = built(config)
     expected, result = [], []
-    steps = [packed([[20, 11], [13, 18]], config.vocab_size, padding=2, model=model) for _ in range(3)]
+    steps = [
+        packed([[20, 11], [13, 18]], config.vocab_size, padding=2, model=model) for _ in range(3)
+    ]
     for rows in steps:
         rows.documents[:, draw.randrange(33) :] += 1
         expected.append(model(rows.tokens, rows.positions, rows.documents))
@@ -47,13 +56,24 @@ def test_a_norm_is_computed_in_fp32_and_returned_in_the_dtype_it_was_given() -> 
         torch.testing.assert_close(result.float(), exact, rtol=0.02, atol=1e-3)
 
 
-def keep_chosen(kept: torch.Tensor, router: Router, args: object, result: tuple[torch.Tensor, ...]) -> None:
+def keep_chosen(
+    kept: torch.Tensor, router: Router, args: object, result: tuple[torch.Tensor, ...]
+) -> None:
     kept.copy_(result[1].view_as(kept))
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_autocast_gives_fp32_gradients_near_the_fp32_ones(model_type: str, draw: random.Random) -> None:
-    config = drawn_config(model_type, draw, hidden_size=30, num_attention_heads=3, num_key_value_heads=0, num_hidden_layers=2)
+def test_autocast_gives_fp32_gradients_near_the_fp32_ones(
+    model_type: str, draw: random.Random
+) -> None:
+    config = drawn_config(
+        model_type,
+        draw,
+        hidden_size=30,
+        num_attention_heads=3,
+        num_key_value_heads=0,
+        num_hidden_layers=2,
+    )
     model = built(config)
     rows = packed([[20, 11]], config.vocab_size, padding=2)
 
@@ -63,10 +83,20 @@ def test_autocast_gives_fp32_gradients_near_the_fp32_ones(model_type: str, draw:
         model.lm_head(hidden).float().square().mean().backward()
         return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
-    # Where experts are nearly tied, bf16 may choose another: gradients of another function. So those of fp32 are replayed.
-    chosen = torch.full((*rows.tokens.shape, config.num_hidden_layers, config.num_experts_per_tok), -1)
-    routers = [(layer, block.mlp.gate) for layer, block in enumerate(model.blocks) if config.sparse_layers[layer]]
-    hooks = [router.register_forward_hook(partial(keep_chosen, chosen[:, :, layer])) for layer, router in routers]
+    # Where experts are nearly tied, bf16 may choose another: gradients of another function. So
+    # those of fp32 are replayed.
+    chosen = torch.full(
+        (*rows.tokens.shape, config.num_hidden_layers, config.num_experts_per_tok), -1
+    )
+    routers = [
+        (layer, block.mlp.gate)
+        for layer, block in enumerate(model.blocks)
+        if config.sparse_layers[layer]
+    ]
+    hooks = [
+        router.register_forward_hook(partial(keep_chosen, chosen[:, :, layer]))
+        for layer, router in routers
+    ]
     exact = gradients(None)
     for hook in hooks:
         hook.remove()

@@ -1,7 +1,7 @@
 """Recorded decoding steps: recorded operations depend only on tensors, and padding changes nothing.
 
-A CPU has no CUDA graphs, so the operations are recorded by torch's tracer: like a graph, it keeps each number of the host as it
-was when it was recorded.
+A CPU has no CUDA graphs, so the operations are recorded by torch's tracer: like a graph, it keeps
+each number of the host as it was when it was recorded.
 """
 
 import gc
@@ -40,14 +40,18 @@ def decoder_of(model: LanguageModel) -> IncrementalDecoder:
     return model.incremental_decoder(BATCH, MAX_LENGTH, device=CPU, dtype=torch.float32)
 
 
-def recording(model: LanguageModel, record: Callable[..., Callable[[], Tensor]]) -> IncrementalDecoder:
+def recording(
+    model: LanguageModel, record: Callable[..., Callable[[], Tensor]]
+) -> IncrementalDecoder:
     decoder = decoder_of(model)
     decoder._graphs = DecodeGraphs(BATCH, MAX_LENGTH, CPU, record)
     return decoder
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_recorded_steps_compute_what_others_do_while_sequences_join_grow_and_leave(shape: str) -> None:
+def test_recorded_steps_compute_what_others_do_while_sequences_join_grow_and_leave(
+    shape: str,
+) -> None:
     seed = fresh_seed()
     model = model_of(shape)
     recorded: list[torch.fx.GraphModule] = []
@@ -92,11 +96,14 @@ def test_recorded_steps_compute_what_others_do_while_sequences_join_grow_and_lea
     if shape == "mistral, window 5":
         assert not recorded  # its window is read alone, not all slots
     else:
-        # (2, 256), (2, 512), (4, 512) and (5, 256): the shape of five is that of the whole batch. Each is computed once before.
+        # (2, 256), (2, 512), (4, 512) and (5, 256): the shape of five is that of the whole batch.
+        # Each is computed once before.
         assert (len(recorded), replays) == (4, 23 - 4)
 
 
-def test_a_recording_that_fails_is_reported_once_and_steps_continue(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recording_that_fails_is_reported_once_and_steps_continue(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def fails(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
@@ -106,13 +113,17 @@ def test_a_recording_that_fails_is_reported_once_and_steps_continue(capsys: pyte
         for each in (plain, decoder):
             each.prefill([[1, 2, 3]])
         for token in (5, 6, 7, 8):
-            torch.testing.assert_close(decoder.decode_step(torch.tensor([token])), plain.decode_step(torch.tensor([token])))
+            torch.testing.assert_close(
+                decoder.decode_step(torch.tensor([token])), plain.decode_step(torch.tensor([token]))
+            )
     message = "decoding without CUDA graphs: operation not permitted when stream is capturing\n"
     assert capsys.readouterr().err == message
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_cache_goes_with_its_decoder_and_does_not_wait_for_the_garbage_collector(fails: bool) -> None:
+def test_the_cache_goes_with_its_decoder_and_does_not_wait_for_the_garbage_collector(
+    fails: bool,
+) -> None:
     def record(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
         if fails:
             raise RuntimeError("operation not permitted")
@@ -149,4 +160,6 @@ def test_models_with_hooks_compiled_or_checkpointed_blocks_are_computed_by_plain
         assert is_plain(decoder._model)
         weights = dict(decoder._model.named_parameters())
         for name, parameter in model.named_parameters():
-            assert name == "lm_head.weight" or weights[name].data_ptr() == parameter.data_ptr(), name
+            assert name == "lm_head.weight" or weights[name].data_ptr() == parameter.data_ptr(), (
+                name
+            )

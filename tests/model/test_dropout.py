@@ -1,4 +1,6 @@
-"""Dropout is a function of keys: its masks are statistically random, and the same on every device and split."""
+"""Dropout is a function of keys: its masks are statistically random, and the same on every device
+and split.
+"""
 
 import math
 
@@ -13,7 +15,14 @@ from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.init_weights import init_weights
 from lmforge.core.model.rng.splitmix import COUNTER_STEP
-from lmforge.core.model.rng.token_rng import _SITE_STEP, ADAPTER_SITE, NEFTUNE_SITE, SITES_PER_BLOCK, TokenRng, dropout
+from lmforge.core.model.rng.token_rng import (
+    _SITE_STEP,
+    ADAPTER_SITE,
+    NEFTUNE_SITE,
+    SITES_PER_BLOCK,
+    TokenRng,
+    dropout,
+)
 from lmforge.lab.bench.parity import ParityData
 from tests.distributed.shapes import SHAPES
 from tests.seeds import fresh_seed
@@ -43,9 +52,13 @@ def correlation(ours: Tensor, theirs: Tensor) -> float:
 def test_the_share_that_is_zeroed_is_the_rate(rate: float) -> None:
     zeroed = dropped(keys_of(fresh_seed(), 32, 128), rate, 257)
     deviation = math.sqrt(zeroed.numel() * rate * (1 - rate))
-    assert abs(float(zeroed.sum()) - zeroed.numel() * rate) < FAR * deviation + zeroed.numel() / 2**17
+    assert (
+        abs(float(zeroed.sum()) - zeroed.numel() * rate) < FAR * deviation + zeroed.numel() / 2**17
+    )
     # Of each feature by itself as well.
-    by_feature = (zeroed.flatten(0, 1).sum(0) - 32 * 128 * rate) / math.sqrt(32 * 128 * rate * (1 - rate))
+    by_feature = (zeroed.flatten(0, 1).sum(0) - 32 * 128 * rate) / math.sqrt(
+        32 * 128 * rate * (1 - rate)
+    )
     assert float(by_feature.abs().max()) < FAR
     assert float(by_feature.square().mean()) == pytest.approx(1.0, abs=FAR * math.sqrt(2 / 257))
 
@@ -77,10 +90,15 @@ def test_patterns_of_neighbouring_features_are_equally_frequent() -> None:
 
 
 def test_no_two_places_of_a_token_share_a_draw() -> None:
-    """Counters of 8,192 features at NEFTune's site, 1,000 others, and those of 8 adapters in 120 blocks: no two alike."""
+    """Counters of 8,192 features at NEFTune's site, 1,000 others, and those of 8 adapters in 120
+    blocks: no two alike.
+    """
     of_adapters = (1 + SITES_PER_BLOCK * np.arange(120)) + ADAPTER_SITE * np.arange(1, 9)[:, None]
     places = np.concatenate([[NEFTUNE_SITE], np.arange(1000), of_adapters.flatten()])
-    sites, steps = places.astype(np.int64).view(np.uint64)[:, None], np.arange(2048, dtype=np.uint64)
+    sites, steps = (
+        places.astype(np.int64).view(np.uint64)[:, None],
+        np.arange(2048, dtype=np.uint64),
+    )
     counters = sites * np.uint64(_SITE_STEP) + steps * np.uint64(COUNTER_STEP)
     assert len(np.unique(counters)) == counters.size
     keys = keys_of(fresh_seed())
@@ -92,7 +110,9 @@ def test_no_two_places_of_a_token_share_a_draw() -> None:
 
 
 def test_a_mask_is_what_integers_say_whatever_computes_them() -> None:
-    """Written down once: a run that is continued on another version or device has the same masks."""
+    """Written down once: a run that is continued on another version or device has the same
+    masks.
+    """
     keys = keys_of(3, 1, 2)
     assert keys.tolist() == [GOLDEN_KEYS]
     assert "".join(str(int(bit)) for bit in dropped(keys, 0.5, 16, 1).flatten()) == GOLDEN_MASK
@@ -100,7 +120,9 @@ def test_a_mask_is_what_integers_say_whatever_computes_them() -> None:
     counters = keys.numpy().view(np.uint64)[..., None] + np.uint64(5 * _SITE_STEP % 2**64)
     numbers = splitmix64(counters + np.arange(10, dtype=np.uint64) * np.uint64(COUNTER_STEP))
     draws = np.ascontiguousarray(numbers).astype("<u8").view("<i2")[..., :width]
-    assert np.array_equal(draws < round(rate * 2**16) - 2**15, dropped(keys, rate, width, 5).numpy())
+    assert np.array_equal(
+        draws < round(rate * 2**16) - 2**15, dropped(keys, rate, width, 5).numpy()
+    )
 
 
 def test_it_is_unbiased_and_so_is_its_gradient() -> None:
@@ -146,7 +168,9 @@ class Operators(TorchDispatchMode):
 @pytest.mark.parametrize("shape", [SHAPES["llama"], SHAPES["gpt2"]], ids=["llama", "gpt2"])
 def test_a_model_drops_only_where_asked_and_keys_are_given(shape: ModelConfig) -> None:
     model = init_weights(build_model(shape), 0)
-    batch = ParityData(sequences=2, sequence_length=48, seed=fresh_seed() % 1000).batch(0, shape.vocab_size)
+    batch = ParityData(sequences=2, sequence_length=48, seed=fresh_seed() % 1000).batch(
+        0, shape.vocab_size
+    )
     plain = batch.tokens, batch.positions, batch.document_ids
 
     def ran(keys: Tensor | None) -> tuple[Tensor, list[str]]:
@@ -171,5 +195,7 @@ def test_nothing_is_drawn_from_the_generators_of_torch() -> None:
     model.dropout = 0.2
     batch = ParityData(sequences=2, sequence_length=48).batch(0, 100)
     before = torch.get_rng_state()
-    model(batch.tokens, batch.positions, batch.document_ids, rng_keys=batch.rng_keys).sum().backward()
+    model(
+        batch.tokens, batch.positions, batch.document_ids, rng_keys=batch.rng_keys
+    ).sum().backward()
     assert torch.equal(torch.get_rng_state(), before)

@@ -26,7 +26,9 @@ def expert_metrics(record: dict[str, float]) -> dict[str, float]:
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("mode", CHECKPOINTING_MODES)
-def test_every_choice_of_a_token_is_counted_once_and_padding_is_not(mode: str, compiled: bool, draw: random.Random) -> None:
+def test_every_choice_of_a_token_is_counted_once_and_padding_is_not(
+    mode: str, compiled: bool, draw: random.Random
+) -> None:
     config = drawn_config("olmoe", draw, num_hidden_layers=2, num_experts=5, num_experts_per_tok=3)
     model = built(config)
     apply_activation_checkpointing(model, mode, every=1)
@@ -57,8 +59,16 @@ def test_every_choice_of_a_token_is_counted_once_and_padding_is_not(mode: str, c
 
 def test_an_expert_without_tokens_for_100_steps_is_named_once_with_its_layer() -> None:
     config = ModelConfig(
-        50, 16, 3, 2, 24, model_type="qwen3_moe", num_experts=4, num_experts_per_tok=1, mlp_only_layers=(1,)
-    )  # fmt: skip
+        50,
+        16,
+        3,
+        2,
+        24,
+        model_type="qwen3_moe",
+        num_experts=4,
+        num_experts_per_tok=1,
+        mlp_only_layers=(1,),
+    )
     model = built(config)
     load = ExpertLoad(model, ALONE)
 
@@ -73,19 +83,32 @@ def test_an_expert_without_tokens_for_100_steps_is_named_once_with_its_layer() -
 
     assert step(10, without=3) == []
     assert step(DEAD_AFTER_STEPS, without=3) == []
-    assert step(DEAD_AFTER_STEPS + 10, without=3) == ["layer 2: no token went to expert 3 for 100 steps"]
+    assert step(DEAD_AFTER_STEPS + 10, without=3) == [
+        "layer 2: no token went to expert 3 for 100 steps"
+    ]
     assert step(DEAD_AFTER_STEPS + 20, without=3) == []
     assert step(DEAD_AFTER_STEPS + 30, without=None) == []
 
 
-def test_a_run_on_two_ranks_records_the_load_of_one_on_one(tiny_options: list[str], lmforge: Command, tmp_path: Path) -> None:
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+def test_a_run_on_two_ranks_records_the_load_of_one_on_one(
+    tiny_options: list[str], lmforge: Command, tmp_path: Path
+) -> None:
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     shape = [word for name, size in sizes.items() for word in (f"--model.{name}", str(size))]
     words = [*without_shape(tiny_options), "--model.preset", "nano-moe", *shape, "--train.steps", 3]
     words += ["--schedule.warmup_steps", 1, "--run.folder", tmp_path]
     records = []
     pipeline = ["--parallel.pipeline_parallel_degree", 2, "--train.micro_batch_size", 2]
-    for name, more in (("one", []), ("two", ["--launch.processes", 2]), ("pipeline", ["--launch.processes", 2, *pipeline])):
+    for name, more in (
+        ("one", []),
+        ("two", ["--launch.processes", 2]),
+        ("pipeline", ["--launch.processes", 2, *pipeline]),
+    ):
         done = lmforge("pretrain", *words, "--run.name", name, *more)
         assert done.returncode == 0, done.stdout + done.stderr
         records.append([each for each in Run(tmp_path / name).read_metrics() if "lr" in each])

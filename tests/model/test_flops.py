@@ -27,7 +27,9 @@ def test_parameters_are_those_of_the_model(model_type: str, draw: random.Random)
         idle = experts - experts * config.num_experts_per_tok // max(1, config.num_experts)
         assert counts.active_matmul == counts.total - counts.input_embedding + head - idle
         assert active_parameters(config) == counts.total - idle
-        assert counts.block_matrices == sum(each.numel() for each in model.blocks.parameters() if each.ndim >= 2)
+        assert counts.block_matrices == sum(
+            each.numel() for each in model.blocks.parameters() if each.ndim >= 2
+        )
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
@@ -37,14 +39,25 @@ def test_flops_are_those_that_torch_counts(model_type: str, draw: random.Random)
     length = 40
     rows = one_document(2, length, config.vocab_size)
     with FlopCounterMode(display=False) as counted:
-        model.lm_head(model(*(x.to("meta") for x in (rows.tokens, rows.positions, rows.documents)))).sum().backward()
+        model.lm_head(
+            model(*(x.to("meta") for x in (rows.tokens, rows.positions, rows.documents)))
+        ).sum().backward()
     # Norms and biases have parameters, which the convention counts, and no matrix product.
     vectors = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 1)
     print(counted.get_flop_counts()["Global"])
-    # Latent attention computes with queries and values of one width, and the convention counts what they have.
+    # Latent attention computes with queries and values of one width, and the convention counts what
+    # they have.
     heads = config.num_hidden_layers * config.num_attention_heads
-    padding = 6 * length * heads * (2 * config.head_dim - config.qk_head_dim - (config.v_head_dim or config.head_dim))
-    assert counted.get_total_flops() / (2 * length) == flops_per_token(config, length) - 6 * vectors + padding
+    padding = (
+        6
+        * length
+        * heads
+        * (2 * config.head_dim - config.qk_head_dim - (config.v_head_dim or config.head_dim))
+    )
+    assert (
+        counted.get_total_flops() / (2 * length)
+        == flops_per_token(config, length) - 6 * vectors + padding
+    )
 
 
 def test_published_sizes() -> None:
@@ -67,7 +80,8 @@ def test_published_sizes() -> None:
         assert parameter_count(get_preset(name)).total / 1e9 == pytest.approx(size, rel=1e-3)
     assert set(billions) < set(PRESETS)
     active = {"olmoe-1b-7b": 1.3, "mixtral-8x7b": 12.9, "qwen3-30b-a3b": 3.3, "deepseek-v3": 37.0}
-    for name, size in active.items():  # with the embedding that is looked up, as their reports count
+    # With the embedding that is looked up, as their reports count.
+    for name, size in active.items():
         assert active_parameters(get_preset(name)) / 1e9 == pytest.approx(size, rel=0.02)
 
 

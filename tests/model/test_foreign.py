@@ -1,4 +1,6 @@
-"""Models that transformers computes: the same numbers, separate documents, and its names and files."""
+"""Models that transformers computes: the same numbers, separate documents, and its names and
+files.
+"""
 
 import json
 import random
@@ -71,11 +73,15 @@ def test_a_folder_gives_the_logits_of_transformers_and_documents_in_a_row_do_not
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_what_is_exported_has_the_usual_names_and_opens_in_transformers(kind: str, draw: random.Random, tmp_path: Path) -> None:
+def test_what_is_exported_has_the_usual_names_and_opens_in_transformers(
+    kind: str, draw: random.Random, tmp_path: Path
+) -> None:
     _, ours = saved(kind, tmp_path / "theirs")
     export_folder(ours, ours.config, tmp_path / "ours")
     assert stored_names(tmp_path / "ours") == stored_names(tmp_path / "theirs")
-    again, report = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    again, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", output_loading_info=True
+    )
     assert not any(report[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     rows = one_document(2, draw.randrange(5, 40), SIZES["vocab_size"])
     with torch.no_grad():
@@ -84,7 +90,9 @@ def test_what_is_exported_has_the_usual_names_and_opens_in_transformers(kind: st
 
 @pytest.mark.parametrize("kind", ["gpt_neox", "gemma3_text"])
 def test_constants_have_their_values_wherever_a_model_was_moved(kind: str) -> None:
-    theirs = {name: value for name, value in theirs_of(kind).named_buffers() if value.is_floating_point()}
+    theirs = {
+        name: value for name, value in theirs_of(kind).named_buffers() if value.is_floating_point()
+    }
     meta = build_model(described(kind), "meta")
     meta.to_empty(device="cpu")
     for model in (meta, meta.to(torch.bfloat16), build_model(described(kind))):
@@ -98,13 +106,18 @@ def test_constants_have_their_values_wherever_a_model_was_moved(kind: str) -> No
 def test_first_values_follow_the_family_and_depend_on_seed_and_name_alone(kind: str) -> None:
     shape = described(kind)
     one, again, other = (init_weights(build_model(shape), seed) for seed in (7, 7, 8))
-    theirs = dict(AutoModelForCausalLM.from_config(one.base_model.config, dtype=torch.float32).named_parameters())
+    theirs = dict(
+        AutoModelForCausalLM.from_config(
+            one.base_model.config, dtype=torch.float32
+        ).named_parameters()
+    )
     differing = 0
     for name, value in one.named_parameters():
         assert torch.equal(again.get_parameter(name), value)
         if value.std() > 0:
             differing += not torch.equal(other.get_parameter(name), value)
-            assert value.std().item() == pytest.approx(theirs[name].std().item(), rel=0.35)  # of 192 numbers at least
+            # Of 192 numbers at least.
+            assert value.std().item() == pytest.approx(theirs[name].std().item(), rel=0.35)
         else:
             assert torch.equal(theirs[name], value), name  # norms: of ones, or of zeros
     assert differing > 9
@@ -112,7 +125,9 @@ def test_first_values_follow_the_family_and_depend_on_seed_and_name_alone(kind: 
 
 @pytest.mark.parametrize("kind", FAMILIES)
 @pytest.mark.parametrize("padding", [None, 5])
-def test_only_a_tensor_that_its_family_fills_in_several_steps_is_drawn_in_full(kind: str, padding: int | None) -> None:
+def test_only_a_tensor_that_its_family_fills_in_several_steps_is_drawn_in_full(
+    kind: str, padding: int | None
+) -> None:
     shape = described(kind, pad_token_id=padding)
     assert isinstance(shape, TransformersConfig)
     names = [name for name, _ in build_model(shape, "meta").named_parameters()]
@@ -124,9 +139,13 @@ def test_only_a_tensor_that_its_family_fills_in_several_steps_is_drawn_in_full(k
 
 
 @pytest.mark.parametrize("kind", ["gpt_neox", "gemma3_text", "mixtral", "bloom"])
-def test_decoding_with_a_cache_gives_what_reading_all_again_gives(kind: str, draw: random.Random, tmp_path: Path) -> None:
+def test_decoding_with_a_cache_gives_what_reading_all_again_gives(
+    kind: str, draw: random.Random, tmp_path: Path
+) -> None:
     theirs, ours = saved(kind, tmp_path)
-    prompts = [[draw.randrange(SIZES["vocab_size"]) for _ in range(length)] for length in (3, 11, 1)]
+    prompts = [
+        [draw.randrange(SIZES["vocab_size"]) for _ in range(length)] for length in (3, 11, 1)
+    ]
     completions = decode(ours, prompts, vocab_size=96, max_tokens=9, sampling=SamplingParams(0.0))
     for prompt, completion in zip(prompts, completions, strict=True):
         for token in completion:
@@ -136,15 +155,27 @@ def test_decoding_with_a_cache_gives_what_reading_all_again_gives(kind: str, dra
 
 
 @pytest.mark.parametrize("kind", ["gpt_neox", "mixtral"])
-def test_texts_that_come_and_go_are_written_as_if_alone(kind: str, draw: random.Random, tmp_path: Path) -> None:
+def test_texts_that_come_and_go_are_written_as_if_alone(
+    kind: str, draw: random.Random, tmp_path: Path
+) -> None:
     _, ours = saved(kind, tmp_path)
     requests = [
-        GenerationRequest([draw.randrange(96) for _ in range(draw.randrange(1, 12))], draw.randrange(1, 9), way, 5, frozenset())
+        GenerationRequest(
+            [draw.randrange(96) for _ in range(draw.randrange(1, 12))],
+            draw.randrange(1, 9),
+            way,
+            5,
+            frozenset(),
+        )
         for way in [SamplingParams(0.0), SamplingParams()] * 4
     ]
 
     def written(rows: int) -> list[list[int]]:
-        engine, coming, numbers = Engine(ours, vocab_size=96, max_batch_size=rows, max_length=24), [*range(8)], dict[int, int]()
+        engine, coming, numbers = (
+            Engine(ours, vocab_size=96, max_batch_size=rows, max_length=24),
+            [*range(8)],
+            dict[int, int](),
+        )
         result: list[list[int]] = [[] for _ in requests]
         while coming or engine.num_unfinished:
             while coming and engine.num_free_slots and draw.random() < 0.6:
@@ -167,7 +198,8 @@ def test_a_llama_folder_gives_the_same_either_way(draw: random.Random, tmp_path:
     assert dict(theirs.named_parameters()).keys() == dict(ours.named_parameters()).keys()
     assert parameter_count(theirs.config) == parameter_count(config)
     rows = packed([[9, 1, 22], [11, 11, 10]], config.vocab_size)
-    torch.testing.assert_close(logits(theirs, rows), logits(ours, rows), atol=1e-4, rtol=1e-4)  # as in test_parity.py
+    # As in test_parity.py.
+    torch.testing.assert_close(logits(theirs, rows), logits(ours, rows), atol=1e-4, rtol=1e-4)
 
 
 def test_there_is_no_dropout_in_training(tmp_path: Path) -> None:
@@ -176,7 +208,9 @@ def test_there_is_no_dropout_in_training(tmp_path: Path) -> None:
     assert torch.equal(logits(ours.train(), rows), logits(ours.eval(), rows))
 
 
-def test_recomputation_runs_every_block_twice_and_leaves_gradients_as_they_are(tmp_path: Path) -> None:
+def test_recomputation_runs_every_block_twice_and_leaves_gradients_as_they_are(
+    tmp_path: Path,
+) -> None:
     _, ours = saved("mixtral", tmp_path)
     rows = one_document(2, 20, SIZES["vocab_size"])
 
@@ -213,7 +247,9 @@ def test_experts_count_as_far_as_a_token_goes_to_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_cannot_be_wrapped_is_refused_in_words(kind: str, tmp_path: Path) -> None:
-    theirs_of(kind, is_decoder=True, num_local_experts=2, state_size=4).config.save_pretrained(tmp_path)
+    theirs_of(kind, is_decoder=True, num_local_experts=2, state_size=4).config.save_pretrained(
+        tmp_path
+    )
     with pytest.raises(UserError, match=REFUSED[kind]) as refusal:
         resolve_model_config(tmp_path, {}, implementation="transformers")
     assert "\n" not in str(refusal.value)
@@ -224,19 +260,27 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     theirs.save_pretrained(tmp_path)
     content = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**content, "num_local_experts": 7}))
-    with pytest.raises(UserError, match=r"experts.* is \[6, .* and should be \[7, .*use the config.json that belongs"):
+    with pytest.raises(
+        UserError,
+        match=r"experts.* is \[6, .* and should be \[7, .*use the config.json that belongs",
+    ):
         wrapped(tmp_path)
 
 
 def test_code_in_a_folder_is_not_run(tmp_path: Path) -> None:
     (tmp_path / "theirs.py").write_text("raise SystemExit('it ran')\n")
-    of_its_own = {"model_type": "odd", "auto_map": {"AutoConfig": "theirs.Config", "AutoModelForCausalLM": "theirs.Model"}}
+    of_its_own = {
+        "model_type": "odd",
+        "auto_map": {"AutoConfig": "theirs.Config", "AutoModelForCausalLM": "theirs.Model"},
+    }
     (tmp_path / "config.json").write_text(json.dumps(of_its_own))
     with pytest.raises(UserError, match="its code comes with the folder, and such code is not run"):
         resolve_model_config(tmp_path, {}, implementation="transformers")
 
 
-def test_lmforge_is_imported_without_transformers_and_says_so_where_it_is_needed(tmp_path: Path) -> None:
+def test_lmforge_is_imported_without_transformers_and_says_so_where_it_is_needed(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**SIZES, "model_type": "gpt_neox"}))
     program = f"""
 import sys
@@ -250,10 +294,14 @@ import lmforge.core.run, lmforge.serve.verbs.evaluate, lmforge.ops.verbs.show.sh
 from lmforge.cli import run
 sys.exit(run(["show", {str(tmp_path)!r}]))
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 2
-    assert done.stderr == (
-        "lmforge: transformers is not installed, and this model needs it; .venv/bin/pip install -e '.[transformers]'\n"
+    assert (
+        done.stderr
+        == "lmforge: transformers is not installed, and this model needs it; .venv/bin/pip install"
+        " -e '.[transformers]'\n"
     )
 
 
@@ -280,7 +328,9 @@ def test_loss_and_gradients_are_those_of_transformers_with_capped_and_scaled_log
     batch = Batch(rows.tokens, rows.tokens.roll(-1, 1), rows.positions, rows.documents)
     total, _ = NextTokenObjective().loss(ours, batch)
     total.backward()
-    reference = cross_entropy(theirs(batch.tokens).logits.flatten(0, 1), batch.labels.flatten(), reduction="sum")
+    reference = cross_entropy(
+        theirs(batch.tokens).logits.flatten(0, 1), batch.labels.flatten(), reduction="sum"
+    )
     reference.backward()
     assert_close(total, reference)
     gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}

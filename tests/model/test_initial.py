@@ -14,11 +14,16 @@ from tests.model.conftest import MODEL_TYPES, drawn_config
 
 
 def parameters(config, seed: int) -> dict[str, torch.Tensor]:  # type: ignore[no-untyped-def]
-    return {name: parameter.detach() for name, parameter in init_weights(build_model(config), seed).named_parameters()}
+    return {
+        name: parameter.detach()
+        for name, parameter in init_weights(build_model(config), seed).named_parameters()
+    }
 
 
 def test_a_tensor_has_the_same_values_whatever_else_the_model_holds(draw: random.Random) -> None:
-    small = drawn_config("llama", draw, num_hidden_layers=2, tie_word_embeddings=True, sliding_window=None)
+    small = drawn_config(
+        "llama", draw, num_hidden_layers=2, tie_word_embeddings=True, sliding_window=None
+    )
     torch.manual_seed(draw.randrange(1000))
     first = parameters(small, 3)
     torch.manual_seed(draw.randrange(1000))
@@ -49,14 +54,18 @@ def test_values_have_the_spread_that_is_asked_for(model_type: str, draw: random.
         elif value.dim() == 1:
             assert (value == (0 if model_type == "gemma3_text" else 1)).all(), name
         else:
-            residual = name.endswith(("o_proj.weight", "down_proj.weight", "experts.down_proj", "c_proj.weight"))
+            residual = name.endswith(
+                ("o_proj.weight", "down_proj.weight", "experts.down_proj", "c_proj.weight")
+            )
             deviation = config.initializer_range / (math.sqrt(4) if residual else 1)
             # Six standard errors of a standard deviation.
             assert abs(value.std().item() / deviation - 1) < 6 / math.sqrt(2 * value.numel()), name
             assert abs(value.mean().item()) < 6 * deviation / math.sqrt(value.numel()), name
 
 
-def test_a_model_has_no_buffers_but_the_bias_of_a_router_that_publishes_one(draw: random.Random) -> None:
+def test_a_model_has_no_buffers_but_the_bias_of_a_router_that_publishes_one(
+    draw: random.Random,
+) -> None:
     for model_type in MODEL_TYPES:
         config = drawn_config(model_type, draw)
         names = {name.rpartition(".")[2] for name, _ in build_model(config, "meta").named_buffers()}

@@ -1,4 +1,6 @@
-"""Low-rank adapters compute, train, merge and are stored like PEFT's; their random numbers depend only on tokens and names."""
+"""Low-rank adapters compute, train, merge and are stored like PEFT's; their random numbers depend
+only on tokens and names.
+"""
 
 import json
 import math
@@ -18,7 +20,13 @@ from lmforge.core.losses.language import NextTokenObjective
 from lmforge.core.model.build import build_model
 from lmforge.core.model.init_weights import init_adapters, init_weights
 from lmforge.core.model.layers import LanguageModel
-from lmforge.core.model.lora import LoraConfig, LoraLinear, adapter_parameters, add_lora, disable_adapters
+from lmforge.core.model.lora import (
+    LoraConfig,
+    LoraLinear,
+    adapter_parameters,
+    add_lora,
+    disable_adapters,
+)
 from lmforge.core.model.merge_adapters import merge_adapters
 from lmforge.core.optim.optimizer import build_optimizer, named_optimizer_state
 from lmforge.core.options.sections import GroupOptions, OptimizerOptions, ParallelOptions
@@ -64,19 +72,28 @@ def logits(model: LanguageModel, batch: Batch, keys: Tensor | None = None) -> Te
 def gradients(model: LanguageModel, batch: Batch) -> dict[str, Tensor]:
     model.zero_grad(set_to_none=True)
     NextTokenObjective().loss(model, batch)[0].backward()
-    return {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+    return {
+        name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None
+    }
 
 
 def assert_close(mine: Tensor, theirs: Tensor, tolerance: float = TOLERANCE) -> None:
     assert mine.shape == theirs.shape
-    assert float((mine - theirs).detach().abs().max()) <= tolerance * float(theirs.detach().abs().max())
+    assert float((mine - theirs).detach().abs().max()) <= tolerance * float(
+        theirs.detach().abs().max()
+    )
 
 
 def one_document(rows: int, length: int, vocabulary: int) -> Batch:
     """Rows of one document each, without padding: what transformers needs no mask for."""
     tokens = torch.randint(0, vocabulary, (rows, length))
     positions = torch.arange(length).expand(rows, -1)
-    return Batch(tokens, torch.randint(0, vocabulary, (rows, length)), positions, torch.zeros_like(tokens).int())
+    return Batch(
+        tokens,
+        torch.randint(0, vocabulary, (rows, length)),
+        positions,
+        torch.zeros_like(tokens).int(),
+    )
 
 
 @pytest.mark.parametrize(
@@ -95,7 +112,9 @@ def test_forward_gradients_and_merge_are_those_of_peft(
     model = init_weights(build_model(shape), draw.randrange(1000))
     export_folder(model, shape, tmp_path / "base")
     with_adapters(model, config, seed=7)
-    save_peft_folder(tmp_path / "adapters", adapter_parameters(model), config, str(tmp_path / "base"))
+    save_peft_folder(
+        tmp_path / "adapters", adapter_parameters(model), config, str(tmp_path / "base")
+    )
 
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapters", is_trainable=True)
@@ -106,11 +125,15 @@ def test_forward_gradients_and_merge_are_those_of_peft(
 
     scored = theirs(batch.tokens).logits.flatten(0, 1)
     torch.nn.functional.cross_entropy(scored, batch.labels.flatten(), reduction="sum").backward()
-    of_theirs = {name: each.grad for name, each in theirs.named_parameters() if each.grad is not None}
+    of_theirs = {
+        name: each.grad for name, each in theirs.named_parameters() if each.grad is not None
+    }
     mine = gradients(model, batch)
     assert len(of_theirs) == len(mine) == len(adapter_parameters(model))
     for name, gradient in mine.items():
-        assert_close(gradient, of_theirs["base_model.model." + name.replace(".weight", ".default.weight")])
+        assert_close(
+            gradient, of_theirs["base_model.model." + name.replace(".weight", ".default.weight")]
+        )
 
     merged = build_model(shape)
     load_folder(tmp_path / "base", merged)
@@ -126,8 +149,12 @@ def test_adapters_that_peft_made_are_opened(kind: str, draw: random.Random, tmp_
     export_folder(init_weights(build_model(shape), 1), shape, tmp_path / "base")
     narrowed = {"layers_to_transform": [0, 2]} if kind == "mistral" else {}
     target = ["q_proj", "o_proj"] if kind == "mistral" else "all-linear"
-    options = peft.LoraConfig(r=6, lora_alpha=9, target_modules=target, use_rslora=True, lora_dropout=0.25, **narrowed)
-    theirs = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), options).eval()
+    options = peft.LoraConfig(
+        r=6, lora_alpha=9, target_modules=target, use_rslora=True, lora_dropout=0.25, **narrowed
+    )
+    theirs = peft.get_peft_model(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "base"), options
+    ).eval()
     for name, parameter in theirs.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(parameter, std=0.1)
@@ -141,7 +168,9 @@ def test_adapters_that_peft_made_are_opened(kind: str, draw: random.Random, tmp_
     set_adapters(model, tensors)
     batch = one_document(2, 11, shape.vocab_size)
     assert_close(logits(model, batch), theirs(batch.tokens).logits)
-    assert sum(isinstance(module, LoraLinear) for module in model.modules()) == (4 if kind == "mistral" else 12)
+    assert sum(isinstance(module, LoraLinear) for module in model.modules()) == (
+        4 if kind == "mistral" else 12
+    )
 
 
 def test_a_wrapped_model_is_adapted_and_merged_as_ours_is(tmp_path: Path) -> None:
@@ -168,7 +197,10 @@ def test_a_wrapped_model_is_adapted_and_merged_as_ours_is(tmp_path: Path) -> Non
 
 
 def test_what_would_split_adapters_is_refused_in_a_line() -> None:
-    for whole in (ParallelOptions(context_parallel_degree=2), ParallelOptions(pipeline_parallel_degree=2)):
+    for whole in (
+        ParallelOptions(context_parallel_degree=2),
+        ParallelOptions(pipeline_parallel_degree=2),
+    ):
         check_lora(whole, float8=False)
     with pytest.raises(UserError, match="adapters"):
         check_lora(ParallelOptions(tensor_parallel_degree=2), float8=False)
@@ -177,7 +209,9 @@ def test_what_would_split_adapters_is_refused_in_a_line() -> None:
 
 
 @pytest.mark.parametrize("targets", [("all-linear",), ("k_proj", "up_proj")])
-def test_a_folder_of_adapters_comes_back_as_it_was(targets: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_folder_of_adapters_comes_back_as_it_was(
+    targets: tuple[str, ...], tmp_path: Path
+) -> None:
     config = LoraConfig(3, 4.5, target_modules=targets, dropout=0.125)
     model = with_adapters(init_weights(build_model(SHAPES["llama"]), 0), config, seed=1)
     save_peft_folder(tmp_path / "a", adapter_parameters(model), config, "base")
@@ -226,10 +260,16 @@ def test_folders_and_adapters_that_do_not_fit_are_refused_in_one_line(tmp_path: 
     name = next(iter(tensors))
     base = init_weights(build_model(SHAPES["llama"]), 0)
     with pytest.raises(UserError, match=r"here: .*: not a pair of matrices of one rank"):
-        merge_adapters(base, config, {key: value for key, value in tensors.items() if key != name}, "here")
-    with pytest.raises(UserError, match=r"here: adapters for another model: they are for .* \[\d+, 3\]"):
+        merge_adapters(
+            base, config, {key: value for key, value in tensors.items() if key != name}, "here"
+        )
+    with pytest.raises(
+        UserError, match=r"here: adapters for another model: they are for .* \[\d+, 3\]"
+    ):
         merge_adapters(base, config, tensors | {name: torch.zeros(2, 3)}, "here")
-    save_peft_folder(tmp_path / "a", tensors | {"model.norm.lora_C.weight": torch.zeros(3)}, config, "base")
+    save_peft_folder(
+        tmp_path / "a", tensors | {"model.norm.lora_C.weight": torch.zeros(3)}, config, "base"
+    )
     with pytest.raises(UserError, match=r"norm\.lora_C\.weight: not an adapter"):
         load_peft_folder(tmp_path / "a")
     weights = tmp_path / "a" / "adapter_model.safetensors"
@@ -250,7 +290,9 @@ def test_folders_and_adapters_that_do_not_fit_are_refused_in_one_line(tmp_path: 
 )
 def test_a_target_that_is_no_layer_is_refused(targets: tuple[str, ...], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        add_lora(init_weights(build_model(SHAPES["llama"]), 0), LoraConfig(2, 4, target_modules=targets))
+        add_lora(
+            init_weights(build_model(SHAPES["llama"]), 0), LoraConfig(2, 4, target_modules=targets)
+        )
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -260,7 +302,9 @@ def test_first_values_depend_on_name_and_seed_alone_and_change_nothing(kind: str
     model, narrow = (init_weights(build_model(shape), 5) for _ in range(2))
     plain = logits(model, batch)
     add_lora(model, LoraConfig(4, 8.0))
-    add_lora(narrow, LoraConfig(4, 99.0, target_modules=("c_attn" if kind == "gpt2" else "v_proj",)))
+    add_lora(
+        narrow, LoraConfig(4, 99.0, target_modules=("c_attn" if kind == "gpt2" else "v_proj",))
+    )
     init_adapters(model, 11)
     init_adapters(narrow, 11)
     assert torch.equal(logits(model, batch), plain)
@@ -297,7 +341,9 @@ def test_names_of_the_weights_stay_and_only_adapters_are_trained() -> None:
     optimizer = build_optimizer(model, OptimizerOptions())
     assert named_optimizer_state(model, optimizer).keys() == trained
     with pytest.raises(UserError, match="no tensor has embed"):
-        build_optimizer(model, OptimizerOptions(groups=(GroupOptions(pattern="embed", lr_ratio=0.5),)))
+        build_optimizer(
+            model, OptimizerOptions(groups=(GroupOptions(pattern="embed", lr_ratio=0.5),))
+        )
 
 
 def test_with_adapters_off_the_model_is_what_it_was() -> None:
@@ -333,12 +379,16 @@ def test_dropout_of_adapters_zeroes_what_goes_into_them_and_nothing_else() -> No
     shape = SHAPES["llama"]
     model = init_weights(build_model(shape), 5)
     width, rate = shape.hidden_size, 0.25
-    add_lora(model, LoraConfig(width, float(width), target_modules=("q_proj", "o_proj"), dropout=rate))
+    add_lora(
+        model, LoraConfig(width, float(width), target_modules=("q_proj", "o_proj"), dropout=rate)
+    )
     batch = ParityData(8).batch(0, shape.vocab_size)
     noise = model.make_token_rng(batch.rng_keys, batch.document_ids)
     assert noise is not None
     masks = []
-    for number, layer in enumerate(module for module in model.modules() if isinstance(module, LoraLinear)):
+    for number, layer in enumerate(
+        module for module in model.modules() if isinstance(module, LoraLinear)
+    ):
         torch.nn.init.eye_(layer.lora_A.weight)
         torch.nn.init.eye_(layer.lora_B.weight)
         x = torch.rand(*batch.tokens.shape, width) + 1

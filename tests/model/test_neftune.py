@@ -1,4 +1,6 @@
-"""NEFTune's noise is uniform, scaled by document length as in the paper, and a function of tokens' keys."""
+"""NEFTune's noise is uniform, scaled by document length as in the paper, and a function of tokens'
+keys.
+"""
 
 import math
 
@@ -29,7 +31,9 @@ def model_with_noise(kind: str) -> LanguageModel:
 def row(lengths: list[int], padding: int, keys: Tensor) -> Batch:
     """One row of documents of these lengths, then padding."""
     sizes = [*lengths, padding]
-    documents = torch.cat([torch.full((size,), number) for number, size in enumerate(sizes)]).int()[None]
+    documents = torch.cat([torch.full((size,), number) for number, size in enumerate(sizes)]).int()[
+        None
+    ]
     documents[:, sum(lengths) :] = -1
     positions = torch.cat([torch.arange(size) for size in sizes])[None]
     tokens = torch.arange(sum(sizes))[None] % 100
@@ -38,11 +42,15 @@ def row(lengths: list[int], padding: int, keys: Tensor) -> Batch:
 
 def embedded(model: LanguageModel, batch: Batch, keys: Tensor | None) -> Tensor:
     with torch.no_grad():
-        return model.embed(batch.tokens, batch.positions, model.make_token_rng(keys, batch.document_ids))
+        return model.embed(
+            batch.tokens, batch.positions, model.make_token_rng(keys, batch.document_ids)
+        )
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_noise_is_uniform_up_to_alpha_over_the_root_of_document_length_times_width(kind: str) -> None:
+def test_noise_is_uniform_up_to_alpha_over_the_root_of_document_length_times_width(
+    kind: str,
+) -> None:
     seed = fresh_seed(60)
     model = model_with_noise(kind)
     width, lengths = model.config.hidden_size, [7, 20, 1]
@@ -58,7 +66,9 @@ def test_noise_is_uniform_up_to_alpha_over_the_root_of_document_length_times_wid
         assert float(of_document.abs().max()) == pytest.approx(1.0, abs=1e-2)
         # The moments of a uniform number, within six of their own deviations.
         assert abs(float(of_document.mean())) < 6 * math.sqrt(1 / 3 / count)
-        assert float(of_document.square().mean()) == pytest.approx(1 / 3, abs=6 * math.sqrt(4 / 45 / count))
+        assert float(of_document.square().mean()) == pytest.approx(
+            1 / 3, abs=6 * math.sqrt(4 / 45 / count)
+        )
         neighbours = of_document[..., 1:] * of_document[..., :-1]
         assert abs(float(neighbours.mean())) < 6 / 3 / math.sqrt(neighbours.numel())
 
@@ -72,7 +82,9 @@ def test_a_document_gets_the_same_noise_alone_packed_and_padded() -> None:
         part = packed.map(lambda tensor, cut=slice(start, start + length): tensor[:, cut])
         alone = Batch(part.tokens, part.labels, part.positions, torch.zeros_like(part.document_ids))
         # The root of the same number, from sums in the same precision.
-        assert torch.allclose(embedded(model, alone, part.rng_keys), whole[:, start : start + length], atol=1e-6)
+        assert torch.allclose(
+            embedded(model, alone, part.rng_keys), whole[:, start : start + length], atol=1e-6
+        )
 
 
 def test_there_is_noise_in_training_only_and_none_without_alpha() -> None:

@@ -14,10 +14,18 @@ from lmforge.core.model.presets import PRESETS
 from lmforge.hf.export import export_folder
 from lmforge.hf.resolve import resolve_model_config
 from lmforge.hf.weights import load_folder
-from tests.model.conftest import MODEL_TYPES, ONE_BY_ONE, built, drawn_config, logits, one_document, shaken
+from tests.model.conftest import (
+    MODEL_TYPES,
+    ONE_BY_ONE,
+    built,
+    drawn_config,
+    logits,
+    one_document,
+    shaken,
+)
 
-# Of the largest logit: fp32 sums of a few dozen terms, in another order. Of 175 models, 25 of each family, the farthest was
-# 8e-7 away.
+# Of the largest logit: fp32 sums of a few dozen terms, in another order. Of 175 models, 25 of each
+# family, the farthest was 8e-7 away.
 TOLERANCE = 1e-5
 
 
@@ -38,7 +46,11 @@ def test_a_folder_saved_by_transformers_gives_its_logits(
 ) -> None:
     config = drawn_config(model_type, draw)
     print(config)
-    theirs = shaken(AutoModelForCausalLM.from_config(AutoConfig.for_model(**to_config_json(config)), **ONE_BY_ONE)).eval()
+    theirs = shaken(
+        AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(**to_config_json(config)), **ONE_BY_ONE
+        )
+    ).eval()
     theirs.save_pretrained(tmp_path, max_shard_size=shards)
     assert (tmp_path / "model.safetensors.index.json").exists() == (
         shards == "20KB" and len(list(tmp_path.glob("*.safetensors"))) > 1
@@ -58,7 +70,9 @@ def test_transformers_opens_an_exported_folder_with_equal_logits(
     config = drawn_config(model_type, draw)
     ours = built(config)
     export_folder(ours, config, tmp_path / "out", max_shard_bytes=shard_bytes)
-    theirs, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True, **ONE_BY_ONE)
+    theirs, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True, **ONE_BY_ONE
+    )
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert theirs.dtype == torch.float32
     rows = one_document(2, draw.randrange(25, 60), config.vocab_size, ours)
@@ -66,7 +80,9 @@ def test_transformers_opens_an_exported_folder_with_equal_logits(
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
-def test_an_exported_folder_comes_back_bit_for_bit(model_type: str, draw: random.Random, tmp_path: Path) -> None:
+def test_an_exported_folder_comes_back_bit_for_bit(
+    model_type: str, draw: random.Random, tmp_path: Path
+) -> None:
     config = drawn_config(model_type, draw)
     ours = built(config)
     export_folder(ours, config, tmp_path / "out")
@@ -89,7 +105,9 @@ def test_a_preset_has_as_many_parameters_as_transformers_gives_it(name: str) -> 
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "olmo2", "gemma3_text"])
-def test_bf16_logits_are_those_of_transformers_to_bf16_precision(model_type: str, draw: random.Random, tmp_path: Path) -> None:
+def test_bf16_logits_are_those_of_transformers_to_bf16_precision(
+    model_type: str, draw: random.Random, tmp_path: Path
+) -> None:
     config = drawn_config(model_type, draw)
     export_folder(built(config), config, tmp_path / "out", dtype=torch.bfloat16)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", **ONE_BY_ONE)
@@ -102,5 +120,6 @@ def test_bf16_logits_are_those_of_transformers_to_bf16_precision(model_type: str
     reference = logits(exact, rows)
     our_error = (logits(ours, rows).float() - reference).abs().mean()
     their_error = (their_logits(theirs, rows.tokens).float() - reference).abs().mean()
-    # Both round differently; ours keeps angles in fp32, so it should not be the worse by more than chance.
+    # Both round differently; ours keeps angles in fp32, so it should not be the worse by more than
+    # chance.
     assert our_error < 1.5 * their_error + 1e-3

@@ -30,27 +30,41 @@ from lmforge.hf.resolve import resolve_model_config
 from lmforge.hf.weights import describe_folder, load_folder
 from tests.distributed.shapes import SHAPES
 from tests.model.foreign import described
-from tests.model.test_lora import assert_close, gradients, logits, one_document, set_adapters, with_adapters
+from tests.model.test_lora import (
+    assert_close,
+    gradients,
+    logits,
+    one_document,
+    set_adapters,
+    with_adapters,
+)
 from tests.seeds import fresh_random
 
 PLAIN, DOUBLE, INT8 = BlockFormat("nf4"), BlockFormat("nf4", double_quant=True), BlockFormat("int8")
 
 
 def drawn_numbers(draw: random.Random) -> torch.Tensor:
-    """A matrix whose blocks may end within a row, with zeros, a block of zeros, and numbers of any size. Rows are even: of
-    others bitsandbytes compiles its kernel."""
+    """A matrix whose blocks may end within a row, with zeros, a block of zeros, and numbers of any
+    size. Rows are even: of others bitsandbytes compiles its kernel.
+    """
     shape = draw.choice([(64, 64), (7, 34), (3, 6), (128, 300), (1000, 640), (1, 20_000)])
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(draw.randrange(1000))) * 10.0 ** draw.randrange(-6, 4)
+    values = torch.randn(
+        shape, generator=torch.Generator().manual_seed(draw.randrange(1000))
+    ) * 10.0 ** draw.randrange(-6, 4)
     values.view(-1)[: min(70, values.numel() // 2)] = 0
     return values
 
 
-def theirs_of(values: torch.Tensor, stored: BlockFormat) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def theirs_of(
+    values: torch.Tensor, stored: BlockFormat
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """What bitsandbytes stores of numbers, and what it makes of it again."""
     if stored.bits == "int8":
         codes, state = bnb.quantize_blockwise(values, blocksize=256)
         return {"codes": codes, "scales": state.absmax}, bnb.dequantize_blockwise(codes, state)
-    codes, state = bnb.quantize_4bit(values, quant_type="nf4", compress_statistics=stored.double_quant)
+    codes, state = bnb.quantize_4bit(
+        values, quant_type="nf4", compress_statistics=stored.double_quant
+    )
     kept = {"codes": codes, "scales": state.absmax}
     if stored.double_quant:
         kept |= {"nested": state.state2.absmax, "mean": state.offset}
@@ -64,7 +78,10 @@ def test_bytes_and_numbers_are_those_of_bitsandbytes_bit_for_bit(stored: BlockFo
         values = drawn_numbers(draw)
         packed = quantize(values, stored)
         codes, rest = packed[:, : stored.code_bytes], packed[:, stored.code_bytes :].contiguous()
-        mine = {"codes": codes.flatten(), "scales": rest.view(torch.float32) if not stored.double_quant else rest[:, :256]}
+        mine = {
+            "codes": codes.flatten(),
+            "scales": rest.view(torch.float32) if not stored.double_quant else rest[:, :256],
+        }
         if stored.double_quant:
             mine |= {
                 "nested": rest[:, 256:260].contiguous().view(torch.float32),
@@ -74,9 +91,13 @@ def test_bytes_and_numbers_are_those_of_bitsandbytes_bit_for_bit(stored: BlockFo
         for name, expected in kept.items():
             assert torch.equal(mine[name].flatten()[: expected.numel()], expected.flatten()), name
         assert torch.equal(dequantize(packed, stored, values.shape, torch.float32), again)
-        assert torch.equal(dequantize(packed, stored, values.shape, torch.bfloat16), again.bfloat16())
+        assert torch.equal(
+            dequantize(packed, stored, values.shape, torch.bfloat16), again.bfloat16()
+        )
     assert torch.equal(torch.tensor(dynamic_values()), bnb.create_dynamic_map())
-    assert torch.equal(torch.tensor(dynamic_values(signed=False)), bnb.create_dynamic_map(signed=False))
+    assert torch.equal(
+        torch.tensor(dynamic_values(signed=False)), bnb.create_dynamic_map(signed=False)
+    )
 
 
 @pytest.mark.parametrize("stored", [PLAIN, DOUBLE, INT8], ids=BlockFormat.describe)
@@ -87,7 +108,10 @@ def test_any_rows_hold_all_that_their_numbers_need(stored: BlockFormat) -> None:
     assert packed.shape == stored.stored_shape(values.numel())
     whole = dequantize(packed, stored, (packed.shape[0] * stored.row_numel,), torch.float32)
     cut = draw.randrange(len(packed))
-    parts = [dequantize(each, stored, (len(each) * stored.row_numel,), torch.float32) for each in (packed[:cut], packed[cut:])]
+    parts = [
+        dequantize(each, stored, (len(each) * stored.row_numel,), torch.float32)
+        for each in (packed[:cut], packed[cut:])
+    ]
     assert torch.equal(torch.cat(parts), whole)
 
 
@@ -106,7 +130,9 @@ def opened_by_bitsandbytes(folder: Path, *, double_quant: bool = False) -> Any:
         bnb_4bit_use_double_quant=double_quant,
         bnb_4bit_compute_dtype=torch.float32,
     )
-    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantization, dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=quantization, dtype=torch.float32
+    )
 
 
 @pytest.mark.parametrize("double_quant", [False, True])
@@ -116,17 +142,25 @@ def test_logits_and_gradients_of_adapters_are_those_of_peft_on_bitsandbytes(
     # Its kernel needs widths that 32 divides.
     shape = replace(SHAPES["llama"], intermediate_size=128, num_hidden_layers=2)
     export_folder(init_weights(build_model(shape), draw.randrange(1000)), shape, tmp_path / "base")
-    config = LoraConfig(4, 8.0, target_modules=("q_proj", "down_proj"), base_dtype="nf4", double_quant=double_quant)
+    config = LoraConfig(
+        4, 8.0, target_modules=("q_proj", "down_proj"), base_dtype="nf4", double_quant=double_quant
+    )
     model = loaded(tmp_path / "base", config)
-    with_values = with_adapters(build_model(shape), LoraConfig(4, 8.0, target_modules=config.target_modules), seed=7)
+    with_values = with_adapters(
+        build_model(shape), LoraConfig(4, 8.0, target_modules=config.target_modules), seed=7
+    )
     set_adapters(model, adapter_parameters(with_values))
-    save_peft_folder(tmp_path / "adapters", adapter_parameters(model), config, str(tmp_path / "base"))
+    save_peft_folder(
+        tmp_path / "adapters", adapter_parameters(model), config, str(tmp_path / "base")
+    )
 
     base = opened_by_bitsandbytes(tmp_path / "base", double_quant=double_quant)
-    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapters", is_trainable=True).train()  # else it computes in bf16
+    # Else it computes in bf16.
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapters", is_trainable=True).train()
     batch = one_document(3, 17, shape.vocab_size)
     assert_close(logits(model, batch), theirs(batch.tokens).logits)
-    # A run that begins from the folder: of the same adapters, another scaling, and an adapted layer more, which begins at zero.
+    # A run that begins from the folder: of the same adapters, another scaling, and an adapted layer
+    # more, which begins at zero.
     again = build_model(shape)
     add_lora(again, replace(config, alpha=5.0, target_modules=("q_proj", "down_proj", "up_proj")))
     init_adapters(again, 3)
@@ -135,38 +169,63 @@ def test_logits_and_gradients_of_adapters_are_those_of_peft_on_bitsandbytes(
     torch.nn.functional.cross_entropy(
         theirs(batch.tokens).logits.flatten(0, 1), batch.labels.flatten(), reduction="sum"
     ).backward()
-    of_theirs = {name: each.grad for name, each in theirs.named_parameters() if each.grad is not None}
+    of_theirs = {
+        name: each.grad for name, each in theirs.named_parameters() if each.grad is not None
+    }
     mine = gradients(model, batch)
     assert len(of_theirs) == len(mine) == len(adapter_parameters(model))
     for name, gradient in mine.items():
-        assert_close(gradient, of_theirs["base_model.model." + name.replace(".weight", ".default.weight")])
+        assert_close(
+            gradient, of_theirs["base_model.model." + name.replace(".weight", ".default.weight")]
+        )
 
 
 @pytest.mark.parametrize("double_quant", [False, True])
-def test_a_folder_that_bitsandbytes_quantized_is_taken_as_it_is(double_quant: bool, tmp_path: Path) -> None:
+def test_a_folder_that_bitsandbytes_quantized_is_taken_as_it_is(
+    double_quant: bool, tmp_path: Path
+) -> None:
     shape = replace(SHAPES["llama"], intermediate_size=128)
     export_folder(init_weights(build_model(shape), 3), shape, tmp_path / "base")
-    opened_by_bitsandbytes(tmp_path / "base", double_quant=double_quant).save_pretrained(tmp_path / "stored")
+    opened_by_bitsandbytes(tmp_path / "base", double_quant=double_quant).save_pretrained(
+        tmp_path / "stored"
+    )
     config = LoraConfig(2, 4.0, base_dtype="nf4", double_quant=double_quant)
     direct, taken = (loaded(tmp_path / name, config) for name in ("base", "stored"))
     for name in quantized_matrices(direct):
         assert torch.equal(direct.get_parameter(name), taken.get_parameter(name))
-    plain, other = loaded(tmp_path / "stored"), loaded(tmp_path / "stored", LoraConfig(2, 4.0, base_dtype="nf4"))
+    plain, other = (
+        loaded(tmp_path / "stored"),
+        loaded(tmp_path / "stored", LoraConfig(2, 4.0, base_dtype="nf4")),
+    )
     for name, matrix in quantized_matrices(direct).items():
         numbers = matrix.dequantize(direct.get_parameter(name))
         assert torch.equal(plain.get_parameter(name), numbers)
         # The largest of a block stays the largest, so that a second quantization changes nothing.
-        assert torch.equal(quantized_matrices(other)[name].dequantize(other.get_parameter(name)), numbers)
+        assert torch.equal(
+            quantized_matrices(other)[name].dequantize(other.get_parameter(name)), numbers
+        )
     assert describe_folder(tmp_path / "stored") == ["stored in NF4 by bitsandbytes"]
     stored = load_file(tmp_path / "stored" / "model.safetensors")
-    damages = [(".quant_state.bitsandbytes__nf4", each, "bytes") for each in (torch.float32, torch.int8, torch.int64)]
-    damages.append((".absmax", torch.float32 if double_quant else torch.uint8, "bytes" if double_quant else "floating-point"))
+    damages = [
+        (".quant_state.bitsandbytes__nf4", each, "bytes")
+        for each in (torch.float32, torch.int8, torch.int64)
+    ]
+    damages.append(
+        (
+            ".absmax",
+            torch.float32 if double_quant else torch.uint8,
+            "bytes" if double_quant else "floating-point",
+        )
+    )
     for end, dtype, expected in damages:
         name = next(each for each in stored if each.endswith(end))
         shutil.copytree(tmp_path / "stored", tmp_path / "damaged", dirs_exist_ok=True)
         value = -stored[name].to(dtype) if expected == "bytes" else stored[name].to(dtype)
         save_file(stored | {name: value}, tmp_path / "damaged" / "model.safetensors")
-        with pytest.raises(UserError, match=rf"{re.escape(name)}: expected {expected}.*, got {dtype}; copy the folder again"):
+        with pytest.raises(
+            UserError,
+            match=rf"{re.escape(name)}: expected {expected}.*, got {dtype}; copy the folder again",
+        ):
             loaded(tmp_path / "damaged")
     content = json.loads((tmp_path / "stored" / "config.json").read_text())
     content["quantization_config"]["bnb_4bit_quant_type"] = "fp4"
@@ -177,19 +236,30 @@ def test_a_folder_that_bitsandbytes_quantized_is_taken_as_it_is(double_quant: bo
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mixture"])
 @pytest.mark.parametrize("stored", [DOUBLE, INT8], ids=BlockFormat.describe)
-def test_a_quantized_model_is_the_model_of_the_dequantized_matrices(kind: str, stored: BlockFormat) -> None:
+def test_a_quantized_model_is_the_model_of_the_dequantized_matrices(
+    kind: str, stored: BlockFormat
+) -> None:
     shape = SHAPES[kind]
     experts = ("experts.gate_up_proj",) if shape.num_experts else ()
-    config = LoraConfig(3, 6.0, target_modules=("c_attn" if kind == "gpt2" else "o_proj",), target_parameters=experts)
+    config = LoraConfig(
+        3,
+        6.0,
+        target_modules=("c_attn" if kind == "gpt2" else "o_proj",),
+        target_parameters=experts,
+    )
     plain = with_adapters(init_weights(build_model(shape), 5), config, seed=0)
     add_lora(
         model := init_weights(build_model(shape), 5),
-        LoraConfig(**vars(config) | {"base_dtype": stored.bits, "double_quant": stored.double_quant}),
+        LoraConfig(
+            **vars(config) | {"base_dtype": stored.bits, "double_quant": stored.double_quant}
+        ),
     )
     set_adapters(model, adapter_parameters(plain))
     matrices = quantized_matrices(model)
     blocks = [
-        name for name, each in plain.named_parameters() if ".lora_" not in name and each.ndim > 1 and "gate.w" not in name
+        name
+        for name, each in plain.named_parameters()
+        if ".lora_" not in name and each.ndim > 1 and "gate.w" not in name
     ]
     assert matrices.keys() == {name for name in blocks if name.startswith(plain.blocks_name)}
     # Every rank draws the whole matrix, and so has the same bytes.
@@ -217,5 +287,8 @@ def test_a_quantized_model_is_the_model_of_the_dequantized_matrices(kind: str, s
 
 def test_a_mixture_whose_experts_would_stay_in_full_precision_is_refused() -> None:
     model = build_model(described("mixtral"), "meta")
-    with pytest.raises(UserError, match=r"lora\.base_dtype = nf4: 0\.mlp\.experts\.gate_up_proj would stay in full precision"):
+    with pytest.raises(
+        UserError,
+        match=r"lora\.base_dtype = nf4: 0\.mlp\.experts\.gate_up_proj would stay in full precision",
+    ):
         add_lora(model, LoraConfig(rank=2, alpha=4.0, base_dtype="nf4"))

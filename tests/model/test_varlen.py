@@ -1,4 +1,6 @@
-"""Variable-length flash attention: its inputs, when it is chosen, and that it computes the same as the dense path."""
+"""Variable-length flash attention: its inputs, when it is chosen, and that it computes the same as
+the dense path.
+"""
 
 import random
 from dataclasses import replace
@@ -15,7 +17,12 @@ from lmforge.core.distributed.distributed import DistributedContext
 from lmforge.core.distributed.rank_info import RankInfo
 from lmforge.core.losses.language import NextTokenObjective
 from lmforge.core.model import attention
-from lmforge.core.model.attention import AttentionMask, attend, create_attention_mask, cumulative_lengths
+from lmforge.core.model.attention import (
+    AttentionMask,
+    attend,
+    create_attention_mask,
+    cumulative_lengths,
+)
 from lmforge.core.model.attention_backend import (
     DENSE,
     FLEX,
@@ -32,7 +39,8 @@ from lmforge.lab.bench.parity import SMALL_MODEL
 from tests.model import varlen_on_cpu
 
 pytestmark = pytest.mark.skipif(
-    load_varlen_attn() is None, reason="this torch has no varlen_attn with windows and grouped heads"
+    load_varlen_attn() is None,
+    reason="this torch has no varlen_attn with windows and grouped heads",
 )
 
 
@@ -41,7 +49,11 @@ def drawn_batch(draw: random.Random, sequences: int, length: int, most_documents
     ids = torch.full((sequences, length), -1, dtype=torch.int32)
     for row in ids:
         end = draw.choice([length, length, draw.randrange(length + 1)])
-        cuts = sorted(draw.sample(range(1, end), min(draw.randrange(most_documents), end - 1))) if end > 1 else []
+        cuts = (
+            sorted(draw.sample(range(1, end), min(draw.randrange(most_documents), end - 1)))
+            if end > 1
+            else []
+        )
         for number, (first, stop) in enumerate(zip([0, *cuts], [*cuts, end], strict=True)):
             row[first:stop] = number
     slots = torch.arange(length).expand(sequences, -1)
@@ -56,7 +68,11 @@ def test_cumulative_lengths_are_where_documents_and_padding_begin(draw: random.R
         assert batch.document_starts is not None
         result = cumulative_lengths(batch.document_starts, length)
         flat = [(row, int(id)) for row, ids in enumerate(batch.document_ids) for id in ids]
-        expected = [0, *(slot for slot in range(1, len(flat)) if flat[slot] != flat[slot - 1]), len(flat)]
+        expected = [
+            0,
+            *(slot for slot in range(1, len(flat)) if flat[slot] != flat[slot - 1]),
+            len(flat),
+        ]
         assert result.dtype == torch.int32
         assert sorted(set(result.tolist())) == expected
         assert result.tolist() == sorted(result.tolist())
@@ -99,11 +115,15 @@ def test_the_backend_follows_from_device_dtype_and_model(
     expected: str,
     reason: str,
 ) -> None:
-    result = choose_attention_backend(device, capability, dtype, head_dim, context_parallel=context_parallel)
+    result = choose_attention_backend(
+        device, capability, dtype, head_dim, context_parallel=context_parallel
+    )
     assert result == AttentionBackend(expected, reason)
 
 
-def test_a_torch_without_the_kernel_takes_flex_attention_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_without_the_kernel_takes_flex_attention_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("lmforge.core.model.attention_backend.load_varlen_attn", lambda: None)
     result = choose_attention_backend("cuda", (9, 0), torch.bfloat16, 128, context_parallel=False)
     assert result.name == FLEX
@@ -111,13 +131,18 @@ def test_a_torch_without_the_kernel_takes_flex_attention_and_says_so(monkeypatch
 
 
 @pytest.mark.parametrize("window", [None, 1, 5])
-def test_outputs_and_gradients_are_those_of_the_dense_mask(window: int | None, draw: random.Random) -> None:
+def test_outputs_and_gradients_are_those_of_the_dense_mask(
+    window: int | None, draw: random.Random
+) -> None:
     varlen_on_cpu.install()
     batch = drawn_batch(draw, 3, 30).with_document_starts()
     assert batch.document_starts is not None
     q, k, v = (torch.randn(3, heads, 30, 16, requires_grad=True) for heads in (4, 2, 2))
     mask = AttentionMask(cu_seqlens=cumulative_lengths(batch.document_starts, 30), window=window)
-    result, expected = attend(q, k, v, mask), attend(q, k, v, create_attention_mask(batch.document_ids, window))
+    result, expected = (
+        attend(q, k, v, mask),
+        attend(q, k, v, create_attention_mask(batch.document_ids, window)),
+    )
     torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-5)
     upstream = torch.randn_like(expected)
     gradients = (torch.autograd.grad(each, (q, k, v), upstream) for each in (result, expected))
@@ -125,8 +150,12 @@ def test_outputs_and_gradients_are_those_of_the_dense_mask(window: int | None, d
         torch.testing.assert_close(ours, dense, atol=1e-5, rtol=1e-5)
 
 
-def _trained_steps(batches: list[Batch], compile_model: bool, mode: str = "none") -> tuple[list[torch.Tensor], list[int]]:
-    """Gradients of a small model, summed over the batches, and the number of compiled graphs after each of them."""
+def _trained_steps(
+    batches: list[Batch], compile_model: bool, mode: str = "none"
+) -> tuple[list[torch.Tensor], list[int]]:
+    """Gradients of a small model, summed over the batches, and the number of compiled graphs after
+    each of them.
+    """
     model = parallelize(
         init_weights(build_model(SMALL_MODEL), 0),
         NextTokenObjective().loss,
@@ -139,7 +168,9 @@ def _trained_steps(batches: list[Batch], compile_model: bool, mode: str = "none"
     for batch in batches:
         model.forward_backward([batch], torch.tensor(9.0), lambda phase: None)
         graphs.append(counters["stats"]["unique_graphs"])
-    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None], graphs
+    return [
+        parameter.grad for parameter in model.parameters() if parameter.grad is not None
+    ], graphs
 
 
 @pytest.fixture
@@ -153,7 +184,9 @@ def varlen_chosen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return documents(*args)
 
     monkeypatch.setattr(varlen_on_cpu, "_documents", counted)
-    monkeypatch.setattr(attention, "attention_backend", lambda *args, **kwargs: AttentionBackend(VARLEN))
+    monkeypatch.setattr(
+        attention, "attention_backend", lambda *args, **kwargs: AttentionBackend(VARLEN)
+    )
     varlen_on_cpu.install()
     return calls
 
@@ -163,16 +196,22 @@ def test_a_model_trains_as_with_dense_masks_and_is_not_compiled_again_for_other_
 ) -> None:
     batches = [drawn_batch(draw, 2, 48, most_documents=most) for most in (1, 4, 30)]
     # Sixteen documents: in every case more starts than the first batch has.
-    batches.append(replace(batches[0], document_ids=(torch.arange(48, dtype=torch.int32) // 3).repeat(2, 1)))
+    batches.append(
+        replace(batches[0], document_ids=(torch.arange(48, dtype=torch.int32) // 3).repeat(2, 1))
+    )
     with monkeypatch.context() as patched:
-        patched.setattr(attention, "attention_backend", lambda *args, **kwargs: AttentionBackend(DENSE))
+        patched.setattr(
+            attention, "attention_backend", lambda *args, **kwargs: AttentionBackend(DENSE)
+        )
         expected, _ = _trained_steps(batches, compile_model=False)
     assert not varlen_chosen
     # Traced, forward and backward, as for inductor, but no code is generated.
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
     torch._dynamo.reset()
     counters.clear()
-    result, graphs = _trained_steps([batch.with_document_starts() for batch in batches], compile_model=True)
+    result, graphs = _trained_steps(
+        [batch.with_document_starts() for batch in batches], compile_model=True
+    )
     assert varlen_chosen
     assert graphs[0] > 0
     assert graphs == graphs[:1] * 4
@@ -184,5 +223,7 @@ def test_a_model_trains_as_with_dense_masks_and_is_not_compiled_again_for_other_
 def test_selective_activation_checkpointing_keeps_its_output(
     mode: str, recomputed: int, varlen_chosen: list[int], draw: random.Random
 ) -> None:
-    _trained_steps([drawn_batch(draw, 2, 24).with_document_starts()], compile_model=False, mode=mode)
+    _trained_steps(
+        [drawn_batch(draw, 2, 24).with_document_starts()], compile_model=False, mode=mode
+    )
     assert len(varlen_chosen) == (2 + recomputed) * SMALL_MODEL.num_hidden_layers

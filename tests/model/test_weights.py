@@ -1,4 +1,6 @@
-"""Folders of weights: what is read, what is refused, and that no partly written or overwritten file is left."""
+"""Folders of weights: what is read, what is refused, and that no partly written or overwritten file
+is left.
+"""
 
 import json
 import random
@@ -43,7 +45,9 @@ def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor])
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
-def test_constants_that_older_versions_stored_are_passed_over(draw: random.Random, tmp_path: Path) -> None:
+def test_constants_that_older_versions_stored_are_passed_over(
+    draw: random.Random, tmp_path: Path
+) -> None:
     config = drawn_config("llama", draw)
     tensors = saved(config, tmp_path / "a")
     old = {**tensors, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
@@ -52,11 +56,16 @@ def test_constants_that_older_versions_stored_are_passed_over(draw: random.Rando
 
 
 @pytest.mark.parametrize("prefix", ["", "transformer."])
-def test_gpt2_is_read_with_and_without_its_prefix(prefix: str, draw: random.Random, tmp_path: Path) -> None:
+def test_gpt2_is_read_with_and_without_its_prefix(
+    prefix: str, draw: random.Random, tmp_path: Path
+) -> None:
     config = drawn_config("gpt2", draw, tie_word_embeddings=True)
     tensors = saved(config, tmp_path / "a")
     old = {prefix + name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
-    old |= {f"{prefix}h.0.attn.bias": torch.ones(1, 1, 9, 9), f"{prefix}h.0.attn.masked_bias": torch.tensor(-1e4)}
+    old |= {
+        f"{prefix}h.0.attn.bias": torch.ones(1, 1, 9, 9),
+        f"{prefix}h.0.attn.masked_bias": torch.tensor(-1e4),
+    }
     save_file(old, tmp_path / "a" / "model.safetensors")
     assert_same(loaded(config, tmp_path / "a"), tensors)
 
@@ -83,7 +92,9 @@ def test_weights_are_read_into_the_dtype_of_the_model(draw: random.Random, tmp_p
     model = built(config)
     export_folder(model, config, tmp_path / "a", dtype=torch.bfloat16)
     assert json.loads((tmp_path / "a" / "config.json").read_text())["torch_dtype"] == "bfloat16"
-    rounded = {name: parameter.detach().bfloat16().float() for name, parameter in model.named_parameters()}
+    rounded = {
+        name: parameter.detach().bfloat16().float() for name, parameter in model.named_parameters()
+    }
     assert_same(loaded(config, tmp_path / "a"), rounded)
 
 
@@ -100,12 +111,16 @@ def test_names_and_shapes_that_do_not_fit_are_named(draw: random.Random, tmp_pat
     assert "unexpected model.layers.2.mlp.up_proj.weight; " in refusal(config, tmp_path / "a")
 
     save_file({**tensors, "model.norm.weight": torch.ones(7)}, file)
-    assert f"model.norm.weight is [7] and should be [{config.hidden_size}]" in refusal(config, tmp_path / "a")
+    assert f"model.norm.weight is [7] and should be [{config.hidden_size}]" in refusal(
+        config, tmp_path / "a"
+    )
 
     save_file({name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}, file)
     assert "missing lm_head.weight" in refusal(config, tmp_path / "a")
 
-    save_file({**tensors, "model.norm.weight": torch.ones(config.hidden_size, dtype=torch.int8)}, file)
+    save_file(
+        {**tensors, "model.norm.weight": torch.ones(config.hidden_size, dtype=torch.int8)}, file
+    )
     assert "quantized weights cannot be trained" in refusal(config, tmp_path / "a")
 
 
@@ -131,7 +146,9 @@ def test_a_damaged_or_missing_file_is_named(draw: random.Random, tmp_path: Path)
     assert "expected an object" in refusal(config, folder)
     index.unlink()
     (folder / "pytorch_model.bin").write_bytes(b"")
-    assert "pickled weights are not opened; convert the folder to safetensors" in refusal(config, folder)
+    assert "pickled weights are not opened; convert the folder to safetensors" in refusal(
+        config, folder
+    )
     (folder / "pytorch_model.bin").unlink()
     assert "has neither model.safetensors nor" in refusal(config, folder)
 
@@ -145,7 +162,9 @@ def test_nothing_is_overwritten_unless_asked(draw: random.Random, tmp_path: Path
         export_folder(second, config, tmp_path / "a")
     assert (tmp_path / "a" / "model.safetensors").read_bytes() == before
     export_folder(second, config, tmp_path / "a", overwrite=True)
-    assert_same(loaded(config, tmp_path / "a"), {name: p.detach() for name, p in second.named_parameters()})
+    assert_same(
+        loaded(config, tmp_path / "a"), {name: p.detach() for name, p in second.named_parameters()}
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
     (tmp_path / "thesis").mkdir()
@@ -155,7 +174,9 @@ def test_nothing_is_overwritten_unless_asked(draw: random.Random, tmp_path: Path
     assert (tmp_path / "thesis" / "chapter.txt").read_text() == "years of work"
 
 
-def test_an_export_that_fails_leaves_nothing(draw: random.Random, tmp_path: Path, program: Command) -> None:
+def test_an_export_that_fails_leaves_nothing(
+    draw: random.Random, tmp_path: Path, program: Command
+) -> None:
     config = drawn_config("llama", draw)
     with pytest.raises(UserError, match=r"holds no tokenizer\.json"):
         export_folder(built(config), config, tmp_path / "a", tokenizer_folder=tmp_path)
@@ -184,10 +205,15 @@ def test_a_state_is_exported_as_its_model_is(draw: random.Random, tmp_path: Path
     assert "lm_head.weight" in model.state_dict()
     export_folder(model.state_dict(), config, tmp_path / "state")
     export_folder(model, config, tmp_path / "model")
-    assert_same(load_file(tmp_path / "state" / "model.safetensors"), load_file(tmp_path / "model" / "model.safetensors"))
+    assert_same(
+        load_file(tmp_path / "state" / "model.safetensors"),
+        load_file(tmp_path / "model" / "model.safetensors"),
+    )
 
 
-def test_an_export_of_another_shape_is_a_defect_of_the_caller(draw: random.Random, tmp_path: Path) -> None:
+def test_an_export_of_another_shape_is_a_defect_of_the_caller(
+    draw: random.Random, tmp_path: Path
+) -> None:
     config = drawn_config("llama", draw)
     with pytest.raises(ValueError, match="not those of the config"):
         export_folder({"model.norm.weight": torch.ones(3)}, config, tmp_path / "a")
@@ -199,13 +225,23 @@ def test_the_files_of_the_tokenizer_go_along(draw: random.Random, tmp_path: Path
     (tmp_path / "t" / "tokenizer.json").write_text("{}")
     (tmp_path / "t" / "notes.txt").write_text("mine")
     export_folder(built(config), config, tmp_path / "a", tokenizer_folder=tmp_path / "t")
-    assert {path.name for path in (tmp_path / "a").iterdir()} == {"config.json", "model.safetensors", "tokenizer.json"}
+    assert {path.name for path in (tmp_path / "a").iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    }
 
 
 @pytest.mark.parametrize("width", [7, 3000])
-def test_any_rows_and_columns_of_a_tensor_are_read_into_any_dtype(width: int, draw: random.Random, tmp_path: Path) -> None:
+def test_any_rows_and_columns_of_a_tensor_are_read_into_any_dtype(
+    width: int, draw: random.Random, tmp_path: Path
+) -> None:
     """Columns narrower than a page, and wider, in one's own memory and by way of a block."""
-    stored = {"a": torch.randn(draw.randrange(5, 60), width), "b": torch.randn(9, width).bfloat16(), "c": torch.randn(11)}
+    stored = {
+        "a": torch.randn(draw.randrange(5, 60), width),
+        "b": torch.randn(9, width).bfloat16(),
+        "c": torch.randn(11),
+    }
     save_file(stored, tmp_path / "x.safetensors")
     file = SafetensorsFile(tmp_path / "x.safetensors")
     for _ in range(20):
@@ -213,7 +249,9 @@ def test_any_rows_and_columns_of_a_tensor_are_read_into_any_dtype(width: int, dr
         for name, whole in stored.items():
             cuts = [sorted((draw.randint(0, size), draw.randint(0, size))) for size in whole.shape]
             part = tuple(slice(*cut) for cut in cuts)
-            target = torch.full(whole[part].shape, torch.nan, dtype=draw.choice([torch.float32, whole.dtype]))
+            target = torch.full(
+                whole[part].shape, torch.nan, dtype=draw.choice([torch.float32, whole.dtype])
+            )
             requested.append((name, target, part))
         file.read_parts(requested)
         for name, target, part in requested:
@@ -224,6 +262,8 @@ def test_capped_logits_are_not_exported_to_a_family_whose_logits_are_not_capped_
     draw: random.Random, tmp_path: Path
 ) -> None:
     config = drawn_config("llama", draw, final_logit_softcapping=30.0)
-    with pytest.raises(UserError, match=r"logits are capped .* which transformers' llama models are not"):
+    with pytest.raises(
+        UserError, match=r"logits are capped .* which transformers' llama models are not"
+    ):
         export_folder(built(config), config, tmp_path / "a")
     assert not (tmp_path / "a").exists()

@@ -18,7 +18,9 @@ NOT_SUPPORTED, GPU_IS_LOST = 3, 15
 
 
 class Nvml:
-    """The functions of pynvml on a host of three GPUs: a healthy one, one that has fallen off the bus, one that says little."""
+    """The functions of pynvml on a host of three GPUs: a healthy one, one that has fallen off the
+    bus, one that says little.
+    """
 
     NVMLError, NVML_ERROR_NOT_SUPPORTED, NVML_TEMPERATURE_GPU = NVMLError, NOT_SUPPORTED, 0
 
@@ -51,6 +53,8 @@ class Nvml:
 
 def test_a_lost_gpu_and_one_that_says_little_do_not_hide_the_healthy_one() -> None:
     healthy, lost, silent = read_nvidia(Nvml())
-    assert healthy == DeviceUsage(0, "NVIDIA H100 80GB HBM3", 97, 60 * 2**30, 80 * 2**30, 684.25, 700.0, 71.0, "hot", [4711])
+    assert healthy == DeviceUsage(
+        0, "NVIDIA H100 80GB HBM3", 97, 60 * 2**30, 80 * 2**30, 684.25, 700.0, 71.0, "hot", [4711]
+    )
     assert lost == DeviceUsage(1, error="GPU is lost")
     assert silent == DeviceUsage(2)

@@ -12,7 +12,14 @@ from lmforge.cli import run as command
 from lmforge.core.distributed.rank_info import RankInfo
 from lmforge.core.records.runs import Run
 from lmforge.ops.monitor.failures import find_failures
-from lmforge.ops.monitor.log_files import CHUNK_BYTES, MAX_LINE_BYTES, LogFile, merged, printable, tail
+from lmforge.ops.monitor.log_files import (
+    CHUNK_BYTES,
+    MAX_LINE_BYTES,
+    LogFile,
+    merged,
+    printable,
+    tail,
+)
 from lmforge.ops.monitor.rank_log import RankLog, StampedFile, stamp_lines
 from tests.conftest import only_line
 from tests.seeds import fresh_random
@@ -38,7 +45,9 @@ def test_the_lines_of_hosts_in_different_time_zones_are_merged_by_time(tmp_path:
     assert [line.rank for line in lines] == [0, 1, 1, 0, 1, 0]
 
 
-def test_what_follows_the_last_time_was_written_when_the_file_was_last_changed(tmp_path: Path) -> None:
+def test_what_follows_the_last_time_was_written_when_the_file_was_last_changed(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "rank-0.log"
     path.write_bytes(stamped(0, b"step 1") + b"terminate called\n")
     os.utime(path, (NOON.timestamp() + 60,) * 2)
@@ -48,7 +57,10 @@ def test_what_follows_the_last_time_was_written_when_the_file_was_last_changed(t
 @pytest.mark.parametrize("num_lines", [1, 7, 500, 100_000])
 def test_the_tail_does_not_depend_on_where_pieces_are_cut(tmp_path: Path, num_lines: int) -> None:
     chance, path = fresh_random(), tmp_path / "rank-0.log"
-    lines = [stamped(at, bytes(chance.choices(b"abc ", k=chance.choice((0, 5, 80, 9000))))) for at in range(900)]
+    lines = [
+        stamped(at, bytes(chance.choices(b"abc ", k=chance.choice((0, 5, 80, 9000)))))
+        for at in range(900)
+    ]
     path.write_bytes(b"".join(lines))
     assert path.stat().st_size > 3 * CHUNK_BYTES
     whole = texts(LogFile(path, 0))
@@ -67,7 +79,9 @@ def test_the_tail_of_a_file_of_fifty_gigabytes_is_read_from_its_end(tmp_path: Pa
     assert time.process_time() - began < 5  # all of it would be minutes
 
 
-def test_half_a_line_is_left_until_its_end_is_written_unless_nothing_follows(tmp_path: Path) -> None:
+def test_half_a_line_is_left_until_its_end_is_written_unless_nothing_follows(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "rank-0.log"
     path.write_bytes(stamped(0, b"one") + stamped(1, b"two")[:-3])
     file = LogFile(path, 0)
@@ -97,7 +111,9 @@ def test_no_bytes_of_a_log_drive_the_terminal(line: bytes, text: str) -> None:
 
 def test_random_bytes_and_lines_without_end_are_read_to_the_end(tmp_path: Path) -> None:
     path = tmp_path / "rank-0.log"
-    path.write_bytes(random.Random(0).randbytes(300_000) + b"x" * 300_000 + b"\n" + stamped(1, b"end"))
+    path.write_bytes(
+        random.Random(0).randbytes(300_000) + b"x" * 300_000 + b"\n" + stamped(1, b"end")
+    )
     result = texts(LogFile(path, 0))
     assert result[-1] == "end"
     assert all(line.isprintable() and len(line) <= MAX_LINE_BYTES for line in result)
@@ -131,10 +147,15 @@ def run(tmp_path: Path) -> Run:
     return Run(tmp_path)
 
 
-TIMED_OUT = b"PEER FAILED at step 3, reduce: RuntimeError: Timed out waiting 1800000ms for recv operation to complete"
+TIMED_OUT = (
+    b"PEER FAILED at step 3, reduce: RuntimeError: Timed out waiting 1800000ms for recv operation"
+    b" to complete"
+)
 
 
-def test_two_hundred_time_outs_do_not_hide_the_rank_that_failed_even_where_its_clock_is_ahead(run: Run) -> None:
+def test_two_hundred_time_outs_do_not_hide_the_rank_that_failed_even_where_its_clock_is_ahead(
+    run: Run,
+) -> None:
     for rank in range(200):
         failure = b"FAILED at step 3, data: ValueError: bad" if rank == 137 else TIMED_OUT
         run.log_path(1, rank).write_bytes(stamped(60 if rank == 137 else rank / 1000, failure))
@@ -145,15 +166,28 @@ def test_two_hundred_time_outs_do_not_hide_the_rank_that_failed_even_where_its_c
 
 
 def test_a_rank_that_nccl_ends_because_another_did_not_come_is_not_the_cause(run: Run) -> None:
-    waited = b"[rank0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)\nterminate called after throwing\n"
-    run.log_path(1, 0).write_bytes(stamped(0, b"step 3") + waited + b"Fatal Python error: Aborted\n")
-    run.log_path(1, 1).write_bytes(stamped(5, b"step 3") + b"Fatal Python error: Segmentation fault\n")
+    waited = (
+        b"[rank0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)\nterminate"
+        b" called after throwing\n"
+    )
+    run.log_path(1, 0).write_bytes(
+        stamped(0, b"step 3") + waited + b"Fatal Python error: Aborted\n"
+    )
+    run.log_path(1, 1).write_bytes(
+        stamped(5, b"step 3") + b"Fatal Python error: Segmentation fault\n"
+    )
     failures = find_failures(run, 1)
-    assert [(failure.rank, failure.kind) for failure in failures] == [(1, "failed"), (0, "lost another rank")]
+    assert [(failure.rank, failure.kind) for failure in failures] == [
+        (1, "failed"),
+        (0, "lost another rank"),
+    ]
 
 
 def test_a_reported_stall_is_printed_where_no_rank_failed(run: Run) -> None:
-    stall = stamp_lines("STALL: no progress for 28 s at step 3: rank 1 is stuck, rank 0 waits for it\n  rank 1 vm data")
+    stall = stamp_lines(
+        "STALL: no progress for 28 s at step 3: rank 1 is stuck, rank 0 waits for it\n  rank 1 vm"
+        " data"
+    )
     run.log_path(1, 0).write_text(stall + stamp_lines("no rank has made progress for 1800 s"))
     [failure] = find_failures(run, 1)
     assert failure.kind == "stalled"
@@ -173,7 +207,9 @@ def test_rank_0_continues_printing_to_the_terminal_and_its_standard_error_is_in_
     assert texts(LogFile(run.log_path(1, 0), 0))[1:] == ["a warning"]
 
 
-def test_a_folder_in_the_place_of_a_log_is_named(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_in_the_place_of_a_log_is_named(
+    run: Run, capfd: pytest.CaptureFixture[str]
+) -> None:
     log = run.log_path(1, 0)
     log.mkdir()
     run.recipe_path.write_text('[run]\nstage = "pretrain"\n')

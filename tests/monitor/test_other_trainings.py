@@ -1,4 +1,6 @@
-"""Another training on this machine is found by its command line, and a run's own ranks are not another training."""
+"""Another training on this machine is found by its command line, and a run's own ranks are not
+another training.
+"""
 
 import json
 import subprocess
@@ -56,7 +58,10 @@ def test_another_training_is_found_and_other_commands_are_not() -> None:
 
 
 def test_ranks_are_one_training_with_what_started_them() -> None:
-    with running(LAUNCHER, "-m", "lmforge", "pretrain") as launcher, running(SLEEP, "lmforge", "align") as other:
+    with (
+        running(LAUNCHER, "-m", "lmforge", "pretrain") as launcher,
+        running(SLEEP, "lmforge", "align") as other,
+    ):
         assert launcher.stdout
         assert found(other)
         seen_by_launcher = json.loads(launcher.stdout.readline())
@@ -72,7 +77,23 @@ def test_a_run_says_that_it_shares_the_machine(
 ) -> None:
     with running(SLEEP, "-m", "lmforge", "pretrain") as other:
         assert found(other)
-        assert run(["pretrain", *tiny_options, "--train.steps", "2", "--run.folder", str(tmp_path), "--run.name", "a"]) == 0
+        assert (
+            run(
+                [
+                    "pretrain",
+                    *tiny_options,
+                    "--train.steps",
+                    "2",
+                    "--run.folder",
+                    str(tmp_path),
+                    "--run.name",
+                    "a",
+                ]
+            )
+            == 0
+        )
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("shared ")]
-    assert line.startswith("shared     other trainings use these cores too, so each is slower: process ")
+    assert line.startswith(
+        "shared     other trainings use these cores too, so each is slower: process "
+    )
     assert str(other.pid) in line

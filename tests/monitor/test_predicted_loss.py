@@ -1,4 +1,6 @@
-"""A run beside the prediction of a ladder: it says when it leaves the interval, and is otherwise the same run."""
+"""A run beside the prediction of a ladder: it says when it leaves the interval, and is otherwise
+the same run.
+"""
 
 import json
 from pathlib import Path
@@ -44,22 +46,38 @@ def test_a_prediction_of_another_run_or_none_is_refused_in_one_line(tmp_path: Pa
 def test_a_run_that_leaves_its_interval_warns_and_keeps_every_bit(
     tiny_run: Path, tiny_options: list[str], lmforge: Command
 ) -> None:
-    Path("prediction.json").write_text(json.dumps({"steps": 6, "points": [[3, 1.0, 0.9, 1.1], [6, 0.8, 0.7, 0.9]]}))
-    done = lmforge("pretrain", *tiny_options, "--run.name", "seen", "--log.prediction", "prediction.json")
+    Path("prediction.json").write_text(
+        json.dumps({"steps": 6, "points": [[3, 1.0, 0.9, 1.1], [6, 0.8, 0.7, 0.9]]})
+    )
+    done = lmforge(
+        "pretrain", *tiny_options, "--run.name", "seen", "--log.prediction", "prediction.json"
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("outside the ladder's interval") == 1
     seen, plain = (Run(path).read_metrics() for path in (Path("runs/seen"), tiny_run))
     assert [record["loss"] for record in seen] == [record["loss"] for record in plain]
     assert read_run(Run(Path("runs/seen")))["predicted_loss"][1] == (6, 0.8, 0.7, 0.9)
     said = verdict(read_run(Run(Path("runs/seen"))))
-    assert said.endswith("; its ladder predicted 0.8 (0.7 to 0.9). the validation loss is outside the ladder's interval.")
-    refused = lmforge("pretrain", *tiny_options, "--run.name", "other", "--log.prediction", "none.json")
+    assert said.endswith(
+        "; its ladder predicted 0.8 (0.7 to 0.9). the validation loss is outside the ladder's"
+        " interval."
+    )
+    refused = lmforge(
+        "pretrain", *tiny_options, "--run.name", "other", "--log.prediction", "none.json"
+    )
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
     assert not Path("runs/other/recipe.toml").exists()
     # A run that was begun with it trains to its end without.
     Path("prediction.json").rename("moved.json")
     resumed = lmforge(
-        "pretrain", *tiny_options, "--run.name", "seen", "--log.prediction", "prediction.json", "--train.steps", "7"
+        "pretrain",
+        *tiny_options,
+        "--run.name",
+        "seen",
+        "--log.prediction",
+        "prediction.json",
+        "--train.steps",
+        "7",
     )
     assert resumed.returncode == 0, resumed.stderr
     assert resumed.stderr.count("log.prediction: prediction.json: No such file") == 1

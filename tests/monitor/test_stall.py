@@ -1,4 +1,6 @@
-"""Stuck ranks are determined from the files of all ranks, written by hand here for each kind of stall."""
+"""Stuck ranks are determined from the files of all ranks, written by hand here for each kind of
+stall.
+"""
 
 import json
 import os
@@ -29,27 +31,51 @@ from lmforge.ops.monitor.stall import (
 )
 from tests.seeds import fresh_random
 
-STACK = [["/site-packages/torch/x.py", 3, "wait", "work.wait()"], ["/home/me/train.py", 88, "main", "save()"]]
+STACK = [
+    ["/site-packages/torch/x.py", 3, "wait", "work.wait()"],
+    ["/home/me/train.py", 88, "main", "save()"],
+]
 
 
 def write(folder: Path, rank: int, step: int, number: int, phase: str, **changed: Any) -> None:
-    """A rank's heartbeat; `operation` and `sequence` for a collective that it waits in, after the one before."""
+    """A rank's heartbeat; `operation` and `sequence` for a collective that it waits in, after the
+    one before.
+    """
     written = time.time()
-    beat = {"rank": rank, "host": platform.node(), "process": os.getpid(), "step": step, "number": number, "phase": phase}
-    beat |= {"since": written - 28, "written": written, "bytes": 0, "noticed": True, "reported": False}
+    beat = {
+        "rank": rank,
+        "host": platform.node(),
+        "process": os.getpid(),
+        "step": step,
+        "number": number,
+        "phase": phase,
+    }
+    beat |= {
+        "since": written - 28,
+        "written": written,
+        "bytes": 0,
+        "noticed": True,
+        "reported": False,
+    }
     operation, sequence = changed.pop("operation", None), changed.pop("sequence", 41)
     silent = changed.pop("silent", 0.0)
     path = folder / f"rank-{rank}.json"
     path.write_text(json.dumps(beat | changed))
     os.utime(path, (written - silent, written - silent))
-    entries = [("all_reduce", sequence - 1, False)] + ([(operation, sequence, True)] if operation else [])
-    collectives = [{"group": "default_pg", "operation": o, "sequence": s, "pending": p} for o, s, p in entries]
+    entries = [("all_reduce", sequence - 1, False)] + (
+        [(operation, sequence, True)] if operation else []
+    )
+    collectives = [
+        {"group": "default_pg", "operation": o, "sequence": s, "pending": p} for o, s, p in entries
+    ]
     content = {"progress": [step, number], "stack": STACK, "collectives": collectives}
     stall_file(folder, rank).write_text(json.dumps(content))
 
 
 def seen(folder: Path, ranks: int) -> list[PeerStatus]:
-    return [read_peer(folder, rank, time.time(), silent_after_seconds=10.0) for rank in range(ranks)]
+    return [
+        read_peer(folder, rank, time.time(), silent_after_seconds=10.0) for rank in range(ranks)
+    ]
 
 
 def report_of(folder: Path, ranks: int) -> str:
@@ -63,24 +89,65 @@ def test_the_rank_without_a_collective_is_stuck_and_who_has_one_waits(tmp_path: 
     write(tmp_path, 2, 3, 4, "forward", operation="all_gather")
     assert classify_ranks(seen(tmp_path, 3)) == {0: "waits", 1: "stuck", 2: "waits"}
     lines = report_of(tmp_path, 3).splitlines()
-    assert lines[0] == "STALL: no progress for 28 s at step 3 (a step takes 0.8 s): rank 1 is stuck, ranks 0, 2 wait for it"
-    assert lines[1].split() == ["rank", "1", platform.node(), "forward", "28", "s", "stuck", "train.py:88", "main"]
+    assert (
+        lines[0]
+        == "STALL: no progress for 28 s at step 3 (a step takes 0.8 s): rank 1 is stuck, ranks 0, 2"
+        " wait for it"
+    )
+    assert lines[1].split() == [
+        "rank",
+        "1",
+        platform.node(),
+        "forward",
+        "28",
+        "s",
+        "stuck",
+        "train.py:88",
+        "main",
+    ]
     assert "waits  all_gather 41 of default_pg, from train.py:88 main" in lines[2]
     assert "stack of rank 1" in lines[3]
 
 
-STRANGE = [None, True, "x", "", -1, 1.5, 2**63, 10**30, 1e308, [], {}, [[1]], [["x", 1]], "\0", {"x": 1}]
+STRANGE = [
+    None,
+    True,
+    "x",
+    "",
+    -1,
+    1.5,
+    2**63,
+    10**30,
+    1e308,
+    [],
+    {},
+    [[1]],
+    [["x", 1]],
+    "\0",
+    {"x": 1},
+]
 
 
 @pytest.mark.parametrize("damaged", ["rank-1.json", "rank-1.stall.json"])
-def test_files_of_any_content_or_folders_in_their_place_do_not_stop_a_report(tmp_path: Path, damaged: str) -> None:
+def test_files_of_any_content_or_folders_in_their_place_do_not_stop_a_report(
+    tmp_path: Path, damaged: str
+) -> None:
     for rank in (0, 1):
         write(tmp_path, rank, 3, 4, "forward", operation="all_gather" if rank == 0 else None)
     path = tmp_path / damaged
     record = json.loads(path.read_text())
-    contents = [b"", b"\xff\0" * 300, b"[" * 10_000, *(json.dumps(value).encode() for value in STRANGE)]
-    contents += [json.dumps(record | {name: value}).encode() for name in record for value in STRANGE]
-    contents += [json.dumps({key: record[key] for key in record if key != name}).encode() for name in record]
+    contents = [
+        b"",
+        b"\xff\0" * 300,
+        b"[" * 10_000,
+        *(json.dumps(value).encode() for value in STRANGE),
+    ]
+    contents += [
+        json.dumps(record | {name: value}).encode() for name in record for value in STRANGE
+    ]
+    contents += [
+        json.dumps({key: record[key] for key in record if key != name}).encode() for name in record
+    ]
     for content in contents:
         path.write_bytes(content)
         report = report_of(tmp_path, 2)
@@ -192,7 +259,10 @@ def test_a_rank_that_compiles_is_not_stuck_for_a_while(tmp_path: Path) -> None:
     write(tmp_path, 1, 0, 3, "compiling")
     peers = seen(tmp_path, 2)
     assert [peer.rank for peer in compiling_peers(peers, patience_seconds=30.0)] == [1]
-    assert compiling_line(peers[1:], 2) == "rank 1: still compiling after 28 s (a long first step is normal)"
+    assert (
+        compiling_line(peers[1:], 2)
+        == "rank 1: still compiling after 28 s (a long first step is normal)"
+    )
     assert not compiling_peers(peers, patience_seconds=20.0)
     text = report_of(tmp_path, 2)
     assert "rank 1 is stuck, rank 0 waits for it" in text
@@ -206,7 +276,9 @@ def test_a_rank_that_is_gone_is_not_excused_by_one_that_compiles(tmp_path: Path)
     assert not compiling_peers(seen(tmp_path, 2), patience_seconds=30.0)
 
 
-def test_a_watchdog_whose_folder_is_another_runs_writes_nothing_there_in_a_stall_either(tmp_path: Path) -> None:
+def test_a_watchdog_whose_folder_is_another_runs_writes_nothing_there_in_a_stall_either(
+    tmp_path: Path,
+) -> None:
     asked = Counter[str]()
 
     def may_write() -> bool:
@@ -214,7 +286,9 @@ def test_a_watchdog_whose_folder_is_another_runs_writes_nothing_there_in_a_stall
         return False
 
     dist_ctx = DistributedContext(RankInfo(), torch.device("cpu"), None)
-    watch = watchdog.Watchdog(dist_ctx, tmp_path, tmp_path / "rank-0.log", stall_seconds=0.1, may_write=may_write)
+    watch = watchdog.Watchdog(
+        dist_ctx, tmp_path, tmp_path / "rank-0.log", stall_seconds=0.1, may_write=may_write
+    )
     deadline = time.monotonic() + 60
     while asked["watch"] < 60 or not asked["host usage"]:  # in 0.3 s of one phase
         assert time.monotonic() < deadline, asked
@@ -238,12 +312,19 @@ def reporting_backend(log: Path, words: str) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("patience", [10.0, 1.0])
 def test_a_long_compilation_is_reported_as_one_and_a_longer_one_as_a_stall_without_its_stack(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, patience: float
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    patience: float,
 ) -> None:
-    torch.compile(lambda x: x + 2, backend="eager")(torch.ones(3))  # imports the compiler, which takes long on a busy machine
+    # Imports the compiler, which takes long on a busy machine.
+    torch.compile(lambda x: x + 2, backend="eager")(torch.ones(3))
     torch.compiler.reset()
     monkeypatch.setattr(watchdog, "COMPILE_PATIENCE_FACTOR", patience)
-    log, dist_ctx = tmp_path / "rank-0.log", DistributedContext(RankInfo(), torch.device("cpu"), None)
+    log, dist_ctx = (
+        tmp_path / "rank-0.log",
+        DistributedContext(RankInfo(), torch.device("cpu"), None),
+    )
     watch = watchdog.Watchdog(dist_ctx, tmp_path, log, stall_seconds=1.5)
     try:
         watch.follow_compilation()
@@ -259,5 +340,7 @@ def test_a_long_compilation_is_reported_as_one_and_a_longer_one_as_a_stall_witho
     if patience > 1:
         assert "STALL" not in errors
     else:
-        assert re.search(r"^lmforge: STALL: no progress for .* at step 0: in compiling$", errors, re.M)
+        assert re.search(
+            r"^lmforge: STALL: no progress for .* at step 0: in compiling$", errors, re.M
+        )
         assert "in backend" in (tmp_path / "rank-0.stack.txt").read_text()

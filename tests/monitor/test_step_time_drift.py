@@ -16,12 +16,21 @@ def chance() -> random.Random:
 
 def report(series: list[float]) -> list[str]:
     drift = DriftDetector()
-    return [line for number, seconds in enumerate(series) for line in drift.update(10 * (number + 1), seconds)]
+    return [
+        line
+        for number, seconds in enumerate(series)
+        for line in drift.update(10 * (number + 1), seconds)
+    ]
 
 
 def noise(chance: random.Random, readings: int) -> list[float]:
-    """Step times as log steps show them: a few per cent apart, and now and then one that another process disturbed."""
-    return [chance.lognormvariate(0, 0.06) + (chance.expovariate(1) if chance.random() < 0.08 else 0) for _ in range(readings)]
+    """Step times as log steps show them: a few per cent apart, and now and then one that another
+    process disturbed.
+    """
+    return [
+        chance.lognormvariate(0, 0.06) + (chance.expovariate(1) if chance.random() < 0.08 else 0)
+        for _ in range(readings)
+    ]
 
 
 def test_noise_is_no_drift(chance: random.Random) -> None:
@@ -29,9 +38,14 @@ def test_noise_is_no_drift(chance: random.Random) -> None:
 
 
 @pytest.mark.parametrize("slower", [1.31, 2.0])
-def test_a_lasting_slowdown_is_reported_with_the_time_of_faster_steps(chance: random.Random, slower: float) -> None:
+def test_a_lasting_slowdown_is_reported_with_the_time_of_faster_steps(
+    chance: random.Random, slower: float
+) -> None:
     quick = noise(chance, 60)
-    slowing = [(1 + (slower - 1) * min(1.0, number / 40)) * each for number, each in enumerate(noise(chance, 100))]
+    slowing = [
+        (1 + (slower - 1) * min(1.0, number / 40)) * each
+        for number, each in enumerate(noise(chance, 100))
+    ]
     lines = report(quick + slowing + noise(chance, 40))
     assert "slower" in lines[0]
     assert "around step" in lines[0]
@@ -42,5 +56,14 @@ def test_a_lasting_slowdown_is_reported_with_the_time_of_faster_steps(chance: ra
 
 def test_steps_that_are_taken_again_after_a_rollback_do_no_harm() -> None:
     drift = DriftDetector()
-    for step, seconds in [(10, 1.0), (20, 1.0), (100, 1.0), (70, 1.0), (80, 1.05), (90, 1.05), (100, 1.05), (110, 1.0)]:
+    for step, seconds in [
+        (10, 1.0),
+        (20, 1.0),
+        (100, 1.0),
+        (70, 1.0),
+        (80, 1.05),
+        (90, 1.05),
+        (100, 1.05),
+        (110, 1.0),
+    ]:
         assert drift.update(step, seconds) == []

@@ -13,22 +13,34 @@ def chance() -> random.Random:
     return fresh_random()
 
 
-def own(chance: random.Random, ranks: int, forward: dict[int, float] | None = None) -> list[list[float]]:
-    """Own seconds of each rank over ten steps of some 0.5 s, with what ranks differ by in health."""
+def own(
+    chance: random.Random, ranks: int, forward: dict[int, float] | None = None
+) -> list[list[float]]:
+    """Own seconds of each rank over ten steps of some 0.5 s, with what ranks differ by in
+    health.
+    """
     usual = {"data": 0.01, "forward": 0.15, "backward": 0.3, "optimizer": 0.03}
     table = []
     for rank in range(ranks):
-        times = {phase: seconds * chance.lognormvariate(0, 0.05) for phase, seconds in usual.items()}
+        times = {
+            phase: seconds * chance.lognormvariate(0, 0.05) for phase, seconds in usual.items()
+        }
         times["forward"] *= (forward or {}).get(rank, 1.0)
         table.append([10 * times.get(phase, 0.0) for phase in COMPARED_PHASES])
     return table
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
-def test_a_slow_rank_is_named_once_and_again_when_it_is_quick(chance: random.Random, ranks: int) -> None:
+def test_a_slow_rank_is_named_once_and_again_when_it_is_quick(
+    chance: random.Random, ranks: int
+) -> None:
     judge, slow = StragglerDetector(), chance.randrange(ranks)
     parts = [0] * ranks
-    lines = [line for _ in range(10) for line in judge.update(own(chance, ranks, {slow: 1.9}), parts, 10, 0.5)]
+    lines = [
+        line
+        for _ in range(10)
+        for line in judge.update(own(chance, ranks, {slow: 1.9}), parts, 10, 0.5)
+    ]
     assert len(lines) == 1
     assert lines[0].startswith(f"rank {slow}: forward takes ")
     lines = [line for _ in range(10) for line in judge.update(own(chance, ranks), parts, 10, 0.5)]

@@ -1,4 +1,6 @@
-"""Rows packed by hand, the tiny model, and log-probabilities computed directly: one completion at a time, full logits, fp64."""
+"""Rows packed by hand, the tiny model, and log-probabilities computed directly: one completion at a
+time, full logits, fp64.
+"""
 
 import copy
 import json
@@ -23,7 +25,8 @@ from tests.objectives import tiny
 from tests.seeds import fresh_seed
 
 VECTORS = Path(__file__).parent / "vectors"
-# Of losses, and of gradients relative to the norm of the whole: what fp32 leaves after two layers and some sums.
+# Of losses, and of gradients relative to the norm of the whole: what fp32 leaves after two layers
+# and some sums.
 TOLERANCE = 1e-5
 
 Ids = list[int]
@@ -51,12 +54,16 @@ def moved(model: LanguageModel, by: float, seed: int) -> LanguageModel:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in other.parameters():
-            parameter += by * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            parameter += by * torch.randn(
+                parameter.shape, generator=generator, dtype=parameter.dtype
+            )
     return other
 
 
 def packed(rows: Sequence[Sequence[Document]], padding: int = 3) -> Batch:
-    """One row of documents each, completions scored, and at least `padding` tokens of padding behind them."""
+    """One row of documents each, completions scored, and at least `padding` tokens of padding
+    behind them.
+    """
     length = padding + max(sum(len(one.prompt + one.completion) for one in row) for row in rows)
     tokens, positions = (torch.zeros(len(rows), length, dtype=torch.int64) for _ in range(2))
     labels = torch.full((len(rows), length), IGNORE_INDEX)
@@ -93,7 +100,9 @@ def with_extras(batch: Batch, **extras: Tensor | Sequence[Sequence[float]]) -> B
 @torch.no_grad()
 def logprobs_under(model: LanguageModel, batch: Batch, temperature: float = 1.0) -> Tensor:
     hidden = model(batch.tokens, batch.positions, batch.document_ids)
-    return model.lm_head(hidden, partial(token_logprobs, labels=batch.labels, temperature=temperature))
+    return model.lm_head(
+        hidden, partial(token_logprobs, labels=batch.labels, temperature=temperature)
+    )
 
 
 def plain(model: LanguageModel, one: Document, temperature: float = 1.0) -> list[Tensor]:
@@ -124,14 +133,18 @@ def whole_logits(
     temperature: float = 1.0,
 ) -> WholeLogits:
     """hidden [tokens, width], weight [vocab, width], bias [vocab], labels [tokens]."""
-    logits = torch.nn.functional.linear(hidden.double(), weight.double(), None if bias is None else bias.double())
+    logits = torch.nn.functional.linear(
+        hidden.double(), weight.double(), None if bias is None else bias.double()
+    )
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     every = (logits / temperature).log_softmax(-1)
     scored = labels != IGNORE_INDEX
     logprobs = every.gather(1, labels.clamp(min=0)[:, None])[:, 0] * scored
     squares = (logits / temperature).logsumexp(-1).square() * scored
-    return WholeLogits(-logprobs.sum(), z_weight * squares.sum(), logprobs, -(every.exp() * every).sum(-1) * scored)
+    return WholeLogits(
+        -logprobs.sum(), z_weight * squares.sum(), logprobs, -(every.exp() * every).sum(-1) * scored
+    )
 
 
 def gradient(total: Tensor, model: LanguageModel) -> Tensor:
@@ -140,9 +153,13 @@ def gradient(total: Tensor, model: LanguageModel) -> Tensor:
     return torch.cat([part.double().flatten() for part in result])
 
 
-def assert_same(ours: tuple[Tensor, Tensor], reference: tuple[Tensor, Tensor], tolerance: float = TOLERANCE) -> None:
+def assert_same(
+    ours: tuple[Tensor, Tensor], reference: tuple[Tensor, Tensor], tolerance: float = TOLERANCE
+) -> None:
     """Losses and gradients, relative; of the gradient its norm."""
-    assert abs(float(ours[0]) - float(reference[0])) <= tolerance * max(1.0, abs(float(reference[0])))
+    assert abs(float(ours[0]) - float(reference[0])) <= tolerance * max(
+        1.0, abs(float(reference[0]))
+    )
     scale = reference[1].norm()
     assert scale > 1e-3
     assert (ours[1] - reference[1]).norm() <= tolerance * scale
@@ -151,7 +168,10 @@ def assert_same(ours: tuple[Tensor, Tensor], reference: tuple[Tensor, Tensor], t
 def drawn(seed: int | None = None) -> tuple[torch.Generator, LanguageModel]:
     """Random numbers of a fresh seed, which is printed, and a model drawn from it."""
     seed = fresh_seed() if seed is None else seed
-    config = ModelConfig(**{**tiny.SHAPE, "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48}, initializer_range=0.2)
+    config = ModelConfig(
+        **{**tiny.SHAPE, "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48},
+        initializer_range=0.2,
+    )
     return torch.Generator().manual_seed(seed), init_weights(build_model(config), seed)
 
 
@@ -166,16 +186,24 @@ def drawn_pairs(generator: torch.Generator, count: int) -> list[tuple[Document, 
 
 @cache
 def trl() -> tuple[dict[str, Any], dict[str, Tensor]]:
-    return json.loads((VECTORS / "trl.json").read_text())["cases"], load_file(VECTORS / "trl.safetensors")
+    return json.loads((VECTORS / "trl.json").read_text())["cases"], load_file(
+        VECTORS / "trl.safetensors"
+    )
 
 
-def assert_as_trl(case: str, loss: Callable[[LanguageModel], tuple[Tensor, Tensor, Metrics]], reward: bool = False) -> Metrics:
-    """`loss(model)` gives (sum, weight, metrics); its quotient and the gradients are those that TRL's trainer found."""
+def assert_as_trl(
+    case: str, loss: Callable[[LanguageModel], tuple[Tensor, Tensor, Metrics]], reward: bool = False
+) -> Metrics:
+    """`loss(model)` gives (sum, weight, metrics); its quotient and the gradients are those that
+    TRL's trainer found.
+    """
     cases, gradients = trl()
     model = tiny_model(reward=reward)
     total, weight, metrics = loss(model)
     (mean := total / weight).backward()
-    assert abs(float(mean.detach()) - cases[case]["loss"]) <= TOLERANCE * max(1.0, abs(cases[case]["loss"]))
+    assert abs(float(mean.detach()) - cases[case]["loss"]) <= TOLERANCE * max(
+        1.0, abs(cases[case]["loss"])
+    )
     ours, theirs = [], []
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None

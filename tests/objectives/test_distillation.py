@@ -1,4 +1,6 @@
-"""The distillation objective against TRL's recorded divergences, and against full logits in fp64."""
+"""The distillation objective against TRL's recorded divergences, and against full logits in
+fp64.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -15,7 +17,11 @@ from lmforge.core.losses.language import NextTokenObjective
 from lmforge.core.losses.top_logprobs import drawn_tokens, top_log_probs
 from lmforge.core.model.layers import LanguageModel
 from lmforge.post.objectives import distillation
-from lmforge.post.objectives.distillation import DistillationConfig, DistillationObjective, TeacherHead
+from lmforge.post.objectives.distillation import (
+    DistillationConfig,
+    DistillationObjective,
+    TeacherHead,
+)
 from tests.objectives.oracle import (
     Document,
     assert_as_trl,
@@ -38,28 +44,46 @@ def hidden_states(model: LanguageModel, batch: Batch) -> Tensor:
         return model(batch.tokens, batch.positions, batch.document_ids)
 
 
-def beside(teacher: LanguageModel, batch: Batch, config: DistillationConfig) -> tuple[DistillationObjective, Batch]:
+def beside(
+    teacher: LanguageModel, batch: Batch, config: DistillationConfig
+) -> tuple[DistillationObjective, Batch]:
     """The objective and the batch with a teacher beside the student."""
     objective = DistillationObjective(config)
-    objective.teacher_head = TeacherHead(teacher.lm_head.weight.detach(), softcap=teacher.lm_head.softcap)
+    objective.teacher_head = TeacherHead(
+        teacher.lm_head.weight.detach(), softcap=teacher.lm_head.softcap
+    )
     return objective, add(batch, teacher_hidden=hidden_states(teacher, batch))
 
 
-def stored(teacher: LanguageModel, batch: Batch, config: DistillationConfig, k: int) -> tuple[DistillationObjective, Batch]:
+def stored(
+    teacher: LanguageModel, batch: Batch, config: DistillationConfig, k: int
+) -> tuple[DistillationObjective, Batch]:
     """The same with the teacher's k likeliest tokens, or k drawn ones."""
     keys = torch.from_numpy(token_rng_keys(0, 0, *batch.tokens.shape)) if config.sampled else None
     ids, values = teacher.lm_head(
         hidden_states(teacher, batch),
-        partial(top_log_probs, k=k, temperature=config.temperature, vocab_size=config.vocab_size, rng_keys=keys),
+        partial(
+            top_log_probs,
+            k=k,
+            temperature=config.temperature,
+            vocab_size=config.vocab_size,
+            rng_keys=keys,
+        ),
     )
-    return DistillationObjective(config), add(batch, teacher_ids=ids.float(), teacher_logprobs=values)
+    return DistillationObjective(config), add(
+        batch, teacher_ids=ids.float(), teacher_logprobs=values
+    )
 
 
 @pytest.mark.parametrize("case", DIVERGENCES)
 def test_divergences_and_gradients_are_those_of_trl(case: str) -> None:
     beta, temperature = DIVERGENCES[case]
     batch = packed([[Document(pair["prompt"], pair["chosen"]) for pair in pairs()]])
-    objective, batch = beside(tiny_model(0.1, 3), batch, DistillationConfig(beta, temperature, kd_ratio=1.0, vocab_size=128))
+    objective, batch = beside(
+        tiny_model(0.1, 3),
+        batch,
+        DistillationConfig(beta, temperature, kd_ratio=1.0, vocab_size=128),
+    )
 
     def loss(model: LanguageModel) -> tuple[Tensor, Tensor, Any]:
         total, metrics = objective.loss(model, batch)
@@ -68,15 +92,21 @@ def test_divergences_and_gradients_are_those_of_trl(case: str) -> None:
     assert_as_trl(case, loss)
 
 
-def oracle(model: LanguageModel, teacher: LanguageModel, batch: Batch, config: DistillationConfig) -> Tensor:
+def oracle(
+    model: LanguageModel, teacher: LanguageModel, batch: Batch, config: DistillationConfig
+) -> Tensor:
     """The loss from full logits in fp64, with Σ p log p/q as the paper writes it."""
     scored = batch.labels != IGNORE_INDEX
 
     def logits(each: LanguageModel) -> Tensor:
-        return each.double().lm_head(each(batch.tokens, batch.positions, batch.document_ids))[scored]
+        return each.double().lm_head(each(batch.tokens, batch.positions, batch.document_ids))[
+            scored
+        ]
 
     ours, theirs = logits(model), logits(teacher).detach()
-    s, t = ((each[:, : config.vocab_size] / config.temperature).softmax(-1) for each in (ours, theirs))
+    s, t = (
+        (each[:, : config.vocab_size] / config.temperature).softmax(-1) for each in (ours, theirs)
+    )
     mixture = config.beta * t + (1 - config.beta) * s
 
     def kl(p: Tensor, q: Tensor) -> Tensor:
@@ -93,13 +123,22 @@ def oracle(model: LanguageModel, teacher: LanguageModel, batch: Batch, config: D
 
 
 @pytest.mark.parametrize("beta", BETAS)
-@pytest.mark.parametrize(("kd_ratio", "temperature", "vocab_size", "cap"), [(1.0, 1.0, 40, None), (0.6, 1.7, 37, 2.0)])
+@pytest.mark.parametrize(
+    ("kd_ratio", "temperature", "vocab_size", "cap"), [(1.0, 1.0, 40, None), (0.6, 1.7, 37, 2.0)]
+)
 def test_losses_and_gradients_are_those_of_full_logits_also_without_the_ids_that_pad(
-    beta: float, kd_ratio: float, temperature: float, vocab_size: int, cap: float | None, monkeypatch: pytest.MonkeyPatch
+    beta: float,
+    kd_ratio: float,
+    temperature: float,
+    vocab_size: int,
+    cap: float | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(distillation, "CHUNK_TOKENS", 7)
     generator, model = drawn()
-    batch = packed([[side for pair in drawn_pairs(generator, 2) for side in pair] for _ in range(2)])
+    batch = packed(
+        [[side for pair in drawn_pairs(generator, 2) for side in pair] for _ in range(2)]
+    )
     batch.labels[batch.labels >= vocab_size] = 0
     model.lm_head.softcap = cap
     teacher = moved(model, 0.05, generator.initial_seed())
@@ -117,7 +156,10 @@ def test_losses_and_gradients_are_those_of_full_logits_also_without_the_ids_that
 def test_all_tokens_stored_are_as_the_teacher_itself(beta: float, sampled: bool) -> None:
     generator, model = drawn()
     batch = packed([[side for pair in drawn_pairs(generator, 3) for side in pair]])
-    teacher, config = moved(model, 0.05, generator.initial_seed()), DistillationConfig(beta, 1.3, 0.8, 40, sampled)
+    teacher, config = (
+        moved(model, 0.05, generator.initial_seed()),
+        DistillationConfig(beta, 1.3, 0.8, 40, sampled),
+    )
     found = []
     for objective, given in (beside(teacher, batch, config), stored(teacher, batch, config, 40)):
         total, _ = objective.loss(model, given)
@@ -129,14 +171,19 @@ def test_all_tokens_stored_are_as_the_teacher_itself(beta: float, sampled: bool)
 def test_with_few_stored_tokens_all_others_are_one_outcome(beta: float) -> None:
     generator, model = drawn()
     batch = packed([[side for pair in drawn_pairs(generator, 3) for side in pair]])
-    teacher, config = moved(model, 0.05, generator.initial_seed()), DistillationConfig(beta, 1.0, 1.0, 38)
+    teacher, config = (
+        moved(model, 0.05, generator.initial_seed()),
+        DistillationConfig(beta, 1.0, 1.0, 38),
+    )
     batch.labels[batch.labels >= 38] = 0
     objective, given = stored(teacher, batch, config, 5)
     total, _ = objective.loss(model, given)
     ours = total.detach(), gradient(total, model)
     scored, wide = batch.labels != IGNORE_INDEX, model.double()
     s, t = (
-        each.double().lm_head(each(batch.tokens, batch.positions, batch.document_ids))[scored][:, :38].softmax(-1)
+        each.double()
+        .lm_head(each(batch.tokens, batch.positions, batch.document_ids))[scored][:, :38]
+        .softmax(-1)
         for each in (wide, teacher)
     )
     ids = t.topk(5, dim=-1).indices
@@ -153,11 +200,17 @@ def test_with_few_stored_tokens_all_others_are_one_outcome(beta: float) -> None:
 
 
 def test_likely_tokens_are_drawn_for_sure_and_no_token_twice() -> None:
-    logprobs = (3 * torch.randn(500, 90, generator=torch.Generator().manual_seed(1))).log_softmax(-1)
-    ids, values = drawn_tokens(logprobs.clone(), 12, torch.from_numpy(token_rng_keys(0, 0, 500, 1)).flatten())
+    logprobs = (3 * torch.randn(500, 90, generator=torch.Generator().manual_seed(1))).log_softmax(
+        -1
+    )
+    ids, values = drawn_tokens(
+        logprobs.clone(), 12, torch.from_numpy(token_rng_keys(0, 0, 500, 1)).flatten()
+    )
     assert all(len(set(row)) == 12 for row in ids.tolist())
     assert torch.equal(values[:, :-1], logprobs.gather(1, ids))
-    taken = torch.zeros_like(logprobs).scatter(1, ids, torch.maximum(values[:, :-1], values[:, -1:]).exp())
+    taken = torch.zeros_like(logprobs).scatter(
+        1, ids, torch.maximum(values[:, :-1], values[:, -1:]).exp()
+    )
     assert torch.allclose(taken.sum(1), torch.ones(500))
     likely = logprobs > values[:, -1:] + 1e-6
     assert torch.equal(taken[likely], logprobs[likely].exp())
@@ -171,20 +224,28 @@ def test_likely_tokens_are_drawn_for_sure_and_no_token_twice() -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_draws_the_same_tokens_again_where_only_deterministic_algorithms_are_allowed() -> None:
+def test_a_gpu_draws_the_same_tokens_again_where_only_deterministic_algorithms_are_allowed() -> (
+    None
+):
     logprobs = torch.randn(200, 5000, device="cuda").log_softmax(-1)
     keys = torch.from_numpy(token_rng_keys(0, 0, 200, 1)).flatten().cuda()
     torch.use_deterministic_algorithms(True)
     try:
-        (first, first_values), (again, again_values) = (drawn_tokens(logprobs, 64, keys) for _ in range(2))
+        (first, first_values), (again, again_values) = (
+            drawn_tokens(logprobs, 64, keys) for _ in range(2)
+        )
     finally:
         torch.use_deterministic_algorithms(False)
     assert torch.equal(first, again)
     assert torch.equal(first_values, again_values)
 
 
-def test_drawn_tokens_give_on_average_what_the_whole_teacher_gives_and_the_likeliest_do_not() -> None:
-    """Groups of draws of one batch: their mean is as far from the whole gradient as the variance between groups says."""
+def test_drawn_tokens_give_on_average_what_the_whole_teacher_gives_and_the_likeliest_do_not() -> (
+    None
+):
+    """Groups of draws of one batch: their mean is as far from the whole gradient as the variance
+    between groups says.
+    """
     groups, draws, k = 24, 30, 6
     generator, model = drawn(11)
     single = packed([[side for pair in drawn_pairs(generator, 2) for side in pair]])
@@ -219,7 +280,11 @@ def test_a_kd_ratio_of_0_is_fine_tuning_and_sampled_tokens_are_no_text() -> None
     objective, given = beside(moved(model, 0.05, 1), batch, DistillationConfig(0.5, 1.0, 0.0, 40))
     total, metrics = objective.loss(model, given)
     expected, _ = NextTokenObjective().loss(model, batch)
-    assert_same((total.detach(), gradient(total, model)), (expected.detach(), gradient(expected, model)), 1e-6)
+    assert_same(
+        (total.detach(), gradient(total, model)),
+        (expected.detach(), gradient(expected, model)),
+        1e-6,
+    )
     sampled = add(given, sampled=torch.ones_like(batch.tokens, dtype=torch.float32))
     total, metrics = objective.loss(model, sampled)
     assert (float(total.detach()), *map(float, metrics["lm_loss"])) == (0.0, 0.0, 0.0)

@@ -1,4 +1,6 @@
-"""Log-probabilities of tokens in chunks against `log_softmax` of the full logits, and their sums over documents."""
+"""Log-probabilities of tokens in chunks against `log_softmax` of the full logits, and their sums
+over documents.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,17 +31,23 @@ def summed(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return cross_entropy_and_z_loss(hidden, weight, labels, 0.0)[0]
 
 
-def whole(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def whole(
+    hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
     every = (hidden @ weight.t() / temperature).log_softmax(-1)
     chosen = every.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
     scored = labels != IGNORE_INDEX
-    return torch.where(scored, chosen, 0.0), torch.where(scored, -(every.exp() * every).sum(-1), 0.0)
+    return torch.where(scored, chosen, 0.0), torch.where(
+        scored, -(every.exp() * every).sum(-1), 0.0
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("tokens", TOKENS)
-def test_values_and_gradients_are_those_of_full_logits(tokens: int, temperature: float, dtype: torch.dtype) -> None:
+def test_values_and_gradients_are_those_of_full_logits(
+    tokens: int, temperature: float, dtype: torch.dtype
+) -> None:
     hidden, weight, labels = drawn(tokens, dtype)
     hidden, labels = hidden.view(1, tokens, -1).requires_grad_(), labels.view(1, tokens)
     weight.requires_grad_()
@@ -68,7 +76,12 @@ class _Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        self.numbers = max([self.numbers, *(each.numel() for each in tree_leaves(made) if isinstance(each, Tensor))])
+        self.numbers = max(
+            [
+                self.numbers,
+                *(each.numel() for each in tree_leaves(made) if isinstance(each, Tensor)),
+            ]
+        )
         return made
 
 
@@ -84,11 +97,16 @@ def test_full_logits_exist_in_neither_pass() -> None:
 
 
 @pytest.mark.parametrize("of", [token_logprobs, summed])
-def test_a_frozen_head_gets_no_gradient_and_the_hidden_states_get_the_same(of: Callable[..., Tensor]) -> None:
+def test_a_frozen_head_gets_no_gradient_and_the_hidden_states_get_the_same(
+    of: Callable[..., Tensor],
+) -> None:
     hidden, weight, labels = drawn(20, torch.float64)
     results = []
     for frozen in (False, True):
-        below, head = hidden.clone()[None].requires_grad_(), weight.clone().requires_grad_(not frozen)
+        below, head = (
+            hidden.clone()[None].requires_grad_(),
+            weight.clone().requires_grad_(not frozen),
+        )
         of(below, head, labels[None]).sum().backward()
         assert (head.grad is None) == frozen
         results.append(below.grad)
@@ -99,7 +117,9 @@ def test_gradients_pass_gradcheck_with_masked_targets() -> None:
     hidden, weight, labels = drawn(12, torch.float64)
     hidden, labels = hidden.view(3, 4, -1).requires_grad_(), labels.view(3, 4)
     labels[0, 0] = IGNORE_INDEX
-    assert torch.autograd.gradcheck(lambda h, w: token_logprobs(h, w, labels, 1.3), (hidden, weight.requires_grad_()))
+    assert torch.autograd.gradcheck(
+        lambda h, w: token_logprobs(h, w, labels, 1.3), (hidden, weight.requires_grad_())
+    )
 
 
 def test_without_labels_values_and_gradients_are_zero() -> None:
@@ -119,7 +139,12 @@ def test_under_autocast_values_are_fp32_of_bf16_logits_and_a_long_sum_of_them_is
         values = token_logprobs(hidden[None], weight, labels[None])
         total = document_sums(values, torch.zeros(1, 1024, dtype=torch.int32))[0, 0]
     assert values.dtype == total.dtype == torch.float32
-    reference, _ = whole((hidden.bfloat16() @ weight.bfloat16().t()).double(), torch.eye(len(weight)).double(), labels, 1.0)
+    reference, _ = whole(
+        (hidden.bfloat16() @ weight.bfloat16().t()).double(),
+        torch.eye(len(weight)).double(),
+        labels,
+        1.0,
+    )
     # 1,024 additions in fp32, one after another: bf16 would be off by a hundredth.
     torch.testing.assert_close(total.double(), reference.sum(), rtol=1e-5, atol=0)
 
@@ -139,7 +164,9 @@ def test_document_sums_are_those_of_a_loop_and_broadcast_back_to_their_tokens() 
     for row in range(3):
         for number in range(30):
             here = documents[row] == number
-            torch.testing.assert_close(sums[row, number], values[row][here].sum(), rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(
+                sums[row, number], values[row][here].sum(), rtol=1e-12, atol=1e-12
+            )
             assert tokens[row, number] == (labels[row][here] != IGNORE_INDEX).sum()
             assert (broadcast_to_tokens(sums, documents)[row][here] == sums[row, number]).all()
     assert (broadcast_to_tokens(sums, documents)[documents < 0] == 0).all()

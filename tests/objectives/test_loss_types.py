@@ -1,4 +1,6 @@
-"""`align.loss_type`: each value trains from the command line, and invalid combinations are refused."""
+"""`align.loss_type`: each value trains from the command line, and invalid combinations are
+refused.
+"""
 
 import json
 import math
@@ -32,13 +34,19 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     chooser, path = random.Random(1), tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
     words = ["red", "green", "blue", "one", "two", "three"]
     prompts = [" ".join(chooser.choices(words, k=3)) for _ in range(24)]
-    records = [{"prompt": prompt, "chosen": " yes indeed", "rejected": " no never"} for prompt in prompts]
+    records = [
+        {"prompt": prompt, "chosen": " yes indeed", "rejected": " no never"} for prompt in prompts
+    ]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
 
 
 @pytest.mark.parametrize(
-    "loss_type", [name if name in IN_MAKE_TEST else pytest.param(name, marks=pytest.mark.slow) for name in FIRST_LOSS]
+    "loss_type",
+    [
+        name if name in IN_MAKE_TEST else pytest.param(name, marks=pytest.mark.slow)
+        for name in FIRST_LOSS
+    ],
 )
 def test_every_loss_type_trains_from_its_first_loss_to_a_larger_margin(
     loss_type: str, pairs: Path, tiny_run: Path, lmforge: Command, tmp_path: Path
@@ -64,7 +72,12 @@ def test_every_loss_type_trains_from_its_first_loss_to_a_larger_margin(
         "log.every_steps": 1,
     }
     options |= {"align.label_smoothing": LABEL_SMOOTHING} if loss_type in SMOOTHED else {}
-    done = lmforge("align", "--method", "dpo", *(word for name, value in options.items() for word in (f"--{name}", value)))
+    done = lmforge(
+        "align",
+        "--method",
+        "dpo",
+        *(word for name, value in options.items() for word in (f"--{name}", value)),
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     records = [record for record in Run(tmp_path / "aligned").read_metrics() if "loss" in record]
     assert records[0]["loss"] == pytest.approx(FIRST_LOSS[loss_type], rel=1e-5)
@@ -78,19 +91,38 @@ def test_every_loss_type_trains_from_its_first_loss_to_a_larger_margin(
         *(
             (
                 ["--align.loss_type", loss_type, "--align.label_smoothing", "0.1"],
-                f"align.label_smoothing: not with align.loss_type = {loss_type}; it is for sigmoid, robust and exo",
+                (
+                    f"align.label_smoothing: not with align.loss_type = {loss_type}; it is for"
+                    " sigmoid, robust and exo"
+                ),
             )
             for loss_type in ("ipo", "hinge", "nca", "apo-zero", "apo-down")
         ),
-        (["--align.loss_type", "exo"], "align.loss_type = exo: needs align.label_smoothing above 0"),
+        (
+            ["--align.loss_type", "exo"],
+            "align.loss_type = exo: needs align.label_smoothing above 0",
+        ),
         (
             ["--align.loss_type", "robust", "--align.label_smoothing", "0.5"],
             "align.label_smoothing: expected a number below 0.5, got 0.5",
         ),
-        (["--align.loss_type", "exo_pair"], "align.loss_type: expected 'sigmoid', 'ipo', 'hinge', 'robust', 'exo', 'nca'"),
-        (["--method", "orpo", "--align.loss_type", "hinge"], "align.loss_type: orpo does not read it; it is for dpo"),
-        (["--method", "ipo"], "align.method: expected 'dpo', 'kto', 'orpo', 'simpo', 'reward' or 'grpo', got \"ipo\""),
+        (
+            ["--align.loss_type", "exo_pair"],
+            "align.loss_type: expected 'sigmoid', 'ipo', 'hinge', 'robust', 'exo', 'nca'",
+        ),
+        (
+            ["--method", "orpo", "--align.loss_type", "hinge"],
+            "align.loss_type: orpo does not read it; it is for dpo",
+        ),
+        (
+            ["--method", "ipo"],
+            "align.method: expected 'dpo', 'kto', 'orpo', 'simpo', 'reward' or 'grpo', got \"ipo\"",
+        ),
     ],
 )
-def test_a_loss_type_that_does_not_fit_is_refused_in_one_line(words: list[str], message: str, refused: Refusal) -> None:
-    assert message in refused("align", "--model.source", "none", "--data.files", "none.jsonl", *words)
+def test_a_loss_type_that_does_not_fit_is_refused_in_one_line(
+    words: list[str], message: str, refused: Refusal
+) -> None:
+    assert message in refused(
+        "align", "--model.source", "none", "--data.files", "none.jsonl", *words
+    )

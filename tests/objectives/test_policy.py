@@ -1,4 +1,6 @@
-"""The policy objective and its advantages against fp64 loops over tokens, and against recorded results of TRL's trainers."""
+"""The policy objective and its advantages against fp64 loops over tokens, and against recorded
+results of TRL's trainers.
+"""
 
 import math
 from collections.abc import Sequence
@@ -53,20 +55,29 @@ IN_TRL = {
     "dapo": PolicyLossConfig(loss_aggregation="token", epsilon_high=0.28),
     "dapo temperature": PolicyLossConfig(loss_aggregation="token", temperature=0.7),
     "grpo sequence": PolicyLossConfig(
-        importance_sampling_level="sequence", loss_aggregation="sequence", epsilon=0.05, epsilon_high=0.06
+        importance_sampling_level="sequence",
+        loss_aggregation="sequence",
+        epsilon=0.05,
+        epsilon_high=0.06,
     ),
     "rloo": PolicyLossConfig(importance_sampling_level="product", loss_aggregation="sequence"),
 }
 CORRECTED_IN_TRL = {
     "token_truncate": PolicyLossConfig(
-        loss_aggregation="sequence", importance_sampling_clip_max=1.15, importance_sampling_clip_min=0.9
+        loss_aggregation="sequence",
+        importance_sampling_clip_max=1.15,
+        importance_sampling_clip_min=0.9,
     ),
-    "token_mask": PolicyLossConfig(importance_sampling_clip_max=1.2, importance_sampling_clip_min=0.8),
+    "token_mask": PolicyLossConfig(
+        importance_sampling_clip_max=1.2, importance_sampling_clip_min=0.8
+    ),
     "sequence_truncate": PolicyLossConfig(
         loss_aggregation="constant", max_completion_length=16, importance_sampling_clip_max=1.2
     ),
     "sequence_mask": PolicyLossConfig(
-        loss_aggregation="sequence", importance_sampling_level="sequence", importance_sampling_clip_max=1.5
+        loss_aggregation="sequence",
+        importance_sampling_level="sequence",
+        importance_sampling_clip_max=1.5,
     ),
     "proximal token_truncate": PolicyLossConfig(
         loss_aggregation="sequence", epsilon=0.1, epsilon_high=0.1, importance_sampling_clip_max=1.2
@@ -75,7 +86,9 @@ CORRECTED_IN_TRL = {
         kl_estimator="k3", beta=0.04, use_bias_correction_kl=True, importance_sampling_clip_max=3.0
     ),
     "token_truncate off-policy": PolicyLossConfig(
-        loss_aggregation="sequence", importance_sampling_clip_max=3.0, off_policy_mask_threshold=0.02
+        loss_aggregation="sequence",
+        importance_sampling_clip_max=3.0,
+        off_policy_mask_threshold=0.02,
     ),
 }
 # All presets, and combinations that no preset has.
@@ -83,7 +96,9 @@ CONFIGS = {
     **LOSS_TYPE_PRESETS,
     "dr_grpo": replace(LOSS_TYPE_PRESETS["dr_grpo"], max_completion_length=9),
     "gspo": replace(LOSS_TYPE_PRESETS["gspo"], epsilon=0.03, epsilon_high=0.04),
-    "k2, warm": PolicyLossConfig(loss_aggregation="sequence", kl_estimator="k2", beta=0.3, temperature=1.7),
+    "k2, warm": PolicyLossConfig(
+        loss_aggregation="sequence", kl_estimator="k2", beta=0.3, temperature=1.7
+    ),
     "sequence by token": PolicyLossConfig(
         importance_sampling_level="sequence",
         loss_aggregation="token",
@@ -93,10 +108,16 @@ CONFIGS = {
         use_bias_correction_kl=True,
     ),
     "product by constant": PolicyLossConfig(
-        importance_sampling_level="product", loss_aggregation="constant", max_completion_length=3, epsilon=0.1, epsilon_high=0.1
+        importance_sampling_level="product",
+        loss_aggregation="constant",
+        max_completion_length=3,
+        epsilon=0.1,
+        epsilon_high=0.1,
     ),
     "masked sequences": PolicyLossConfig(
-        importance_sampling_mode="sequence_mask", importance_sampling_clip_max=1.5, off_policy_mask_threshold=0.05
+        importance_sampling_mode="sequence_mask",
+        importance_sampling_clip_max=1.5,
+        off_policy_mask_threshold=0.05,
     ),
     "truncated tokens, product": PolicyLossConfig(
         importance_sampling_level="product",
@@ -111,7 +132,11 @@ CONFIGS = {
 @pytest.mark.parametrize("name", IN_TRL)
 def test_losses_and_gradients_are_those_of_trl(name: str) -> None:
     config = IN_TRL[name]
-    completions = [Document(pair["prompt"], pair[side]) for pair in tiny.pairs() for side in ("chosen", "rejected")]
+    completions = [
+        Document(pair["prompt"], pair[side])
+        for pair in tiny.pairs()
+        for side in ("chosen", "rejected")
+    ]
     batch = packed([completions[:3], completions[3:]])
     batch = with_extras(
         batch,
@@ -125,7 +150,9 @@ def test_losses_and_gradients_are_those_of_trl(name: str) -> None:
         total, metrics = objective.loss(model, batch)
         return total, objective.num_items(batch), metrics
 
-    metrics = {key: float(total / count) for key, (total, count) in assert_as_trl(name, loss).items()}
+    metrics = {
+        key: float(total / count) for key, (total, count) in assert_as_trl(name, loss).items()
+    }
     theirs = trl()[0][name]
     assert metrics["entropy"] == pytest.approx(theirs["entropy"], rel=1e-5)
     if config.importance_sampling_level == "token":
@@ -139,7 +166,11 @@ def test_losses_and_gradients_are_those_of_trl(name: str) -> None:
 def test_losses_and_gradients_with_importance_weights_are_those_of_trl(name: str) -> None:
     mode = next(word for word in name.split() if "_" in word)
     config = replace(CORRECTED_IN_TRL[name], importance_sampling_mode=mode)
-    completions = [Document(pair["prompt"], pair[side]) for pair in tiny.pairs() for side in ("chosen", "rejected")]
+    completions = [
+        Document(pair["prompt"], pair[side])
+        for pair in tiny.pairs()
+        for side in ("chosen", "rejected")
+    ]
     batch = packed([completions[:3], completions[3:]])
     batch = with_extras(
         batch,
@@ -159,10 +190,14 @@ def test_losses_and_gradients_with_importance_weights_are_those_of_trl(name: str
     theirs = trl()[0][name]
     total, count = metrics[MEAN_DIFFERENCE]
     assert float(total / count) == pytest.approx(theirs[MEAN_DIFFERENCE], rel=1e-5)
-    assert float(metrics[LARGEST_DIFFERENCE][0]) == pytest.approx(theirs[LARGEST_DIFFERENCE], rel=1e-5)
+    assert float(metrics[LARGEST_DIFFERENCE][0]) == pytest.approx(
+        theirs[LARGEST_DIFFERENCE], rel=1e-5
+    )
     if mode.startswith("token"):  # TRL's mean over sequences is not weighted by their tokens
         total, count = metrics["importance_sampling_ratio"]
-        assert float(total / count) == pytest.approx(theirs["importance_sampling_ratio/mean"], rel=1e-5)
+        assert float(total / count) == pytest.approx(
+            theirs["importance_sampling_ratio/mean"], rel=1e-5
+        )
 
 
 @pytest.mark.parametrize("name", ["group none", "group bessel", "leave-one-out none"])
@@ -170,9 +205,13 @@ def test_advantages_are_those_of_trl_with_a_reward_missing(name: str) -> None:
     case = trl()[0][f"advantages {name}"]
     baseline, scale = name.split()
     scale = {"bessel": "group"}.get(scale, scale)
-    rewards = torch.tensor([math.nan if reward is None else reward for reward in case["rewards"]]).view(2, 4)
+    rewards = torch.tensor(
+        [math.nan if reward is None else reward for reward in case["rewards"]]
+    ).view(2, 4)
     ours = compute_advantages(rewards, PolicyLossConfig(baseline=baseline, scale_rewards=scale))  # type: ignore[arg-type]
-    torch.testing.assert_close(ours.flatten(), torch.tensor(case["advantages"]), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        ours.flatten(), torch.tensor(case["advantages"]), rtol=1e-6, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("baseline", ["group", "leave-one-out"])
@@ -181,45 +220,65 @@ def test_advantages_are_those_of_a_loop_over_completions(baseline: Any, scale: A
     generator, _ = drawn()
     rewards = torch.randn(6, 5, dtype=torch.float64, generator=generator)
     rewards[torch.rand(6, 5, generator=generator) < 0.3] = math.nan
-    ours = compute_advantages(rewards, PolicyLossConfig(baseline=baseline, scale_rewards=scale)).tolist()
+    ours = compute_advantages(
+        rewards, PolicyLossConfig(baseline=baseline, scale_rewards=scale)
+    ).tolist()
     for group, row in zip(rewards.tolist(), ours, strict=True):
         known = [reward for reward in group if not math.isnan(reward)]
         for place, (reward, result) in enumerate(zip(group, row, strict=True)):
             if math.isnan(reward) or len(known) < 2:
                 assert result == 0
                 continue
-            others = [other for at, other in enumerate(group) if at != place and not math.isnan(other)]
+            others = [
+                other for at, other in enumerate(group) if at != place and not math.isnan(other)
+            ]
             base = known if baseline == "group" else others
             mean = sum(known) / len(known)
             squares = sum((other - mean) ** 2 for other in known)
             divisor = {"group-population": len(known), "group": len(known) - 1}.get(scale)
-            expected = (reward - sum(base) / len(base)) / (1 if divisor is None else math.sqrt(squares / divisor) + 1e-4)
+            expected = (reward - sum(base) / len(base)) / (
+                1 if divisor is None else math.sqrt(squares / divisor) + 1e-4
+            )
             assert result == pytest.approx(expected, rel=1e-9)
 
 
 def test_the_two_standard_deviations_differ_by_15_percent_at_four_completions() -> None:
     rewards = torch.tensor([[0.0, 1.0, 1.0, 3.0]])
     wide, narrow = (
-        compute_advantages(rewards, PolicyLossConfig(scale_rewards=scale)) for scale in ("group-population", "group")
+        compute_advantages(rewards, PolicyLossConfig(scale_rewards=scale))
+        for scale in ("group-population", "group")
     )
-    torch.testing.assert_close(wide / narrow, torch.full((1, 4), math.sqrt(4 / 3)), rtol=1e-3, atol=0)
+    torch.testing.assert_close(
+        wide / narrow, torch.full((1, 4), math.sqrt(4 / 3)), rtol=1e-3, atol=0
+    )
 
 
 def test_a_group_of_equal_rewards_has_no_advantages() -> None:
-    rewards = torch.tensor([[1.0, 1.0, 1.0], [0.0, 1.0, math.nan], [math.nan, 2.0, math.nan], [math.nan] * 3])
+    rewards = torch.tensor(
+        [[1.0, 1.0, 1.0], [0.0, 1.0, math.nan], [math.nan, 2.0, math.nan], [math.nan] * 3]
+    )
     assert has_nonzero_std(rewards).tolist() == [False, True, False, False]
     assert compute_advantages(rewards, PolicyLossConfig())[[0, 2, 3]].abs().max() == 0
 
 
 def test_the_kl_penalty_is_subtracted_from_rewards_with_k1_only() -> None:
-    rewards, old, reference = torch.tensor([1.0, 2.0]), torch.tensor([-3.0, -5.0]), torch.tensor([-4.0, -2.0])
-    assert subtract_kl_penalty(rewards, old, reference, LOSS_TYPE_PRESETS["rloo"]).tolist() == pytest.approx([0.95, 2.15])
+    rewards, old, reference = (
+        torch.tensor([1.0, 2.0]),
+        torch.tensor([-3.0, -5.0]),
+        torch.tensor([-4.0, -2.0]),
+    )
+    assert subtract_kl_penalty(
+        rewards, old, reference, LOSS_TYPE_PRESETS["rloo"]
+    ).tolist() == pytest.approx([0.95, 2.15])
     assert subtract_kl_penalty(rewards, old, reference, LOSS_TYPE_PRESETS["grpo"]) is rewards
 
 
 def importance_weight(config: PolicyLossConfig, logs: Sequence[float]) -> float:
     ratio = math.exp(sum(logs))
-    low, high = config.importance_sampling_clip_min or 0.0, config.importance_sampling_clip_max or math.inf
+    low, high = (
+        config.importance_sampling_clip_min or 0.0,
+        config.importance_sampling_clip_max or math.inf,
+    )
     if config.importance_sampling_mode == "none":
         return 1.0
     if config.importance_sampling_mode.endswith("mask"):
@@ -228,7 +287,10 @@ def importance_weight(config: PolicyLossConfig, logs: Sequence[float]) -> float:
 
 
 def plain_sum(
-    config: PolicyLossConfig, model: LanguageModel, documents: Sequence[Document], extras: Sequence[dict[str, Any]]
+    config: PolicyLossConfig,
+    model: LanguageModel,
+    documents: Sequence[Document],
+    extras: Sequence[dict[str, Any]],
 ) -> tuple[Tensor, float]:
     """(sum, weight) as the papers write it: completions one at a time, tokens one at a time."""
     total, weight = torch.zeros((), dtype=torch.float64), 0.0
@@ -237,27 +299,51 @@ def plain_sum(
             continue
         logprobs = plain(model, one, config.temperature)
         size, advantage = len(logprobs), extra["advantages"]
-        apart = [float(now.detach() - before) for now, before in zip(logprobs, extra["old_logprobs"], strict=True)]
+        apart = [
+            float(now.detach() - before)
+            for now, before in zip(logprobs, extra["old_logprobs"], strict=True)
+        ]
         corrects = config.importance_sampling_mode != "none"
         logs = [
-            now - (now.detach() if corrects else before) for now, before in zip(logprobs, extra["old_logprobs"], strict=True)
+            now - (now.detach() if corrects else before)
+            for now, before in zip(logprobs, extra["old_logprobs"], strict=True)
         ]
-        weights = [importance_weight(config, [log] if "token" in config.importance_sampling_mode else apart) for log in apart]
+        weights = [
+            importance_weight(
+                config, [log] if "token" in config.importance_sampling_mode else apart
+            )
+            for log in apart
+        ]
         threshold = config.off_policy_mask_threshold
         if threshold is not None and advantage < 0 and -sum(apart) / size > threshold:
             weights = [0.0] * size
         if config.importance_sampling_level != "token":
-            logs = [sum(logs) / (size if config.importance_sampling_level == "sequence" else 1)] * size  # type: ignore[list-item]
+            logs = [
+                sum(logs) / (size if config.importance_sampling_level == "sequence" else 1)
+            ] * size  # type: ignore[list-item]
         losses = []
-        for log, weight_of_loss, logprob, reference in zip(logs, weights, logprobs, extra["reference_logprobs"], strict=True):
+        for log, weight_of_loss, logprob, reference in zip(
+            logs, weights, logprobs, extra["reference_logprobs"], strict=True
+        ):
             ratio = log.exp()
             clipped = min(max(float(ratio), 1 - config.epsilon), 1 + config.epsilon_high)
-            loss = -ratio * advantage if float(ratio) * advantage <= clipped * advantage else torch.tensor(-clipped * advantage)
+            loss = (
+                -ratio * advantage
+                if float(ratio) * advantage <= clipped * advantage
+                else torch.tensor(-clipped * advantage)
+            )
             further = reference - logprob
-            divergence = {"k2": further**2 / 2, "k3": further.exp() - 1 - further}.get(config.kl_estimator, torch.zeros(()))
-            losses.append(loss * weight_of_loss + config.beta * divergence * (ratio if config.use_bias_correction_kl else 1))
+            divergence = {"k2": further**2 / 2, "k3": further.exp() - 1 - further}.get(
+                config.kl_estimator, torch.zeros(())
+            )
+            losses.append(
+                loss * weight_of_loss
+                + config.beta * divergence * (ratio if config.use_bias_correction_kl else 1)
+            )
         total = total + sum(losses) / (size if config.loss_aggregation == "sequence" else 1)  # type: ignore[operator]
-        weight += {"sequence": 1, "token": size, "constant": config.max_completion_length}[config.loss_aggregation]
+        weight += {"sequence": 1, "token": size, "constant": config.max_completion_length}[
+            config.loss_aggregation
+        ]
     return total, weight
 
 
@@ -266,16 +352,25 @@ def completions_of(generator: torch.Generator, counts: Sequence[int]) -> list[li
 
 
 def with_policy_extras(
-    batch: Batch, rows: Sequence[Sequence[Document]], model: LanguageModel, config: PolicyLossConfig, seed: int
+    batch: Batch,
+    rows: Sequence[Sequence[Document]],
+    model: LanguageModel,
+    config: PolicyLossConfig,
+    seed: int,
 ) -> Batch:
-    """Add advantages of both signs, log-probabilities of an older policy and of a reference, and truncated completions.
+    """Add advantages of both signs, log-probabilities of an older policy and of a reference, and
+    truncated completions.
 
-    The older policy gives the first completion the same log-probabilities: if all were clipped, there would be no gradient.
+    The older policy gives the first completion the same log-probabilities: if all were clipped,
+    there would be no gradient.
     """
     count = len(rows) * max(map(len, rows))
     first = torch.zeros_like(batch.document_ids, dtype=torch.bool)
     first[0] = batch.document_ids[0] == 0
-    now, older = (logprobs_under(each, batch, config.temperature) for each in (model, moved(model, 0.01, seed)))
+    now, older = (
+        logprobs_under(each, batch, config.temperature)
+        for each in (model, moved(model, 0.01, seed))
+    )
     values = torch.randn(len(rows), count, generator=torch.Generator().manual_seed(seed))
     return with_extras(
         batch,
@@ -287,13 +382,17 @@ def with_policy_extras(
 
 
 def by_document(batch: Batch, rows: Sequence[Sequence[Document]]) -> list[dict[str, Any]]:
-    """The extras of each completion: the values of its scored tokens, or the one value that all of it has."""
+    """The extras of each completion: the values of its scored tokens, or the one value that all of
+    it has.
+    """
     results = []
     for row, of in enumerate(rows):
         for number in range(len(of)):
             here = (batch.document_ids[row] == number) & (batch.labels[row] != -100)
             values = {name: batch.extra(name)[row, here].double() for name in EXTRAS}
-            results.append(values | {name: float(values[name][0]) for name in ("advantages", "truncated")})
+            results.append(
+                values | {name: float(values[name][0]) for name in ("advantages", "truncated")}
+            )
     return results
 
 
@@ -307,8 +406,11 @@ def test_losses_and_gradients_are_those_of_an_oracle_that_goes_token_by_token(na
     loss = total / objective.num_items(batch)
     ours = loss.detach(), gradient(loss, model)
     wide = model.double()
-    expected, weight = plain_sum(config, wide, [one for row in rows for one in row], by_document(batch, rows))
-    # A ratio at the very bound may be clipped in one precision and not in the other; fresh seeds have not met one.
+    expected, weight = plain_sum(
+        config, wide, [one for row in rows for one in row], by_document(batch, rows)
+    )
+    # A ratio at the very bound may be clipped in one precision and not in the other; fresh seeds
+    # have not met one.
     assert_same(ours, (expected.detach() / weight, gradient(expected / weight, wide)))
     assert objective.num_items(batch).item() == weight
 
@@ -318,20 +420,31 @@ def test_the_gradient_is_the_same_for_any_split_of_the_batch_and_any_packing(nam
     generator, model = drawn()
     model.double()
     config, rows = CONFIGS[name], completions_of(generator, (1, 3, 2, 1))
-    batch, objective = with_policy_extras(packed(rows), rows, model, config, generator.initial_seed()), PolicyObjective(config)
+    batch, objective = (
+        with_policy_extras(packed(rows), rows, model, config, generator.initial_seed()),
+        PolicyObjective(config),
+    )
     whole, _ = objective.loss(model, batch)
     reference = whole.detach(), gradient(whole, model)
     parts = [batch[rows_] for rows_ in (slice(0, 1), slice(1, 4))]
     sums = [objective.loss(model, part)[0] for part in parts]
     assert sum(objective.num_items(part) for part in parts) == objective.num_items(batch)
-    split = torch.stack(sums).sum().detach(), torch.stack([gradient(total, model) for total in sums]).sum(0)
+    split = (
+        torch.stack(sums).sum().detach(),
+        torch.stack([gradient(total, model) for total in sums]).sum(0),
+    )
     assert_same(split, reference, tolerance=1e-11)
     apart = packed([[one] for row in rows for one in row])
     extras = by_document(batch, rows)
-    spread = {each: torch.zeros(apart.batch_size, apart.sequence_length, dtype=torch.float64) for each in EXTRAS}
+    spread = {
+        each: torch.zeros(apart.batch_size, apart.sequence_length, dtype=torch.float64)
+        for each in EXTRAS
+    }
     for row, extra in enumerate(extras):
         for each in EXTRAS:
-            spread[each][row, apart.labels[row] != -100] = torch.as_tensor(extra[each], dtype=torch.float64)
+            spread[each][row, apart.labels[row] != -100] = torch.as_tensor(
+                extra[each], dtype=torch.float64
+            )
     unpacked, _ = objective.loss(model, with_extras(apart, **spread))
     assert_same((unpacked.detach(), gradient(unpacked, model)), reference, tolerance=1e-11)
 
@@ -346,7 +459,10 @@ def test_a_batch_without_completions_has_zero_loss_and_zero_gradients(name: str)
     assert total.item() == 0.0
     assert PolicyObjective(CONFIGS[name]).num_items(batch).item() == 0.0
     assert all(part.item() == 0.0 for pair in metrics.values() for part in pair)
-    assert torch.equal(gradient(total, model), torch.zeros(sum(each.numel() for each in model.parameters())).double())
+    assert torch.equal(
+        gradient(total, model),
+        torch.zeros(sum(each.numel() for each in model.parameters())).double(),
+    )
 
 
 def test_a_masked_truncated_completion_is_neither_in_the_loss_nor_counted() -> None:
@@ -359,13 +475,17 @@ def test_a_masked_truncated_completion_is_neither_in_the_loss_nor_counted() -> N
     shorter.labels[shorter.document_ids == 1] = -100
     ours, reference = (PolicyObjective(config).loss(model, each)[0] for each in (cut, shorter))
     assert ours.item() == reference.item()
-    assert PolicyObjective(config).num_items(cut).item() == sum(len(rows[0][place].completion) for place in (0, 2, 3))
+    assert PolicyObjective(config).num_items(cut).item() == sum(
+        len(rows[0][place].completion) for place in (0, 2, 3)
+    )
 
 
 def test_under_the_sampling_policy_every_ratio_is_one_and_nothing_is_clipped() -> None:
     generator, model = drawn()
     rows = completions_of(generator, (2, 1))
-    batch = with_policy_extras(packed(rows), rows, model, PolicyLossConfig(), generator.initial_seed())
+    batch = with_policy_extras(
+        packed(rows), rows, model, PolicyLossConfig(), generator.initial_seed()
+    )
     batch = with_extras(batch, old_logprobs=logprobs_under(model, batch))
     _, metrics = PolicyObjective(PolicyLossConfig()).loss(model, batch)
     assert float(metrics["ratio"][0] / metrics["ratio"][1]) == pytest.approx(1.0, abs=1e-6)
@@ -373,4 +493,6 @@ def test_under_the_sampling_policy_every_ratio_is_one_and_nothing_is_clipped() -
 
 
 def test_the_loss_types_that_keep_near_a_reference_are_those_that_options_know() -> None:
-    assert {name for name, preset in LOSS_TYPE_PRESETS.items() if preset.kl_estimator != "none"} == {*WITH_KL}
+    assert {
+        name for name, preset in LOSS_TYPE_PRESETS.items() if preset.kl_estimator != "none"
+    } == {*WITH_KL}

@@ -1,4 +1,6 @@
-"""Preference objectives against an fp64 oracle that goes token by token, and against recorded results of TRL's trainers."""
+"""Preference objectives against an fp64 oracle that goes token by token, and against recorded
+results of TRL's trainers.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -52,7 +54,10 @@ DPO: dict[str, dict[str, Any]] = {
     "apo-down": {"loss_type": "apo-down"},
 }
 OBJECTIVES: dict[str, PreferenceObjective] = {
-    **{name: PreferenceObjective(partial(dpo, beta=0.1, **options), uses_reference=True) for name, options in DPO.items()},
+    **{
+        name: PreferenceObjective(partial(dpo, beta=0.1, **options), uses_reference=True)
+        for name, options in DPO.items()
+    },
     "orpo": PreferenceObjective(partial(orpo, beta=0.1), uses_reference=False),
     "simpo": PreferenceObjective(partial(simpo, beta=2.0, gamma=0.5), uses_reference=False),
 }
@@ -84,7 +89,10 @@ def row_each(pairs: Sequence[tuple[Document, Document]]) -> list[list[Document]]
 
 def recorded_pairs(**ranges: tuple[int, int]) -> list[tuple[Document, Document]]:
     made = tiny.pairs(**ranges)
-    return [tuple(Document(pair["prompt"], pair[side]) for side in ("chosen", "rejected")) for pair in made]  # type: ignore[misc]
+    return [
+        tuple(Document(pair["prompt"], pair[side]) for side in ("chosen", "rejected"))
+        for pair in made
+    ]  # type: ignore[misc]
 
 
 def with_mismatched(completions: Sequence[Document]) -> list[Document]:
@@ -103,21 +111,32 @@ def test_losses_and_gradients_of_pairs_are_those_of_trl(name: str) -> None:
     pairs = recorded_pairs(prompt=(1, 1), chosen=(8, 8)) if name == "orpo" else recorded_pairs()
     batch = with_reference(packed(one_row(pairs)), tiny_model(0.02, 1))
     if name == "dpo smoothed":
-        # TRL smooths labels in its CPO trainer only, which has no reference: log-probabilities of 0 take its place.
-        batch = with_extras(batch, reference_logprobs=torch.zeros(batch.batch_size, batch.sequence_length))
+        # TRL smooths labels in its CPO trainer only, which has no reference: log-probabilities of 0
+        # take its place.
+        batch = with_extras(
+            batch, reference_logprobs=torch.zeros(batch.batch_size, batch.sequence_length)
+        )
     assert_as_trl(IN_TRL[name], lambda model: _loss_and_num_items(OBJECTIVES[name], model, batch))
 
 
-def _loss_and_num_items(objective: Any, model: LanguageModel, batch: Batch) -> tuple[Tensor, Tensor, Metrics]:
+def _loss_and_num_items(
+    objective: Any, model: LanguageModel, batch: Batch
+) -> tuple[Tensor, Tensor, Metrics]:
     total, metrics = objective.loss(model, batch)
     return total, objective.num_items(batch), metrics
 
 
 @pytest.mark.parametrize(
-    ("name", "coefficient", "margins"), [("reward", 0.0, [0.0] * 4), ("reward centred", 0.01, tiny.MARGINS)]
+    ("name", "coefficient", "margins"),
+    [("reward", 0.0, [0.0] * 4), ("reward centred", 0.01, tiny.MARGINS)],
 )
-def test_losses_and_gradients_of_reward_models_are_those_of_trl(name: str, coefficient: float, margins: list[float]) -> None:
-    batch = with_extras(packed(one_row(recorded_pairs())), margins=[[margin for each in margins for margin in (each, 0.0)]])
+def test_losses_and_gradients_of_reward_models_are_those_of_trl(
+    name: str, coefficient: float, margins: list[float]
+) -> None:
+    batch = with_extras(
+        packed(one_row(recorded_pairs())),
+        margins=[[margin for each in margins for margin in (each, 0.0)]],
+    )
     objective = RewardModelObjective(center_rewards_coefficient=coefficient)
     assert_as_trl(name, lambda model: _loss_and_num_items(objective, model, batch), reward=True)
 
@@ -131,8 +150,11 @@ def test_loss_and_gradients_of_kto_are_those_of_trl() -> None:
     documents = with_mismatched([chosen for chosen, _ in recorded_pairs()])
     batch = with_reference(packed([documents]), tiny_model(0.02, 1))
     batch = with_extras(batch, kto_labels=[[1, 1, 0, 0, 1, 1, 0, 0]])
-    metrics = assert_as_trl("kto", lambda model: _loss_and_num_items(KTOObjective(**KTO_WEIGHTS), model, batch))
-    # TRL's own estimate of the KL divergence, from its log. It is above zero; otherwise the loss would not depend on it.
+    metrics = assert_as_trl(
+        "kto", lambda model: _loss_and_num_items(KTOObjective(**KTO_WEIGHTS), model, batch)
+    )
+    # TRL's own estimate of the KL divergence, from its log. It is above zero; otherwise the loss
+    # would not depend on it.
     assert float(metrics["kl"][0] / metrics["kl"][1]) == pytest.approx(1.0061497688293457, rel=1e-5)
 
 
@@ -140,9 +162,19 @@ def sigma(x: Tensor) -> Tensor:
     return 1 / (1 + (-x).exp())
 
 
-def plain_loss(name: str, chosen: list[Tensor], rejected: list[Tensor], before: tuple[list[Tensor], list[Tensor]]) -> Tensor:
-    """The loss of one pair from log p of each token under the policy and under the reference, as the papers write it."""
-    (c, r), (mean_c, mean_r) = (sum(chosen), sum(rejected)), (sum(chosen) / len(chosen), sum(rejected) / len(rejected))
+def plain_loss(
+    name: str,
+    chosen: list[Tensor],
+    rejected: list[Tensor],
+    before: tuple[list[Tensor], list[Tensor]],
+) -> Tensor:
+    """The loss of one pair from log p of each token under the policy and under the reference, as
+    the papers write it.
+    """
+    (c, r), (mean_c, mean_r) = (
+        (sum(chosen), sum(rejected)),
+        (sum(chosen) / len(chosen), sum(rejected) / len(rejected)),
+    )
     if name == "orpo":
         odds = [mean.exp() / (1 - mean.exp()) for mean in (mean_c, mean_r)]
         return -mean_c - 0.1 * sigma((odds[0] / odds[1]).log()).log()
@@ -173,7 +205,9 @@ def plain_loss(name: str, chosen: list[Tensor], rejected: list[Tensor], before: 
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_losses_and_gradients_of_pairs_are_those_of_an_oracle_that_goes_token_by_token(name: str) -> None:
+def test_losses_and_gradients_of_pairs_are_those_of_an_oracle_that_goes_token_by_token(
+    name: str,
+) -> None:
     generator, model = drawn()
     pairs = drawn_pairs(generator, 4)
     reference = moved(model, 0.02, generator.initial_seed())
@@ -182,7 +216,11 @@ def test_losses_and_gradients_of_pairs_are_those_of_an_oracle_that_goes_token_by
     ours = total, gradient(total, model)
     wide, wide_reference = model.double(), reference.double()
     expected = sum(
-        plain_loss(name, *(plain(wide, side) for side in pair), tuple(plain(wide_reference, side) for side in pair))  # type: ignore[arg-type]
+        plain_loss(
+            name,
+            *(plain(wide, side) for side in pair),
+            tuple(plain(wide_reference, side) for side in pair),
+        )  # type: ignore[arg-type]
         for pair in pairs
     )
     assert isinstance(expected, Tensor)
@@ -191,21 +229,27 @@ def test_losses_and_gradients_of_pairs_are_those_of_an_oracle_that_goes_token_by
     assert torch.equal(metrics["loss"][0], ours[0].detach())
 
 
-def test_loss_and_gradient_of_kto_are_those_of_an_oracle_with_a_kl_estimate_for_each_sequence() -> None:
+def test_loss_and_gradient_of_kto_are_those_of_an_oracle_with_a_kl_estimate_for_each_sequence() -> (
+    None
+):
     generator, model = drawn()
     ones = [chosen for chosen, _ in drawn_pairs(generator, 6)]
     labels = [[1, 0, 1], [0, 1, 0]]
     rows = [ones[:3], ones[3:]]
     reference = moved(model, 0.05, generator.initial_seed())
     batch = with_reference(packed([with_mismatched(row) for row in rows]), reference)
-    batch = with_extras(batch, kto_labels=[[label for label in row for _ in range(2)] for row in labels])
+    batch = with_extras(
+        batch, kto_labels=[[label for label in row for _ in range(2)] for row in labels]
+    )
     objective = KTOObjective(**KTO_WEIGHTS)
     total, _ = objective.loss(model, batch)
     ours = total, gradient(total, model)
     wide, wide_reference = model.double(), reference.double()
     expected = torch.zeros((), dtype=torch.float64)
     for row, of_row in zip(rows, labels, strict=True):
-        ratios = [sum(plain(wide, one)) - sum(plain(wide_reference, one)) for one in with_mismatched(row)]  # type: ignore[arg-type]
+        ratios = [
+            sum(plain(wide, one)) - sum(plain(wide_reference, one)) for one in with_mismatched(row)
+        ]  # type: ignore[arg-type]
         z = max(0.0, sum(float(ratio) for ratio in ratios[1::2]) / 3)
         for ratio, label in zip(ratios[::2], of_row, strict=True):
             gain = 0.1 * (ratio - z)
@@ -219,12 +263,19 @@ def reward_model(seed: int) -> LanguageModel:
     return init_weights(build_model(ModelConfig(**shape, initializer_range=0.2, reward=True)), seed)
 
 
-@pytest.mark.parametrize(("coefficient", "margins"), [(0.0, [0.0] * 4), (0.01, [0.1, 0.2, 0.3, 0.4])])
-def test_a_reward_model_learns_the_difference_of_rewards_at_last_tokens(coefficient: float, margins: list[float]) -> None:
+@pytest.mark.parametrize(
+    ("coefficient", "margins"), [(0.0, [0.0] * 4), (0.01, [0.1, 0.2, 0.3, 0.4])]
+)
+def test_a_reward_model_learns_the_difference_of_rewards_at_last_tokens(
+    coefficient: float, margins: list[float]
+) -> None:
     generator, _ = drawn()
     model, pairs = reward_model(generator.initial_seed()), drawn_pairs(generator, 4)
     by_document = [margin for each in margins for margin in (each, 0.0)]
-    batch = with_extras(packed([one_row(pairs[:3])[0], one_row(pairs[3:])[0]]), margins=[by_document[:6], by_document[6:]])
+    batch = with_extras(
+        packed([one_row(pairs[:3])[0], one_row(pairs[3:])[0]]),
+        margins=[by_document[:6], by_document[6:]],
+    )
     objective = RewardModelObjective(center_rewards_coefficient=coefficient)
     total, metrics = objective.loss(model, batch)
     ours = total, gradient(total, model)
@@ -232,13 +283,19 @@ def test_a_reward_model_learns_the_difference_of_rewards_at_last_tokens(coeffici
 
     def reward(one: Document) -> Tensor:
         ids = torch.tensor([one.prompt + one.completion])
-        hidden = wide(ids, torch.arange(ids.shape[1])[None], torch.zeros_like(ids, dtype=torch.int32))
+        hidden = wide(
+            ids, torch.arange(ids.shape[1])[None], torch.zeros_like(ids, dtype=torch.int32)
+        )
         return wide.lm_head(hidden)[0, -1, 0]
 
     rewards = [(reward(chosen), reward(rejected)) for chosen, rejected in pairs]
     expected = torch.zeros((), dtype=torch.float64)
     for margin, (chosen, rejected) in zip(margins, rewards, strict=True):
-        expected = expected - sigma(chosen - rejected - margin).log() + coefficient * (chosen + rejected) ** 2
+        expected = (
+            expected
+            - sigma(chosen - rejected - margin).log()
+            + coefficient * (chosen + rejected) ** 2
+        )
     assert_same(ours, (expected.detach(), gradient(expected, wide)))
     right = sum(float(chosen) > float(rejected) for chosen, rejected in rewards)
     assert [part.item() for part in metrics["rewards/accuracy"]] == [right, 4]
@@ -247,11 +304,15 @@ def test_a_reward_model_learns_the_difference_of_rewards_at_last_tokens(coeffici
 EVERY: dict[str, Any] = {**OBJECTIVES, "kto": KTOObjective(**KTO_WEIGHTS)}
 
 
-def full_batch(generator: torch.Generator, model: LanguageModel, arrange: Callable[..., Rows] = one_row) -> Batch:
+def full_batch(
+    generator: torch.Generator, model: LanguageModel, arrange: Callable[..., Rows] = one_row
+) -> Batch:
     """Five sequences of one to three pairs with the extras of all objectives."""
     rows = [arrange(drawn_pairs(generator, count))[0] for count in (1, 3, 2, 1, 2)]
     batch = with_reference(packed(rows), moved(model, 0.02, generator.initial_seed()))
-    return with_extras(batch, kto_labels=[[number // 2 % 2 for number in range(len(row))] for row in rows])
+    return with_extras(
+        batch, kto_labels=[[number // 2 % 2 for number in range(len(row))] for row in rows]
+    )
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -265,7 +326,11 @@ def test_the_gradient_is_the_same_for_any_split_of_the_batch(name: str) -> None:
     sums = [objective.loss(model, part)[0] for part in parts]
     assert sum(objective.num_items(part) for part in parts) == objective.num_items(batch)
     together = torch.stack([gradient(total, model) for total in sums]).sum(0)
-    assert_same((torch.stack(sums).sum().detach(), together), (whole.detach(), gradient(whole, model)), tolerance=1e-12)
+    assert_same(
+        (torch.stack(sums).sum().detach(), together),
+        (whole.detach(), gradient(whole, model)),
+        tolerance=1e-12,
+    )
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -289,7 +354,10 @@ def test_a_batch_without_labels_has_zero_loss_and_zero_gradients(name: str) -> N
     assert total.item() == 0.0
     assert EVERY[name].num_items(batch).item() == 0.0
     assert all(part.item() == 0.0 for pair in metrics.values() for part in pair)
-    assert torch.equal(gradient(total, model), torch.zeros(sum(each.numel() for each in model.parameters())).double())
+    assert torch.equal(
+        gradient(total, model),
+        torch.zeros(sum(each.numel() for each in model.parameters())).double(),
+    )
 
 
 def test_a_side_without_labels_makes_no_pair() -> None:
@@ -303,7 +371,9 @@ def test_a_side_without_labels_makes_no_pair() -> None:
 
 
 @pytest.mark.parametrize("name", ["dpo", "dpo smoothed"])
-def test_with_the_policy_as_reference_the_loss_is_ln_2_and_no_pair_counts_as_correct(name: str) -> None:
+def test_with_the_policy_as_reference_the_loss_is_ln_2_and_no_pair_counts_as_correct(
+    name: str,
+) -> None:
     generator, model = drawn()
     batch = with_reference(packed(one_row(drawn_pairs(generator, 3))), model)
     total, metrics = OBJECTIVES[name].loss(model, batch)
@@ -319,7 +389,9 @@ def test_a_reference_in_another_dtype_is_warned_of() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         batch = with_reference(batch, model)
     _, metrics = OBJECTIVES["dpo"].loss(model, batch)
-    warning = reference_mismatch_warning({name: float(sum_ / count) for name, (sum_, count) in metrics.items()})
+    warning = reference_mismatch_warning(
+        {name: float(sum_ / count) for name, (sum_, count) in metrics.items()}
+    )
     assert warning is not None
     assert "nats per token" in warning
 
@@ -330,7 +402,10 @@ def test_metrics_are_of_the_pairs() -> None:
     _, metrics = OBJECTIVES["dpo"].loss(model, with_reference(packed(one_row(pairs)), reference))
     policy = [[float(sum(plain(model, side))) for side in pair] for pair in pairs]
     before = [[float(sum(plain(reference, side))) for side in pair] for pair in pairs]
-    rewards = [[0.1 * (ours - theirs) for ours, theirs in zip(*each, strict=True)] for each in zip(policy, before, strict=True)]
+    rewards = [
+        [0.1 * (ours - theirs) for ours, theirs in zip(*each, strict=True)]
+        for each in zip(policy, before, strict=True)
+    ]
     expected = {
         "rewards/chosen": sum(chosen for chosen, _ in rewards),
         "rewards/rejected": sum(rejected for _, rejected in rewards),

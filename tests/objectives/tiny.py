@@ -1,4 +1,5 @@
-"""A Llama of some 90,000 parameters and a few pairs, made of a seed: the same here and where TRL's figures were recorded.
+"""A Llama of some 90,000 parameters and a few pairs, made of a seed: the same here and where TRL's
+figures were recorded.
 
 numpy only, of its frozen legacy generator, so that neither needs the other's libraries.
 """
@@ -35,7 +36,9 @@ DIVERGENCES = {
 
 
 def weights(moved: float = 0.0, seed: int = 0) -> dict[str, np.ndarray]:
-    """fp32 tensors by Hugging Face name; with `moved`, another model near the first, as a reference or an older policy is."""
+    """fp32 tensors by Hugging Face name; with `moved`, another model near the first, as a reference
+    or an older policy is.
+    """
     width, inner = SHAPE["hidden_size"], SHAPE["intermediate_size"]
     kept = width * SHAPE["num_key_value_heads"] // SHAPE["num_attention_heads"]
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (SHAPE["vocab_size"], width)}
@@ -45,12 +48,16 @@ def weights(moved: float = 0.0, seed: int = 0) -> dict[str, np.ndarray]:
         shapes |= {f"{name}self_attn.{kind}_proj.weight": (kept, width) for kind in "kv"}
         shapes |= {f"{name}mlp.{kind}_proj.weight": (inner, width) for kind in ("gate", "up")}
         shapes |= {f"{name}mlp.down_proj.weight": (width, inner)}
-        shapes |= {f"{name}{kind}_layernorm.weight": (width,) for kind in ("input", "post_attention")}
+        shapes |= {
+            f"{name}{kind}_layernorm.weight": (width,) for kind in ("input", "post_attention")
+        }
     shapes |= {"model.norm.weight": (width,), "lm_head.weight": (SHAPE["vocab_size"], width)}
     first, further = np.random.RandomState(1), np.random.RandomState(1000 + seed)
     made = {}
     for name, shape in shapes.items():
-        made[name] = (DEVIATION * first.standard_normal(shape) + ("norm" in name)).astype(np.float32)
+        made[name] = (DEVIATION * first.standard_normal(shape) + ("norm" in name)).astype(
+            np.float32
+        )
         made[name] += (moved * further.standard_normal(shape)).astype(np.float32)
     return made
 
@@ -58,14 +65,23 @@ def weights(moved: float = 0.0, seed: int = 0) -> dict[str, np.ndarray]:
 def recorded(gradient: np.ndarray) -> np.ndarray:
     """What is kept of a tensor's gradient: its norm and some of its entries."""
     flat = gradient.reshape(-1)
-    return np.concatenate([[np.linalg.norm(flat.astype(np.float64))], flat[:: max(1, flat.size // ENTRIES)]]).astype(np.float32)
+    return np.concatenate(
+        [[np.linalg.norm(flat.astype(np.float64))], flat[:: max(1, flat.size // ENTRIES)]]
+    ).astype(np.float32)
 
 
-def pairs(count: int = 4, *, prompt: tuple[int, int] = (2, 7), chosen: tuple[int, int] = (3, 12)) -> list[dict[str, list[int]]]:
+def pairs(
+    count: int = 4, *, prompt: tuple[int, int] = (2, 7), chosen: tuple[int, int] = (3, 12)
+) -> list[dict[str, list[int]]]:
     """Prompts with two completions each: ids 3 … 127, lengths drawn from the ranges."""
     random = np.random.RandomState(7)
 
     def ids(shortest: int, longest: int) -> list[int]:
-        return [int(token) for token in random.randint(3, 128, random.randint(shortest, longest + 1))]
+        return [
+            int(token) for token in random.randint(3, 128, random.randint(shortest, longest + 1))
+        ]
 
-    return [{"prompt": ids(*prompt), "chosen": ids(*chosen), "rejected": ids(3, 12)} for _ in range(count)]
+    return [
+        {"prompt": ids(*prompt), "chosen": ids(*chosen), "rejected": ids(3, 12)}
+        for _ in range(count)
+    ]

@@ -1,4 +1,6 @@
-"""What blocks save for their backward pass goes to the host and comes back in time, with the values that it had."""
+"""What blocks save for their backward pass goes to the host and comes back in time, with the values
+that it had.
+"""
 
 import weakref
 from dataclasses import replace
@@ -27,8 +29,10 @@ CPU = torch.device("cpu")
 
 
 class LateCopyStream(HostCopyStream):
-    """A device whose copies are made only when they are waited for. Until then the targets are NaN, and they stay so where the
-    source was freed before."""
+    """A device whose copies are made only when they are waited for.
+
+    Until then the targets are NaN, and they stay so where the source was freed before.
+    """
 
     def __init__(self) -> None:
         self._queue: list[list[tuple[weakref.ref[Tensor], Tensor]]] = []
@@ -41,7 +45,13 @@ class LateCopyStream(HostCopyStream):
 
     def wait(self, copied: int) -> None:
         for pairs in self._queue[:copied]:
-            super().copy([(source, target) for reference, target in pairs if (source := reference()) is not None])
+            super().copy(
+                [
+                    (source, target)
+                    for reference, target in pairs
+                    if (source := reference()) is not None
+                ]
+            )
             pairs.clear()
 
 
@@ -60,17 +70,29 @@ class CountingStream(HostCopyStream):
 
     def copy(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
         for pair in pairs:
-            self._on_device += [weakref.ref(each) for each in pair if each.data_ptr() not in self._on_host]
+            self._on_device += [
+                weakref.ref(each) for each in pair if each.data_ptr() not in self._on_host
+            ]
         self.most_bytes = max(self.most_bytes, self.live_bytes())
         super().copy(pairs)
 
     def live_bytes(self) -> int:
-        tensors = {id(each): each.nbytes for each in (reference() for reference in self._on_device) if each is not None}
+        tensors = {
+            id(each): each.nbytes
+            for each in (reference() for reference in self._on_device)
+            if each is not None
+        }
         return sum(tensors.values())
 
 
 def small_model(
-    kind: str, dtype: torch.dtype, checkpointing: Any, *, offload: bool, compiled: bool = False, **changes: Any
+    kind: str,
+    dtype: torch.dtype,
+    checkpointing: Any,
+    *,
+    offload: bool,
+    compiled: bool = False,
+    **changes: Any,
 ) -> ParallelModel:
     model = build_model(replace(SHAPES[kind.split()[0]], **changes), "meta")
     if "adapters" in kind:
@@ -80,7 +102,9 @@ def small_model(
         NextTokenObjective().loss,
         dist_ctx=DistributedContext(RankInfo(), CPU, None),
         dtype=dtype,
-        options=ParallelOptions(engine="single", activation_checkpointing=checkpointing, activation_offload=offload),
+        options=ParallelOptions(
+            engine="single", activation_checkpointing=checkpointing, activation_offload=offload
+        ),
         compile_model=compiled,
         init_weights=lambda model: init_weights(model, 0),
     )
@@ -89,7 +113,9 @@ def small_model(
 def gradients(model: ParallelModel) -> dict[str, Tensor]:
     batch = ParityData(sequences=4).batch(0, model.model.config.vocab_size)
     model.forward_backward([batch[:2], batch[2:]], torch.tensor(9.0), lambda phase: None)
-    return {name: each.grad for name, each in model.model.named_parameters() if each.grad is not None}
+    return {
+        name: each.grad for name, each in model.model.named_parameters() if each.grad is not None
+    }
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective-blocks"])
@@ -137,9 +163,22 @@ def test_the_bytes_on_the_host_are_those_that_a_plan_says() -> None:
         model = small_model("llama", torch.float32, checkpointing, offload=True)
         gradients(model)
         batch = ParityData(sequences=4).batch(0, 8)
-        options = ParallelOptions(engine="single", activation_checkpointing=checkpointing, activation_offload=True)
+        options = ParallelOptions(
+            engine="single", activation_checkpointing=checkpointing, activation_offload=True
+        )
         step_config = StepConfig(
-            SHAPES["llama"], options, 1, 1, 2, 2, batch.sequence_length, dtype="fp32", compiled=False, on_gpu=False
+            SHAPES["llama"],
+            options,
+            1,
+            1,
+            2,
+            2,
+            batch.sequence_length,
+            dtype="fp32",
+            compiled=False,
+            on_gpu=False,
         )
         program = step_program(step_config)
-        assert model.model.activation_offload.num_bytes == pytest.approx(2 * program.saved_bytes, rel=0.02)
+        assert model.model.activation_offload.num_bytes == pytest.approx(
+            2 * program.saved_bytes, rel=0.02
+        )

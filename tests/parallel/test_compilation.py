@@ -1,4 +1,6 @@
-"""What is compiled: blocks under activation checkpointing, scoring, and not the blocks that decode."""
+"""What is compiled: blocks under activation checkpointing, scoring, and not the blocks that
+decode.
+"""
 
 from functools import partialmethod
 from typing import Any
@@ -27,7 +29,9 @@ LOSS = NextTokenObjective().loss
 
 @pytest.fixture
 def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks are traced, forward and backward, as they are for inductor, but no code is generated."""
+    """Blocks are traced, forward and backward, as they are for inductor, but no code is
+    generated.
+    """
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
 
 
@@ -53,13 +57,19 @@ def num_graphs() -> int:
 @pytest.mark.usefixtures("quick_compiler")
 @pytest.mark.parametrize("engine", ["single", "fsdp2"])
 @pytest.mark.parametrize("mode", MODES)
-def test_checkpointed_blocks_are_compiled_into_one_graph_for_all_blocks_and_steps(engine: str, mode: str) -> None:
+def test_checkpointed_blocks_are_compiled_into_one_graph_for_all_blocks_and_steps(
+    engine: str, mode: str
+) -> None:
     gradients, graphs = {}, {}
     for each, compiled in (("none", False), (mode, True)):
         model = small_model(compiled, engine=engine, activation_checkpointing=each)
         try:
             for step in range(2):
-                model.forward_backward([ParityData(sequences=2).batch(step, SMALL_MODEL.vocab_size)], torch.tensor(9.0), print)
+                model.forward_backward(
+                    [ParityData(sequences=2).batch(step, SMALL_MODEL.vocab_size)],
+                    torch.tensor(9.0),
+                    print,
+                )
             gradients[compiled] = [gradient.clone() for gradient in model._local_grads()]
         finally:
             cluster.destroy_distributed()
@@ -71,13 +81,17 @@ def test_checkpointed_blocks_are_compiled_into_one_graph_for_all_blocks_and_step
 
 
 @pytest.mark.usefixtures("quick_compiler")
-def test_a_reference_scores_with_compiled_blocks_and_the_policy_does_so_without_its_gradient() -> None:
+def test_a_reference_scores_with_compiled_blocks_and_the_policy_does_so_without_its_gradient() -> (
+    None
+):
     batch = ParityData(sequences=2).batch(0, SMALL_MODEL.vocab_size)
     policy, frozen = small_model(), small_model(loss_fn=reference_logprobs)
     expected = ReferenceModel(small_model(compiled=False)).logprobs(batch)
     assert num_graphs() == 0
     for model in (frozen, policy):
-        torch.testing.assert_close(ReferenceModel(model).logprobs(batch), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            ReferenceModel(model).logprobs(batch), expected, rtol=1e-4, atol=1e-5
+        )
     assert num_graphs() == 1  # one for both: they have the same blocks
     policy.forward_backward([batch], torch.tensor(9.0), print)
     assert num_graphs() == 2

@@ -44,15 +44,22 @@ def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(
-    not CPUINFO.exists() or "\nflags" not in CPUINFO.read_text(), reason="needs the flags of an x86 /proc/cpuinfo"
+    not CPUINFO.exists() or "\nflags" not in CPUINFO.read_text(),
+    reason="needs the flags of an x86 /proc/cpuinfo",
 )
 def test_a_cpu_has_fast_bf16_where_its_flags_say_so() -> None:
-    flags = next(line for line in CPUINFO.read_text().splitlines() if line.startswith("flags")).split()
+    flags = next(
+        line for line in CPUINFO.read_text().splitlines() if line.startswith("flags")
+    ).split()
     assert has_native_bf16(CPU) == ("amx_bf16" in flags or "avx512_bf16" in flags)
 
 
-FASTER, SLOWER = {"torch.bfloat16": 120e9, "torch.float32": 100e9}, {"torch.bfloat16": 119e9, "torch.float32": 100e9}
-# `lmforge` on a CPU with bf16 arithmetic, whose products a measurement finds so fast: a table for each rank.
+FASTER, SLOWER = (
+    {"torch.bfloat16": 120e9, "torch.float32": 100e9},
+    {"torch.bfloat16": 119e9, "torch.float32": 100e9},
+)
+# `lmforge` on a CPU with bf16 arithmetic, whose products a measurement finds so fast: a table for
+# each rank.
 ON_CPU = """
 import json, os, sys
 from lmforge.cli import main
@@ -72,22 +79,34 @@ def measures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., N
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
     def set_flops(flops: dict[str, float], *, native: bool = True) -> None:
-        monkeypatch.setattr(cpu_flops, "measure_peak_flops", lambda dtype, threads: (flops[str(dtype)], 0.0))
+        monkeypatch.setattr(
+            cpu_flops, "measure_peak_flops", lambda dtype, threads: (flops[str(dtype)], 0.0)
+        )
         monkeypatch.setattr(precision, "has_native_bf16", lambda device: native)
 
     return set_flops
 
 
-def test_auto_is_bf16_where_its_products_are_faster_by_a_fifth_and_says_both_figures(measures: Callable[..., None]) -> None:
+def test_auto_is_bf16_where_its_products_are_faster_by_a_fifth_and_says_both_figures(
+    measures: Callable[..., None],
+) -> None:
     measures(FASTER)
-    assert choose_dtype("auto", CPU) == (torch.bfloat16, "products of a core: 120 GFLOP/s in bf16, 100 in fp32")
+    assert choose_dtype("auto", CPU) == (
+        torch.bfloat16,
+        "products of a core: 120 GFLOP/s in bf16, 100 in fp32",
+    )
     measures(SLOWER)
-    assert choose_dtype("auto", CPU) == (torch.float32, "products of a core: 119 GFLOP/s in bf16, 100 in fp32")
+    assert choose_dtype("auto", CPU) == (
+        torch.float32,
+        "products of a core: 119 GFLOP/s in bf16, 100 in fp32",
+    )
     measures({}, native=False)  # nothing is measured, as emulated products take long
     assert choose_dtype("auto", CPU) == (torch.float32, "this hardware has no bf16 arithmetic")
 
 
-def test_auto_follows_what_is_measured_on_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_auto_follows_what_is_measured_on_this_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(cpu_flops, "SECONDS_PER_SIZE", 0.02)
     monkeypatch.setattr(cpu_flops, "MIN_CORE_FRACTION", 0.0)  # kept, whatever else runs here
@@ -96,15 +115,28 @@ def test_auto_follows_what_is_measured_on_this_machine(monkeypatch: pytest.Monke
     if fast:
         bf16, fp32 = (cpu_flops.cpu_peak_flops(each, 1) for each in (torch.bfloat16, torch.float32))
         fast = bf16 >= 1.2 * fp32
-        assert reason == f"products of a core: {bf16 / 1e9:,.0f} GFLOP/s in bf16, {fp32 / 1e9:,.0f} in fp32"
+        assert (
+            reason
+            == f"products of a core: {bf16 / 1e9:,.0f} GFLOP/s in bf16, {fp32 / 1e9:,.0f} in fp32"
+        )
     assert dtype == (torch.bfloat16 if fast else torch.float32)
 
 
 @pytest.mark.parametrize(
     ("begins", "chosen", "says", "resumes"),
     [
-        ([FASTER, SLOWER], "bf16", "bfloat16 (products of a core: 120 GFLOP/s in bf16, 100 in fp32)", SLOWER),
-        ([SLOWER], "fp32", "float32 (products of a core: 119 GFLOP/s in bf16, 100 in fp32)", FASTER),
+        (
+            [FASTER, SLOWER],
+            "bf16",
+            "bfloat16 (products of a core: 120 GFLOP/s in bf16, 100 in fp32)",
+            SLOWER,
+        ),
+        (
+            [SLOWER],
+            "fp32",
+            "float32 (products of a core: 119 GFLOP/s in bf16, 100 in fp32)",
+            FASTER,
+        ),
     ],
 )
 def test_rank_0_decides_for_all_and_a_resume_on_another_processor_keeps_it(
@@ -116,9 +148,20 @@ def test_rank_0_decides_for_all_and_a_resume_on_another_processor_keeps_it(
     says: str,
     resumes: dict[str, float],
 ) -> None:
-    words = ["pretrain", *tiny_options, "--train.dtype", "auto", "--run.folder", tmp_path, "--run.name", "run"]
+    words = [
+        "pretrain",
+        *tiny_options,
+        "--train.dtype",
+        "auto",
+        "--run.folder",
+        tmp_path,
+        "--run.name",
+        "run",
+    ]
     words += ["--schedule.warmup_steps", 0]
-    done = program(ON_CPU, json.dumps(begins), tmp_path, *words, "--train.steps", 1, ranks=len(begins))
+    done = program(
+        ON_CPU, json.dumps(begins), tmp_path, *words, "--train.steps", 1, ranks=len(begins)
+    )
     assert done.returncode == 0, done.stderr
     assert f"compute    {says}, " in done.stdout
     run = Run(tmp_path / "run")
@@ -127,8 +170,12 @@ def test_rank_0_decides_for_all_and_a_resume_on_another_processor_keeps_it(
     assert again.returncode == 0, again.stderr
     assert f"compute    {says.split()[0]} (as the run began), " in again.stdout
     assert "train.dtype" not in again.stdout  # nothing has changed
-    assert {read_manifest(run.checkpoint_path(step)).recipe["train"]["dtype"] for step in (1, 2)} == {chosen}
-    assert {read_manifest(run.checkpoint_path(step)).written_by["dtype"] for step in (1, 2)} == {f"torch.{says.split()[0]}"}
+    assert {
+        read_manifest(run.checkpoint_path(step)).recipe["train"]["dtype"] for step in (1, 2)
+    } == {chosen}
+    assert {read_manifest(run.checkpoint_path(step)).written_by["dtype"] for step in (1, 2)} == {
+        f"torch.{says.split()[0]}"
+    }
 
 
 def test_what_is_asked_for_is_given_with_a_warning_where_it_is_slow() -> None:
@@ -140,8 +187,12 @@ def test_what_is_asked_for_is_given_with_a_warning_where_it_is_slow() -> None:
 
 def compiled(requested: str, device: torch.device, steps: int, **parallel: Any) -> tuple[bool, str]:
     """What is chosen for a recipe with these options of [parallel]."""
-    words = [word for name, value in parallel.items() for word in (f"--parallel.{name}", str(value))]
-    return choose_compile(parse_config(PretrainConfig, ["--train.compile", requested, *words]), device, steps)
+    words = [
+        word for name, value in parallel.items() for word in (f"--parallel.{name}", str(value))
+    ]
+    return choose_compile(
+        parse_config(PretrainConfig, ["--train.compile", requested, *words]), device, steps
+    )
 
 
 @pytest.mark.needs("a C++ compiler")
@@ -160,13 +211,30 @@ def test_tensor_parallelism_on_a_cpu_is_not_compiled_with_full_activation_checkp
     split = {"tensor_parallel_degree": 2}
     reason = "tensor parallelism with full activation checkpointing cannot be compiled on a CPU"
     for mode in ("full", "selective-blocks"):
-        assert compiled("auto", CPU, 10**6, activation_checkpointing=mode, **split) == (False, reason)
-        assert compiled("off", CPU, 10**6, activation_checkpointing=mode, **split) == (False, "as requested")
-        with pytest.raises(UserError, match=f"train.compile = on: {reason}; use parallel.activation_"):
+        assert compiled("auto", CPU, 10**6, activation_checkpointing=mode, **split) == (
+            False,
+            reason,
+        )
+        assert compiled("off", CPU, 10**6, activation_checkpointing=mode, **split) == (
+            False,
+            "as requested",
+        )
+        with pytest.raises(
+            UserError, match=f"train.compile = on: {reason}; use parallel.activation_"
+        ):
             compiled("on", CPU, 10**6, activation_checkpointing=mode, **split)
-        assert why_not_compiled(ParallelOptions(activation_checkpointing=mode, **split), "cuda") is None
-    assert compiled("on", CPU, 1, activation_checkpointing="selective-ops", **split) == (True, "as requested")
-    assert compiled("on", CPU, 1, activation_checkpointing="full", context_parallel_degree=2) == (True, "as requested")
+        assert (
+            why_not_compiled(ParallelOptions(activation_checkpointing=mode, **split), "cuda")
+            is None
+        )
+    assert compiled("on", CPU, 1, activation_checkpointing="selective-ops", **split) == (
+        True,
+        "as requested",
+    )
+    assert compiled("on", CPU, 1, activation_checkpointing="full", context_parallel_degree=2) == (
+        True,
+        "as requested",
+    )
 
 
 @pytest.mark.usefixtures("bare_machine")
@@ -176,7 +244,10 @@ def test_without_a_compiler_auto_does_without_and_on_is_a_mistake() -> None:
     assert compiled("off", CPU, 10**6) == (False, "as requested")
     with pytest.raises(
         UserError,
-        match=r"train\.compile = on: no C\+\+ compiler \(g\+\+\) on this machine; install it, or use --train\.compile off",
+        match=(
+            r"train\.compile = on: no C\+\+ compiler \(g\+\+\) on this machine; install it, or use"
+            r" --train\.compile off"
+        ),
     ):
         compiled("on", CPU, 10**6)
 
@@ -191,7 +262,9 @@ def test_angles_of_positions_stay_fp32_where_sharding_casts_what_blocks_are_give
     )
     seen = []
     for block in trained.model.blocks:
-        block.self_attn.register_forward_pre_hook(lambda _, given: seen.append((given[0].dtype, given[1].cos.dtype)))
+        block.self_attn.register_forward_pre_hook(
+            lambda _, given: seen.append((given[0].dtype, given[1].cos.dtype))
+        )
     try:
         trained.model_with_loss(ParityData(sequences=2).batch(0, SMALL_MODEL.vocab_size))
     finally:

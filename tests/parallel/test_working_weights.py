@@ -1,4 +1,6 @@
-"""bf16 weights of one process: cast once per step, with the values and gradients of autocast, and with fp32 masters."""
+"""bf16 weights of one process: cast once per step, with the values and gradients of autocast, and
+with fp32 masters.
+"""
 
 from contextlib import nullcontext
 from typing import Any
@@ -27,10 +29,15 @@ class WeightCasts(TorchDispatchMode):
 
     def __init__(self, weights: list[torch.Tensor]) -> None:
         super().__init__()
-        self._weights, self._shapes = {weight.data_ptr() for weight in weights}, {weight.shape for weight in weights}
+        self._weights, self._shapes = (
+            {weight.data_ptr() for weight in weights},
+            {weight.shape for weight in weights},
+        )
         self.narrowed = self.widened = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         if function is torch.ops.aten._to_copy.default:
             self.narrowed += result.dtype == torch.bfloat16 and args[0].data_ptr() in self._weights
@@ -59,7 +66,9 @@ def micro_batches(model: ParallelModel, count: int) -> list[Any]:
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_matrices_of_the_blocks_are_cast_once_a_step_whatever_the_accumulation(kind: str, checkpointing: str) -> None:
+def test_the_matrices_of_the_blocks_are_cast_once_a_step_whatever_the_accumulation(
+    kind: str, checkpointing: str
+) -> None:
     model = small_model(kind, checkpointing)
     matrices = [parameter for parameter in model.model.blocks.parameters() if parameter.ndim == 2]
     trained = [matrix for matrix in matrices if matrix.requires_grad]
@@ -67,7 +76,8 @@ def test_the_matrices_of_the_blocks_are_cast_once_a_step_whatever_the_accumulati
         with WeightCasts(matrices) as casts:
             model.forward_backward(micro_batches(model, count), torch.tensor(9.0), print)
         assert casts.narrowed == len(matrices)
-        # Only the first gradients are: later ones are added to them as they are. The second step still has those of the first.
+        # Only the first gradients are: later ones are added to them as they are. The second step
+        # still has those of the first.
         assert casts.widened == (len(trained) if count == 1 else 0)
 
 
@@ -76,14 +86,20 @@ def test_gradients_have_the_bits_of_autocast_and_the_parameters_stay_the_masters
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = small_model(kind)
-    before = {name: (id(parameter), parameter.detach().clone()) for name, parameter in model.model.named_parameters()}
+    before = {
+        name: (id(parameter), parameter.detach().clone())
+        for name, parameter in model.model.named_parameters()
+    }
     gradients = []
     for _ in range(2):
         model.forward_backward(micro_batches(model, 4), torch.tensor(9.0), print)
         gradients.append([parameter.grad for parameter in model.parameters()])
         for parameter in model.parameters():
             parameter.grad = None
-        monkeypatch.setattr("lmforge.core.parallel.parallel_model.working_weights", lambda model, dtype: nullcontext())
+        monkeypatch.setattr(
+            "lmforge.core.parallel.parallel_model.working_weights",
+            lambda model, dtype: nullcontext(),
+        )
     for ours, theirs in zip(*gradients, strict=True):
         assert ours is not None
         assert theirs is not None
@@ -98,7 +114,10 @@ def test_gradients_have_the_bits_of_autocast_and_the_parameters_stay_the_masters
 # `make test` has every pair of a kind, checkpointing and compilation.
 ORDERS = [
     pytest.param(
-        kind, checkpointing, compiled, marks=[pytest.mark.slow] * (compiled and (kind == "llama") != (checkpointing == "full"))
+        kind,
+        checkpointing,
+        compiled,
+        marks=[pytest.mark.slow] * (compiled and (kind == "llama") != (checkpointing == "full")),
     )
     for kind in KINDS
     for checkpointing in ("none", "full")
@@ -110,7 +129,10 @@ ORDERS = [
 def test_gradients_reach_the_masters_of_a_block_before_the_block_before_it_goes_backward(
     kind: str, checkpointing: str, compiled: bool
 ) -> None:
-    """So that DDP reduces them beside the backward pass. Norms have no copies: theirs show when a block goes backward."""
+    """So that DDP reduces them beside the backward pass.
+
+    Norms have no copies: theirs show when a block goes backward.
+    """
     model = small_model(kind, checkpointing)
     order: list[int] = []
     expected: list[int] = []
@@ -119,7 +141,9 @@ def test_gradients_reach_the_masters_of_a_block_before_the_block_before_it_goes_
             block.compile(dynamic=False, backend="aot_eager")
         for parameter in block.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(lambda _, number=number: order.append(number))
+                parameter.register_post_accumulate_grad_hook(
+                    lambda _, number=number: order.append(number)
+                )
                 expected.append(number)
     assert len(set(expected)) > 1
     model.forward_backward(micro_batches(model, 1), torch.tensor(9.0), print)

@@ -1,4 +1,6 @@
-"""What a traced block computes and keeps, compared with real blocks on real tensors and with what a family states."""
+"""What a traced block computes and keeps, compared with real blocks on real tensors and with what a
+family states.
+"""
 
 import gc
 from collections.abc import Iterator
@@ -22,7 +24,12 @@ from lmforge.core.model.attention import AttentionMask, create_attention_mask
 from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.family import load_family
-from lmforge.core.model.flops import active_parameters, block_parameters, flops_per_token, parameter_count
+from lmforge.core.model.flops import (
+    active_parameters,
+    block_parameters,
+    flops_per_token,
+    parameter_count,
+)
 from lmforge.core.model.lora import LoraConfig, add_lora
 from lmforge.core.model.rope import rotary_embedding
 from lmforge.core.options.activation_checkpointing import CHECKPOINTING_MODES
@@ -41,8 +48,16 @@ SIZES = {"vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 1, "num_att
 GROUPED = {**SIZES, "num_key_value_heads": 2, "intermediate_size": 896}
 # Of every family; for some more than the sizes.
 OPTIONS: dict[str, Any] = {"qwen2": {"attention_bias": True}, "qwen3": {"head_dim": 32}}
-OPTIONS |= {"mixtral": {"norm_topk_prob": True}, "qwen3_moe": {"head_dim": 32, "moe_intermediate_size": 120}}
-EXPERTS = {"num_experts": 5, "num_experts_per_tok": 3, "output_router_logits": True, "router_aux_loss_coef": 0.1}
+OPTIONS |= {
+    "mixtral": {"norm_topk_prob": True},
+    "qwen3_moe": {"head_dim": 32, "moe_intermediate_size": 120},
+}
+EXPERTS = {
+    "num_experts": 5,
+    "num_experts_per_tok": 3,
+    "output_router_logits": True,
+    "router_aux_loss_coef": 0.1,
+}
 CONFIGS = {
     name: ModelConfig(
         model_type=name,
@@ -68,7 +83,9 @@ def _new_graphs() -> Iterator[None]:
 def real_block(
     config: ModelConfig, mode: str, ranks: int = 1, lora: LoraConfig | None = None
 ) -> Iterator[tuple[nn.Module, Any]]:
-    """A block in bf16 and its arguments, with zeros; of rank 0 of a fake group with tensor parallelism."""
+    """A block in bf16 and its arguments, with zeros; of rank 0 of a fake group with tensor
+    parallelism.
+    """
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     try:
         model = build_model(config, "cpu")
@@ -87,14 +104,18 @@ def real_block(
         hidden = torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True)
         block = model.blocks[0]
         if any(config.sparse_layers):
-            block.forward = partial(block.forward, is_token=torch.ones(SEQUENCES, LENGTH // ranks, dtype=torch.bool))
+            block.forward = partial(
+                block.forward, is_token=torch.ones(SEQUENCES, LENGTH // ranks, dtype=torch.bool)
+            )
         yield block, [hidden, rotary, AttentionMask(), None, None]
     finally:
         dist.destroy_process_group()
 
 
 def allocated_bytes(block: nn.Module, args: list[Any]) -> int:
-    """Bytes that the forward pass of a block allocates and does not free, with its input and without its output."""
+    """Bytes that the forward pass of a block allocates and does not free, with its input and
+    without its output.
+    """
     block(*args).sum().backward()  # what is made once
     hidden, *rest = args
     gc.collect()
@@ -109,7 +130,9 @@ def allocated_bytes(block: nn.Module, args: list[Any]) -> int:
 
 
 def partitioned_bytes(block: nn.Module, args: list[Any]) -> int:
-    """Bytes of activations that the compiled forward pass of a block hands to its backward pass, each storage once."""
+    """Bytes of activations that the compiled forward pass of a block hands to its backward pass,
+    each storage once.
+    """
     kept: dict[str, Any] = {}
 
     def partition(joint: Any, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
@@ -123,17 +146,35 @@ def partitioned_bytes(block: nn.Module, args: list[Any]) -> int:
     def run_as_it_is(graph: Any, inputs: Any) -> Any:
         return make_boxed_func(graph.forward)
 
-    backend = aot_autograd(fw_compiler=run_as_it_is, partition_fn=partition, decompositions=select_decomp_table())
+    backend = aot_autograd(
+        fw_compiler=run_as_it_is, partition_fn=partition, decompositions=select_decomp_table()
+    )
     torch.compile(block, backend=backend, dynamic=False)(*args)
     sizes = dict[Any, int]()
     for node in kept["nodes"]:
         node = _source(node)
         value = node.meta.get("val")
         experts, chosen = EXPERTS["num_experts"], EXPERTS["num_experts_per_tok"]
-        rows = (SEQUENCES, SEQUENCES * LENGTH, SEQUENCES * LENGTH * chosen, *([experts] if node.op != "placeholder" else []))
-        if not isinstance(value, torch.Tensor) or value.dim() == 0 or value.shape[0] not in rows or value.dtype == torch.bool:
-            continue  # parameters, which are there in any case, and what flash attention keeps of random numbers
-        if value.dim() == 4 and value.shape[-1] == args[1].cos.shape[-1] if args[1] is not None else False:
+        rows = (
+            SEQUENCES,
+            SEQUENCES * LENGTH,
+            SEQUENCES * LENGTH * chosen,
+            *([experts] if node.op != "placeholder" else []),
+        )
+        if (
+            not isinstance(value, torch.Tensor)
+            or value.dim() == 0
+            or value.shape[0] not in rows
+            or value.dtype == torch.bool
+        ):
+            # Parameters, which are there in any case, and what flash attention keeps of random
+            # numbers.
+            continue
+        if (
+            value.dim() == 4 and value.shape[-1] == args[1].cos.shape[-1]
+            if args[1] is not None
+            else False
+        ):
             continue  # the angles, which all blocks share
         sizes[node] = value.numel() * value.element_size()
     return sum(sizes.values())
@@ -147,15 +188,25 @@ def _source(node: Any) -> Any:
     return node
 
 
-def traced_bytes(config: ModelConfig, mode: str, ranks: int = 1, *, compiled: bool, lora: LoraConfig | None = None) -> int:
+def traced_bytes(
+    config: ModelConfig,
+    mode: str,
+    ranks: int = 1,
+    *,
+    compiled: bool,
+    lora: LoraConfig | None = None,
+) -> int:
     model = TracedModel(config, torch.bfloat16, lora, ranks, ranks, any(config.sparse_layers))
     trace = trace_block(model, LENGTH, mode, compiled=compiled, on_gpu=True)
     return SEQUENCES * trace.saved_bytes + trace.fixed_bytes
 
 
 def possible_differences(config: ModelConfig) -> tuple[int, ...]:
-    """How many bytes more a trace, which is of one sequence, may have. A mixture keeps where the rows of each expert end once,
-    and a number that its auxiliary loss is multiplied by, which no operator makes."""
+    """How many bytes more a trace, which is of one sequence, may have.
+
+    A mixture keeps where the rows of each expert end once, and a number that its auxiliary loss is
+    multiplied by, which no operator makes.
+    """
     ends, number = (SEQUENCES - 1) * 4 * config.num_experts, 8 * any(config.sparse_layers)
     return 0, ends, -number, ends - number
 
@@ -171,28 +222,40 @@ def test_a_block_keeps_what_its_trace_keeps(family: str, mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_block_with_adapters_keeps_what_its_trace_keeps(mode: str) -> None:
     with real_block(CONFIGS["llama"], mode, lora=LORA) as (block, args):
-        scalars = allocated_bytes(block, args) - traced_bytes(CONFIGS["llama"], mode, compiled=False, lora=LORA)
+        scalars = allocated_bytes(block, args) - traced_bytes(
+            CONFIGS["llama"], mode, compiled=False, lora=LORA
+        )
         assert scalars in (0, 8 * len(LORA.target_modules))  # their scaling
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_rank_of_tensor_parallelism_keeps_what_its_trace_keeps(mode: str) -> None:
     with real_block(CONFIGS["llama"], mode, ranks=2) as (block, args):
-        assert traced_bytes(CONFIGS["llama"], mode, 2, compiled=False) == allocated_bytes(block, args)
+        assert traced_bytes(CONFIGS["llama"], mode, 2, compiled=False) == allocated_bytes(
+            block, args
+        )
 
 
 # One mode of each kind.
-KINDS = {(mode.recomputes_block(1, 1), mode.keeps_operators): name for name, mode in CHECKPOINTING_MODES.items()}
+KINDS = {
+    (mode.recomputes_block(1, 1), mode.keeps_operators): name
+    for name, mode in CHECKPOINTING_MODES.items()
+}
 FAST = [("llama", mode) for mode in KINDS.values()] + [("gpt2", "none")]
 MORE = [
-    pytest.param(family, mode, marks=pytest.mark.slow) for family in CONFIGS for mode in MODES if (family, mode) not in FAST
+    pytest.param(family, mode, marks=pytest.mark.slow)
+    for family in CONFIGS
+    for mode in MODES
+    if (family, mode) not in FAST
 ]
 
 
 @pytest.mark.parametrize(("family", "mode"), [*FAST, *MORE])
 def test_a_compiled_block_keeps_what_its_trace_keeps(family: str, mode: str) -> None:
     with real_block(CONFIGS[family], mode) as (block, args):
-        difference = traced_bytes(CONFIGS[family], mode, compiled=True) - partitioned_bytes(block, args)
+        difference = traced_bytes(CONFIGS[family], mode, compiled=True) - partitioned_bytes(
+            block, args
+        )
         assert difference in possible_differences(CONFIGS[family])
 
 
@@ -204,23 +267,36 @@ def compiles_with_tensor_parallelism(mode: str) -> bool:
 @pytest.mark.parametrize("mode", [*filter(compiles_with_tensor_parallelism, MODES)])
 def test_a_compiled_rank_of_tensor_parallelism_keeps_what_its_trace_keeps(mode: str) -> None:
     with real_block(CONFIGS["llama"], mode, ranks=2) as (block, args):
-        assert traced_bytes(CONFIGS["llama"], mode, 2, compiled=True) == partitioned_bytes(block, args)
+        assert traced_bytes(CONFIGS["llama"], mode, 2, compiled=True) == partitioned_bytes(
+            block, args
+        )
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("family", CONFIGS)
-def test_a_family_states_the_products_and_parameters_that_are_traced(family: str, compiled: bool) -> None:
+def test_a_family_states_the_products_and_parameters_that_are_traced(
+    family: str, compiled: bool
+) -> None:
     config, sparse = CONFIGS[family], any(CONFIGS[family].sparse_layers)
     traced = TracedModel(config, torch.float32, sparse=sparse)
     trace = trace_block(traced, LENGTH, "none", compiled=compiled, on_gpu=True)
     linears = config.block_linears(sparse)
     rows = [LENGTH * (config.num_experts_per_tok if each.experts > 1 else 1) for each in linears]
-    stated = [Product(count, each.inputs, each.outputs, 4, each.experts) for count, each in zip(rows, linears, strict=True)]
+    stated = [
+        Product(count, each.inputs, each.outputs, 4, each.experts)
+        for count, each in zip(rows, linears, strict=True)
+    ]
     assert [*trace.forward.products] == stated
     assert trace.backward.product_flops == 2 * trace.forward.product_flops
     shapes = model_shapes(traced)
-    assert sum(rows * columns for rows, columns in shapes.trained) == block_parameters(config, sparse)
-    total = sum(rows * columns for part in (shapes.tables, shapes.trained, shapes.head, shapes.rest) for rows, columns in part)
+    assert sum(rows * columns for rows, columns in shapes.trained) == block_parameters(
+        config, sparse
+    )
+    total = sum(
+        rows * columns
+        for part in (shapes.tables, shapes.trained, shapes.head, shapes.rest)
+        for rows, columns in part
+    )
     tied = config.tie_word_embeddings * config.vocab_size * config.hidden_size
     assert total - tied == parameter_count(config).total
 
@@ -231,11 +307,16 @@ def test_flops_by_the_convention_are_those_of_the_trace(family: str) -> None:
     traced_model = TracedModel(config, torch.float32, sparse=any(config.sparse_layers))
     forward = trace_block(traced_model, LENGTH, "none", compiled=False, on_gpu=True).forward
     head = 2 * config.hidden_size * config.num_outputs
-    # The convention has no causal discount, counts vectors as matrices, and a backward pass as twice the forward pass.
+    # The convention has no causal discount, counts vectors as matrices, and a backward pass as
+    # twice the forward pass.
     count = parameter_count(config)
     idle = count.total - active_parameters(config) if any(config.sparse_layers) else 0
-    vectors = count.active_matmul + idle - count.block_matrices - config.hidden_size * config.vocab_size
-    traced = 3 * ((forward.product_flops + 2 * forward.attention_flops) / LENGTH + head + 2 * vectors)
+    vectors = (
+        count.active_matmul + idle - count.block_matrices - config.hidden_size * config.vocab_size
+    )
+    traced = 3 * (
+        (forward.product_flops + 2 * forward.attention_flops) / LENGTH + head + 2 * vectors
+    )
     assert traced == flops_per_token(config, LENGTH)
 
 
@@ -247,7 +328,9 @@ def test_a_trace_has_what_a_mode_computes_again(mode: str, compiled: bool) -> No
     # Of seven products; the backward pass does not need the last one.
     again = recomputes * sum(not chosen.keeps_product(number) for number in range(1, 7))
     traced = TracedModel(CONFIGS["llama"], torch.bfloat16)
-    plain, trace = (trace_block(traced, LENGTH, each, compiled=compiled, on_gpu=True) for each in ("none", mode))
+    plain, trace = (
+        trace_block(traced, LENGTH, each, compiled=compiled, on_gpu=True) for each in ("none", mode)
+    )
     recomputed = trace.backward.beyond(plain.backward)
     assert len(recomputed.products) == again
     attends_again = recomputes and not chosen.keeps_operators
@@ -258,10 +341,14 @@ def test_a_trace_has_what_a_mode_computes_again(mode: str, compiled: bool) -> No
 @pytest.mark.parametrize("length", [96, 600])
 def test_attention_on_a_cpu_has_the_scores_of_its_chunks(length: int) -> None:
     config = CONFIGS["llama"]
-    trace = trace_block(TracedModel(config, torch.float32), length, "none", compiled=False, on_gpu=False)
+    trace = trace_block(
+        TracedModel(config, torch.float32), length, "none", compiled=False, on_gpu=False
+    )
     chunk = max(256, -(-length // 8))
     ends = [(start, min(start + chunk, length)) for start in range(0, length, chunk)]
     scores = sum((end - start) * end for start, end in ends)
-    assert trace.forward.attention_flops == 4 * config.num_attention_heads * config.head_dim * scores
+    assert (
+        trace.forward.attention_flops == 4 * config.num_attention_heads * config.head_dim * scores
+    )
     mask = partial(create_attention_mask, torch.zeros(1, length, dtype=torch.int32))
     assert mask(None).dense_mask is not None

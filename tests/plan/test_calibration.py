@@ -1,4 +1,6 @@
-"""`lmforge bench --calibrate` and `lmforge plan --calibration`: what is measured, what a plan uses, and what it refuses."""
+"""`lmforge bench --calibrate` and `lmforge plan --calibration`: what is measured, what a plan uses,
+and what it refuses.
+"""
 
 import json
 from collections.abc import Callable
@@ -11,7 +13,13 @@ import torch
 from lmforge.cli import run
 from lmforge.core.options.stage import PretrainConfig
 from lmforge.lab.options.plan import MachineOptions
-from lmforge.lab.plan.calibration import COLLECTIVES, REQUIRED, Calibration, RateTable, read_calibration
+from lmforge.lab.plan.calibration import (
+    COLLECTIVES,
+    REQUIRED,
+    Calibration,
+    RateTable,
+    read_calibration,
+)
 from lmforge.lab.plan.hardware import data_sheets
 from lmforge.lab.plan.planning import choose_dtypes, find_machine
 from lmforge.lab.plan.prediction.rates import Group, Rates
@@ -26,23 +34,35 @@ def planned(capfd: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]
     return dict(json.loads(capfd.readouterr().out))
 
 
-# --- measuring -----------------------------------------------------------------------------------------------------------
+# --- measuring ------------------------------------------------------------------------------------
 
 
 def test_two_ranks_measure_themselves_and_a_plan_of_two_takes_it(
     lmforge: Command, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "measured" / "two.json"
-    words = ["bench", "--calibrate", "--out", out, "--bench.calibrate_seconds", 0.5, "--launch.processes", 2]
+    words = [
+        "bench",
+        "--calibrate",
+        "--out",
+        out,
+        "--bench.calibrate_seconds",
+        0.5,
+        "--launch.processes",
+        2,
+    ]
     done = lmforge(*words, "--run.folder", tmp_path)
     assert done.returncode == 0, done.stderr
     measured = read_calibration(out)
-    assert f"{len(measured.measurements)} measurements of {measured.device}, 2 ranks, " in done.stdout
+    assert (
+        f"{len(measured.measurements)} measurements of {measured.device}, 2 ranks, " in done.stdout
+    )
     assert (measured.kind, measured.ranks, measured.hosts) == ("cpu", 2, 1)
     assert measured.packages["torch"]
     names = {each.what for each in measured.measurements}
     assert names == {*REQUIRED, *EXPERTS, *COLLECTIVES, "disk write", "disk read"}
-    assert [*tmp_path.iterdir()] == [out.parent]  # nothing is left of what was written to measure the disk
+    # Nothing is left of what was written to measure the disk.
+    assert [*tmp_path.iterdir()] == [out.parent]
     common = [*CPU_PLAN, "--gpus", 2, "--train.dtype", "fp32"]
     result, before = planned(capfd, *common, "--calibration", out), planned(capfd, *common)
     every = ["matrix products", "products of experts", "attention", "memory", "collectives", "disk"]
@@ -63,17 +83,24 @@ def test_two_ranks_measure_themselves_and_a_plan_of_two_takes_it(
     [
         (["--out", "a.json"], "--bench.out: only with --calibrate"),
         (["--calibrate", "--sweep", "train.seed=1,2"], "--sweep: not with --calibrate"),
-        (["--calibrate", "--bench.calibrate_seconds", "0"], "bench.calibrate_seconds: expected a number above 0"),
+        (
+            ["--calibrate", "--bench.calibrate_seconds", "0"],
+            "bench.calibrate_seconds: expected a number above 0",
+        ),
     ],
 )
-def test_options_that_do_not_go_together_are_refused(refused: Refusal, words: list[str], message: str) -> None:
+def test_options_that_do_not_go_together_are_refused(
+    refused: Refusal, words: list[str], message: str
+) -> None:
     assert message in refused("bench", *words)
 
 
-# --- the file ------------------------------------------------------------------------------------------------------------
+# --- the file -------------------------------------------------------------------------------------
 
 
-def test_values_between_measured_sizes_are_between_theirs_and_beyond_the_grid_those_of_its_edge() -> None:
+def test_values_between_measured_sizes_are_between_theirs_and_beyond_the_grid_those_of_its_edge() -> (
+    None
+):
     table = RateTable({(10, 10): 1.0, (10, 1000): 3.0, (1000, 10): 5.0, (1000, 1000): 7.0})
     assert table.at(10, 1000) == 3.0
     assert table.at(100, 10) == pytest.approx(3.0)
@@ -91,7 +118,11 @@ def damage(change: Callable[[dict[str, Any]], object]) -> str:
 
 def without_attention_in_bf16() -> dict[str, Any]:
     table = calibration(dtypes=("fp32", "bf16"))
-    kept = [each for each in table["measurements"] if (each["what"], each["dtype"]) != ("attention", "bf16")]
+    kept = [
+        each
+        for each in table["measurements"]
+        if (each["what"], each["dtype"]) != ("attention", "bf16")
+    ]
     return table | {"measurements": kept}
 
 
@@ -99,10 +130,16 @@ def without_attention_in_bf16() -> dict[str, Any]:
     ("text", "message"),
     [
         (json.dumps(calibration())[:-9], "not valid JSON"),
-        (damage(lambda table: table.update(version=2)), "of version 2, and this lmforge reads version 1"),
+        (
+            damage(lambda table: table.update(version=2)),
+            "of version 2, and this lmforge reads version 1",
+        ),
         ("{}", "without a version"),
         ("[]", "expected an object"),
-        (damage(lambda table: table["measurements"].pop(0)), "measured in one row is missing in another"),
+        (
+            damage(lambda table: table["measurements"].pop(0)),
+            "measured in one row is missing in another",
+        ),
         (damage(lambda table: table["measurements"].clear()), "product: not measured"),
         (
             damage(lambda table: table["measurements"][0].update(value=-1.0)),
@@ -112,18 +149,35 @@ def without_attention_in_bf16() -> dict[str, Any]:
             damage(lambda table: table["measurements"][0].update(unit="s")),
             "product: expected sizes rows, inner, columns in FLOP/s",
         ),
-        (damage(lambda table: table["measurements"][0].update(what="luck")), "measurements[0]: an unknown measurement"),
-        (damage(lambda table: table["measurements"][0].update(value=1e-300)), "expected a number of at least 1e-09"),
+        (
+            damage(lambda table: table["measurements"][0].update(what="luck")),
+            "measurements[0]: an unknown measurement",
+        ),
+        (
+            damage(lambda table: table["measurements"][0].update(value=1e-300)),
+            "expected a number of at least 1e-09",
+        ),
         (damage(lambda table: table.update(device="H100\x1b[31m")), "device: "),
         (json.dumps(calibration(ranks=2) | {"ranks": 1}), "all-reduce: measured with one rank"),
         (damage(lambda table: table.update(hosts=2)), "2 hosts with 1 ranks"),
         (json.dumps(without_attention_in_bf16()), "attention: not measured in bf16"),
-        (damage(lambda table: table.update(ranks=2)), "ranks on a CPU share its cores: 2 measured, 1 planned per host"),
-        (damage(lambda table: table.update(kind="cuda", device="NVIDIA H100 80GB HBM3")), "give --gpu_type h100-80"),
-        (damage(lambda table: table.update(kind="cuda", device="GeForce 256")), "of GeForce 256, and the plan is for cpu"),
+        (
+            damage(lambda table: table.update(ranks=2)),
+            "ranks on a CPU share its cores: 2 measured, 1 planned per host",
+        ),
+        (
+            damage(lambda table: table.update(kind="cuda", device="NVIDIA H100 80GB HBM3")),
+            "give --gpu_type h100-80",
+        ),
+        (
+            damage(lambda table: table.update(kind="cuda", device="GeForce 256")),
+            "of GeForce 256, and the plan is for cpu",
+        ),
     ],
 )
-def test_a_file_that_does_not_fit_is_one_line(tmp_path: Path, refused: Refusal, text: str, message: str) -> None:
+def test_a_file_that_does_not_fit_is_one_line(
+    tmp_path: Path, refused: Refusal, text: str, message: str
+) -> None:
     path = tmp_path / "calibration.json"
     path.write_text(text)
     line = refused("plan", *CPU_PLAN, "--calibration", path)
@@ -131,7 +185,9 @@ def test_a_file_that_does_not_fit_is_one_line(tmp_path: Path, refused: Refusal, 
     assert str(path) in line
 
 
-def test_products_above_the_peak_of_the_data_sheet_are_refused(tmp_path: Path, refused: Refusal) -> None:
+def test_products_above_the_peak_of_the_data_sheet_are_refused(
+    tmp_path: Path, refused: Refusal
+) -> None:
     table = calibration(kind="cuda", device="NVIDIA H100 80GB HBM3", dtypes=("fp32", "bf16"))
     words = ["plan", "--gpus", 1, "--calibration", write_calibration(tmp_path, table)]
     assert run([str(word) for word in words]) == 0
@@ -140,22 +196,31 @@ def test_products_above_the_peak_of_the_data_sheet_are_refused(tmp_path: Path, r
             each["value"] = 1.3e15
     write_calibration(tmp_path, table)
     assert refused(*words).endswith(
-        "calibration.json: products in bf16 at 1,300 TFLOP/s, and the data sheet of h100-80 has 989; run lmforge bench"
-        " --calibrate again"
+        "calibration.json: products in bf16 at 1,300 TFLOP/s, and the data sheet of h100-80 has"
+        " 989; run lmforge bench --calibrate again"
     )
 
 
 def test_a_file_that_is_not_there_is_one_line(refused: Refusal) -> None:
-    assert "--calibration: none.json: no such file" in refused("plan", *CPU_PLAN, "--calibration", "none.json")
+    assert "--calibration: none.json: no such file" in refused(
+        "plan", *CPU_PLAN, "--calibration", "none.json"
+    )
 
 
-# --- what a plan takes of it -----------------------------------------------------------------------------------------------
+# --- what a plan takes of it ----------------------------------------------------------------------
 
 
-def test_each_measured_rate_takes_the_place_of_its_constant(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_each_measured_rate_takes_the_place_of_its_constant(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     words = [*CPU_PLAN, "--train.dtype", "fp32", "--calibration"]
     before = planned(capfd, *words, write_calibration(tmp_path, calibration()))["seconds"]
-    of_kind = {"product": "matrix products", "attention": "attention", "element-wise": "element-wise", "memory": "optimizer"}
+    of_kind = {
+        "product": "matrix products",
+        "attention": "attention",
+        "element-wise": "element-wise",
+        "memory": "optimizer",
+    }
     for name, kind in of_kind.items():
         table = calibration()
         for each in table["measurements"]:
@@ -163,7 +228,9 @@ def test_each_measured_rate_takes_the_place_of_its_constant(tmp_path: Path, capf
                 each["value"] /= 2
         after = planned(capfd, *words, write_calibration(tmp_path, table))["seconds"]
         assert after[kind] == pytest.approx(2 * before[kind], rel=1e-6)
-        others = set(of_kind.values()) - {kind} - ({"matrix products"} if name == "memory" else set())
+        others = (
+            set(of_kind.values()) - {kind} - ({"matrix products"} if name == "memory" else set())
+        )
         assert all(after[other] == before[other] for other in others)
 
 
@@ -184,28 +251,51 @@ def test_products_of_experts_take_the_time_that_was_measured_beside_dense_ones(
     assert of_file["constants"]["data sheets"] == ["products of experts", "collectives"]
 
 
-def test_the_disk_and_the_memory_are_those_that_were_measured(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_disk_and_the_memory_are_those_that_were_measured(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     words = [*CPU_PLAN, "--calibration", write_calibration(tmp_path, calibration())]
     result = planned(capfd, *words)
     assert result["capacity_bytes"] == 2**34
-    assert result["run"]["checkpoint_seconds"] == pytest.approx(result["run"]["checkpoint_bytes"] / 1e10)
+    assert result["run"]["checkpoint_seconds"] == pytest.approx(
+        result["run"]["checkpoint_bytes"] / 1e10
+    )
     assert planned(capfd, *words, "--disk_gb_s", 1)["run"]["checkpoint_seconds"] == pytest.approx(
         result["run"]["checkpoint_bytes"] / 1e9
     )
 
 
-def test_a_plan_says_what_was_measured_and_what_is_of_a_data_sheet(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_says_what_was_measured_and_what_is_of_a_data_sheet(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     gpu = calibration(kind="cuda", device="NVIDIA H100 80GB HBM3", dtypes=("fp32", "bf16"))
-    words = ["--gpus", 16, "--train.global_batch_size", 16, "--calibration", write_calibration(tmp_path, gpu)]
+    words = [
+        "--gpus",
+        16,
+        "--train.global_batch_size",
+        16,
+        "--calibration",
+        write_calibration(tmp_path, gpu),
+    ]
     assert run(["plan", *map(str, words)]) == 0
     first = capfd.readouterr().out.splitlines()[0]
-    assert "constants measured (NVIDIA H100 80GB HBM3, 1 rank, 2026-11-23): matrix products, products of experts, " in first
+    assert (
+        "constants measured (NVIDIA H100 80GB HBM3, 1 rank, 2026-11-23): matrix products, products"
+        " of experts, " in first
+    )
     assert "products of experts, attention, memory, disk; from data sheets" in first
-    assert "from data sheets (NVIDIA H100 data sheet (SXM)): collectives, host copies, network" in first
+    assert (
+        "from data sheets (NVIDIA H100 data sheet (SXM)): collectives, host copies, network"
+        in first
+    )
     assert run(["plan", *map(str, words), "--search", "--configurations", "3"]) == 0
     assert "constants measured (NVIDIA H100 80GB HBM3" in capfd.readouterr().out
-    only_fp32 = write_calibration(tmp_path, calibration(kind="cuda", device="NVIDIA H100 80GB HBM3"))
-    result = planned(capfd, "--train.global_batch_size", 8, "--train.dtype", "bf16", "--calibration", only_fp32)
+    only_fp32 = write_calibration(
+        tmp_path, calibration(kind="cuda", device="NVIDIA H100 80GB HBM3")
+    )
+    result = planned(
+        capfd, "--train.global_batch_size", 8, "--train.dtype", "bf16", "--calibration", only_fp32
+    )
     assert result["constants"]["measured"] == ["memory", "disk"]
 
 
@@ -217,17 +307,23 @@ def test_auto_is_bf16_on_a_cpu_where_its_products_were_measured_faster_by_a_fift
     for each in table["measurements"]:
         if (each["what"], each["dtype"]) == ("product", "bf16"):
             each["value"] *= speedup
-    machine = find_machine(MachineOptions(gpu_type="cpu", calibration=write_calibration(tmp_path, table)))
+    machine = find_machine(
+        MachineOptions(gpu_type="cpu", calibration=write_calibration(tmp_path, table))
+    )
     assert choose_dtypes(PretrainConfig(), machine.gpu, machine.calibration)[0] == dtype
 
 
 def test_measured_collectives_count_for_the_group_that_was_measured() -> None:
-    """Two ranks of one host: other groups on one host by what each link carries, and groups on several hosts not at all."""
+    """Two ranks of one host: other groups on one host by what each link carries, and groups on
+    several hosts not at all.
+    """
     table = calibration(ranks=2)
     for each in table["measurements"]:
         if each["what"] in COLLECTIVES:
             each["value"] = each["sizes"]["bytes"] / 1e9
-    sheets = Rates.of_data_sheets(data_sheets().gpu("cpu"), data_sheets().network("ethernet-10"), 2, "fp32")
+    sheets = Rates.of_data_sheets(
+        data_sheets().gpu("cpu"), data_sheets().network("ethernet-10"), 2, "fp32"
+    )
     rates = sheets.calibrate(Calibration(**table), "fp32")
     two, across = Group(2, 1, 2), Group(4, 2, 2)
     assert rates.all_reduce_seconds(2**20, two) == pytest.approx(2**20 / 1e9)
@@ -237,7 +333,7 @@ def test_measured_collectives_count_for_the_group_that_was_measured() -> None:
     assert rates.gather_seconds(2**20, across) == sheets.gather_seconds(2**20, across)
 
 
-# --- compared with a step ----------------------------------------------------------------------------------------------------
+# --- compared with a step -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -253,17 +349,52 @@ def test_measured_collectives_count_for_the_group_that_was_measured() -> None:
     ],
 )
 def test_live_tensors_at_the_peak_of_a_step_are_those_that_bench_measures(
-    capfd: pytest.CaptureFixture[str], tmp_path: Path, preset: str, engine: str, ranks: int, checkpointing: str
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    preset: str,
+    engine: str,
+    ranks: int,
+    checkpointing: str,
 ) -> None:
-    # A tensor that vmap handed out, as another test of this process may have left one, has no bytes of its own.
+    # A tensor that vmap handed out, as another test of this process may have left one, has no bytes
+    # of its own.
     left: list[torch.Tensor] = []
     torch.vmap(lambda row: (left.append(row), row)[1])(torch.zeros(3, 2))
-    words = ["--parallel.activation_checkpointing", checkpointing, "--train.compile", "off", "--train.dtype", "fp32"]
-    # On a CPU, which of two collectives of FSDP ends first moves the peak by up to 4 MiB: of a smaller batch by over 5 %.
-    words += ["--train.micro_batch_size", "6", "--train.global_batch_size", str(6 * ranks), "--data.sequence_length", "256"]
-    words += ["--model.preset", preset, "--model.num_hidden_layers", "3", "--parallel.engine", engine]
+    words = [
+        "--parallel.activation_checkpointing",
+        checkpointing,
+        "--train.compile",
+        "off",
+        "--train.dtype",
+        "fp32",
+    ]
+    # On a CPU, which of two collectives of FSDP ends first moves the peak by up to 4 MiB: of a
+    # smaller batch by over 5 %.
+    words += [
+        "--train.micro_batch_size",
+        "6",
+        "--train.global_batch_size",
+        str(6 * ranks),
+        "--data.sequence_length",
+        "256",
+    ]
+    words += [
+        "--model.preset",
+        preset,
+        "--model.num_hidden_layers",
+        "3",
+        "--parallel.engine",
+        engine,
+    ]
     timed = ["--launch.processes", str(ranks)] if ranks > 1 else []
-    timed += ["--bench.steps", "1", "--bench.warmup_steps", "1", "--data.folder", str(tmp_path / "none")]
+    timed += [
+        "--bench.steps",
+        "1",
+        "--bench.warmup_steps",
+        "1",
+        "--data.folder",
+        str(tmp_path / "none"),
+    ]
     assert run(["bench", *words, *timed, "--bench.output", "json"]) == 0
     [row] = json.loads(capfd.readouterr().out)
     predicted = planned(capfd, *words, "--gpus", ranks, "--gpu_type", "cpu")["live_bytes"] / 2**30

@@ -1,4 +1,6 @@
-"""Predictions of distillations: the bytes that a run of one has, with the teacher beside the student, and what a plan says."""
+"""Predictions of distillations: the bytes that a run of one has, with the teacher beside the
+student, and what a plan says.
+"""
 
 import json
 from pathlib import Path
@@ -9,8 +11,9 @@ import pytest
 from lmforge.cli import run
 from tests.conftest import Command, Refusal
 
-# Measures the live tensors at the peak of three steps on each rank, where a run attaches its profiler. From the first step on,
-# since the profiler does not see that what was allocated before it began is freed.
+# Measures the live tensors at the peak of three steps on each rank, where a run attaches its
+# profiler. From the first step on, since the profiler does not see that what was allocated before
+# it began is freed.
 PLUGIN = """
 import gc, json
 from torch.profiler import ProfilerActivity, profile
@@ -71,16 +74,34 @@ def models(tiny_tokens: Path, lmforge: Command, tmp_path_factory: pytest.TempPat
     answer = {"role": "assistant", "content": "one two three four five"}
     chat = {"messages": [{"role": "user", "content": "Count to five, please."}, answer]}
     (folder / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for _ in range(64)))
-    trained = {"data.folder": tiny_tokens, "data.sequence_length": 64, "train.steps": 1, "schedule.warmup_steps": 0}
+    trained = {
+        "data.folder": tiny_tokens,
+        "data.sequence_length": 64,
+        "train.steps": 1,
+        "schedule.warmup_steps": 0,
+    }
     for name, sizes in (("student", STUDENT), ("teacher", TEACHER)):
-        options = trained | sizes | {"run.folder": folder, "run.name": name, "train.compile": "off", "train.device": "cpu"}
+        options = (
+            trained
+            | sizes
+            | {
+                "run.folder": folder,
+                "run.name": name,
+                "train.compile": "off",
+                "train.device": "cpu",
+            }
+        )
         done = lmforge("pretrain", *words(options))
         assert done.returncode == 0, done.stderr
     return folder
 
 
 def distillation(folder: Path, *more: object) -> list[str]:
-    chosen = {"model.source": folder / "student", "distill.teacher": folder / "teacher", "data.files": folder / "chats.jsonl"}
+    chosen = {
+        "model.source": folder / "student",
+        "distill.teacher": folder / "teacher",
+        "data.files": folder / "chats.jsonl",
+    }
     return [*words(chosen | BATCH), *map(str, more)]
 
 
@@ -102,17 +123,47 @@ def planned(capfd: pytest.CaptureFixture[str], folder: Path, *more: object) -> d
     ],
 )
 def test_live_tensors_at_the_peak_of_a_distillation_are_those_that_are_predicted(
-    models: Path, lmforge: Command, capfd: pytest.CaptureFixture[str], tmp_path: Path, ranks: int, more: list[str]
+    models: Path,
+    lmforge: Command,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    ranks: int,
+    more: list[str],
 ) -> None:
     given = distillation(models, *more, "--train.global_batch_size", 12 * ranks)
-    kept = {"run.folder": tmp_path, "run.name": "a", "data.folder": tmp_path / "examples", "log.predict": "true"}
-    done = lmforge("distill", *given, *words(kept), "--plugins", models / "measure.py", ranks=ranks, cwd=tmp_path)
+    kept = {
+        "run.folder": tmp_path,
+        "run.name": "a",
+        "data.folder": tmp_path / "examples",
+        "log.predict": "true",
+    }
+    done = lmforge(
+        "distill",
+        *given,
+        *words(kept),
+        "--plugins",
+        models / "measure.py",
+        ranks=ranks,
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     assert "predicted  memory" in done.stdout
-    predicted = planned(capfd, models, *more, "--train.global_batch_size", 12 * ranks, "--gpus", ranks, "--gpu_type", "cpu")
+    predicted = planned(
+        capfd,
+        models,
+        *more,
+        "--train.global_batch_size",
+        12 * ranks,
+        "--gpus",
+        ranks,
+        "--gpu_type",
+        "cpu",
+    )
     print(predicted["memory_bytes"], predicted["peak_at"])
     for file in (tmp_path / "a" / "profile").iterdir():
-        assert predicted["live_bytes"] == pytest.approx(json.loads(file.read_text()), rel=0.05), file
+        assert predicted["live_bytes"] == pytest.approx(json.loads(file.read_text()), rel=0.05), (
+            file
+        )
 
 
 def test_a_plan_has_the_teacher_and_its_forward_pass_and_of_one_that_was_stored_neither(
@@ -127,23 +178,33 @@ def test_a_plan_has_the_teacher_and_its_forward_pass_and_of_one_that_was_stored_
     assert sharded["memory_bytes"]["teacher"] < beside["memory_bytes"]["teacher"] / 2
 
 
-def test_a_search_of_a_distillation_splits_no_layers(models: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_search_of_a_distillation_splits_no_layers(
+    models: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     best = planned(capfd, models, "--gpus", 4, "--search", "--train.global_batch_size", 48)["best"]
     assert best
     assert not any("pipeline" in each["configuration"] for each in best)
 
 
-def test_what_is_not_predicted_of_a_distillation_is_said(models: Path, refused: Refusal, tmp_path: Path) -> None:
+def test_what_is_not_predicted_of_a_distillation_is_said(
+    models: Path, refused: Refusal, tmp_path: Path
+) -> None:
     recipe = tmp_path / "d.toml"
     recipe.write_text('[run]\nstage = "distill"\n')
     sampled = distillation(models, "--distill.lmbda", 0.5)
     assert "distill.lmbda = 0.5 is not predicted" in refused("plan", recipe, *sampled)
     without = [*words({"model.source": models / "student"} | BATCH)]
-    assert refused("plan", recipe, *without).startswith("distill.teacher: name the model to learn from")
-    assert "distill.teacher: " in refused("plan", recipe, *without, "--distill.teacher", tmp_path / "none")
+    assert refused("plan", recipe, *without).startswith(
+        "distill.teacher: name the model to learn from"
+    )
+    assert "distill.teacher: " in refused(
+        "plan", recipe, *without, "--distill.teacher", tmp_path / "none"
+    )
 
 
-def test_a_dry_run_names_the_memory_and_the_flops_of_the_teacher(models: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_names_the_memory_and_the_flops_of_the_teacher(
+    models: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert run(["distill", *distillation(models), "--dry-run"]) == 0
     out = capfd.readouterr().out
     assert "\nteacher    " in out

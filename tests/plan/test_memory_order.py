@@ -1,4 +1,6 @@
-"""The memory of a simulated step compared with FSDPMemTracker's on a real one, for 8 to 1,024 ranks of a fake group."""
+"""The memory of a simulated step compared with FSDPMemTracker's on a real one, for 8 to 1,024 ranks
+of a fake group.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,10 +27,21 @@ from lmforge.lab.plan.prediction.step_config import StepConfig
 from tests.plan.step_program import step_program
 
 MIB = 2**20
-# Whose peak is in the loss, and whose is in the backward pass of a block. The loss has one chunk: what torch allocates within
-# an operator, to add the bf16 gradient of a second chunk to the fp32 sum, the tracker does not see.
-WIDE_HEAD = {"vocab_size": 8000, "num_hidden_layers": 6, "num_key_value_heads": 2, "intermediate_size": 1408}
-DEEP = {"vocab_size": 512, "num_hidden_layers": 8, "num_key_value_heads": 8, "intermediate_size": 2048}
+# Whose peak is in the loss, and whose is in the backward pass of a block. The loss has one chunk:
+# what torch allocates within an operator, to add the bf16 gradient of a second chunk to the fp32
+# sum, the tracker does not see.
+WIDE_HEAD = {
+    "vocab_size": 8000,
+    "num_hidden_layers": 6,
+    "num_key_value_heads": 2,
+    "intermediate_size": 1408,
+}
+DEEP = {
+    "vocab_size": 512,
+    "num_hidden_layers": 8,
+    "num_key_value_heads": 8,
+    "intermediate_size": 2048,
+}
 # A dense block and five that are mixtures, whose experts are fewer than some of the ranks.
 MIXTURE = {
     "model_type": "qwen3_moe",
@@ -54,11 +67,19 @@ MORE_CASES = [
     (DEEP, 8, (1, 64), {"activation_checkpointing": "full"}),
     (DEEP, 64, (1, 64), {"sharding": "hybrid-full-shard"}),
     (WIDE_HEAD, 8, (1, 256), {"activation_checkpointing": "full"}),
-    *((DEEP, 64, (2, 512), {"activation_checkpointing": mode}) for mode in CHECKPOINTING_MODES if mode not in ("none", "full")),
+    *(
+        (DEEP, 64, (2, 512), {"activation_checkpointing": mode})
+        for mode in CHECKPOINTING_MODES
+        if mode not in ("none", "full")
+    ),
     (DEEP, 1024, (2, 512), {"sharding": "grad-shard"}),
     (DEEP, 128, (2, 512), {"activation_checkpointing": "full", "sharding": "grad-shard"}),
     (DEEP, 256, (1, 64), {"wrap_embedding": False}),
-    *((MIXTURE, 8, (2, 512), {"activation_checkpointing": mode}) for mode in CHECKPOINTING_MODES if mode != "none"),
+    *(
+        (MIXTURE, 8, (2, 512), {"activation_checkpointing": mode})
+        for mode in CHECKPOINTING_MODES
+        if mode != "none"
+    ),
     (MIXTURE, 64, (1, 256), {}),
 ]
 
@@ -76,8 +97,12 @@ def fake_ranks(world_size: int) -> Iterator[DistributedContext]:
         dist.destroy_process_group()
 
 
-def tracked_peak(config: ModelConfig, world_size: int, shape: tuple[int, int], options: ParallelOptions) -> float:
-    """Bytes of live tensors at the peak of the second step on rank 0, which holds zeros: what it computes does not matter."""
+def tracked_peak(
+    config: ModelConfig, world_size: int, shape: tuple[int, int], options: ParallelOptions
+) -> float:
+    """Bytes of live tensors at the peak of the second step on rank 0, which holds zeros: what it
+    computes does not matter.
+    """
 
     def zeros(model: LanguageModel) -> None:
         with torch.no_grad():
@@ -109,16 +134,23 @@ def tracked_peak(config: ModelConfig, world_size: int, shape: tuple[int, int], o
         return float(peak[torch.device("cpu")]["Total"])
 
 
-def compare(sizes: dict[str, Any], world_size: int, shape: tuple[int, int], changes: dict[str, Any]) -> None:
+def compare(
+    sizes: dict[str, Any], world_size: int, shape: tuple[int, int], changes: dict[str, Any]
+) -> None:
     config = config_of(sizes)
     options = ParallelOptions(engine="fsdp2", **changes)
     tracked = tracked_peak(config, world_size, shape, options)
-    step_config = StepConfig(config, options, world_size, 8, shape[0], 1, shape[1], compiled=False, on_gpu=False)
+    step_config = StepConfig(
+        config, options, world_size, 8, shape[0], 1, shape[1], compiled=False, on_gpu=False
+    )
     program = step_program(step_config)
     simulated = simulate(program.build(1), program.held())
     live = sum(simulated.live_peak.values())
     ratio = live / tracked
-    print(f"{world_size} {shape} {changes}: {live / MIB:.1f} of {tracked / MIB:.1f} MiB, {ratio:.3f}, {simulated.peak_at}")
+    print(
+        f"{world_size} {shape} {changes}: {live / MIB:.1f} of {tracked / MIB:.1f} MiB, {ratio:.3f},"
+        f" {simulated.peak_at}"
+    )
     assert live == pytest.approx(tracked, rel=0.05)
 
 

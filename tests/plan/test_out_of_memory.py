@@ -1,4 +1,6 @@
-"""When memory runs out, a run suggests options that fit, and these do fit: real processes under a memory limit."""
+"""When memory runs out, a run suggests options that fit, and these do fit: real processes under a
+memory limit.
+"""
 
 import json
 import os
@@ -70,11 +72,24 @@ stages.run_stage(parse_config(PretrainConfig, sys.argv[1:]))
 
 def options(tokens: Path, folder: Path, name: str, *more: str) -> list[str]:
     words = [word for key, value in SIZES.items() for word in (f"--{key}", str(value))]
-    return [*words, "--data.folder", str(tokens), "--run.folder", str(folder), "--run.name", name, *more]
+    return [
+        *words,
+        "--data.folder",
+        str(tokens),
+        "--run.folder",
+        str(folder),
+        "--run.name",
+        name,
+        *more,
+    ]
 
 
 def estimator_of(
-    config: StageConfig, ranks: int = 1, vocab_size: int = 512, dtype: str = "fp32", on_gpu: bool = False
+    config: StageConfig,
+    ranks: int = 1,
+    vocab_size: int = 512,
+    dtype: str = "fp32",
+    on_gpu: bool = False,
 ) -> MemoryEstimator:
     model_config = model_config_from_options(config.model, vocab_size)
     plan = plan_batches(config, ranks)
@@ -107,7 +122,9 @@ def pretrain_within(limit: int, *words: str) -> subprocess.CompletedProcess[str]
 def mapped(tiny_tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> int:
     """Bytes of address space that a process takes before it builds anything."""
     words = options(tiny_tokens, tmp_path_factory.mktemp("mapped"), "a")
-    done = subprocess.run([sys.executable, "-c", PRINT_STATUS, *words], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", PRINT_STATUS, *words], capture_output=True, text=True, timeout=100
+    )
     size = re.search(r"VmSize:\s+(\d+) kB", done.stdout)
     assert size, done.stderr
     return int(size[1]) * 2**10
@@ -118,7 +135,11 @@ def suggestions(message: str) -> list[list[str]]:
     ways = message.partition("by estimate would fit: ")[2].partition(";")[0]
     ways = re.sub(r" \(it was \d+\)", "", ways)
     return [
-        [word for key, value in re.findall(r"([\w.]+) = ([\w-]+)", way) for word in (f"--{key}", value)]
+        [
+            word
+            for key, value in re.findall(r"([\w.]+) = ([\w-]+)", way)
+            for word in (f"--{key}", value)
+        ]
         for way in ways.split(", or ")
         if way
     ]
@@ -126,7 +147,9 @@ def suggestions(message: str) -> list[list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_is_suggested_fits_under_the_same_limit(tiny_tokens: Path, tmp_path: Path, mapped: int, ranks: int) -> None:
+def test_what_is_suggested_fits_under_the_same_limit(
+    tiny_tokens: Path, tmp_path: Path, mapped: int, ranks: int
+) -> None:
     launch = ["--launch.processes", str(ranks)]
     config = parse_config(PretrainConfig, options(tiny_tokens, tmp_path, "a"))
     estimator = estimator_of(config)
@@ -135,12 +158,18 @@ def test_what_is_suggested_fits_under_the_same_limit(tiny_tokens: Path, tmp_path
     assert failed.returncode == 1, failed.stdout + failed.stderr
     (message,) = failed.stderr.splitlines()
     print(message)
-    assert re.match(r"lmforge: rank [01], step [01], (forward|backward): out of memory: \d+ MiB were requested, with ", message)
+    assert re.match(
+        r"lmforge: rank [01], step [01], (forward|backward): out of memory: \d+ MiB were requested,"
+        r" with ",
+        message,
+    )
     assert "GiB of address space (ulimit -v)" in message
     ways = suggestions(message)
     assert ["--train.micro_batch_size", "32"] in ways or ["--train.micro_batch_size", "64"] in ways
     for number, way in enumerate(ways if ranks == 1 else ways[-1:]):
-        done = pretrain_within(limit, *options(tiny_tokens, tmp_path, f"way-{number}", *launch, *way))
+        done = pretrain_within(
+            limit, *options(tiny_tokens, tmp_path, f"way-{number}", *launch, *way)
+        )
         assert done.returncode == 0, (way, done.stderr)
         assert f"step {STEPS}/{STEPS}" in done.stdout
 
@@ -148,22 +177,34 @@ def test_what_is_suggested_fits_under_the_same_limit(tiny_tokens: Path, tmp_path
 def test_a_model_that_does_not_fit_is_refused_with_what_it_needs_at_least(
     tiny_tokens: Path, tmp_path: Path, mapped: int
 ) -> None:
-    large = ["--model.hidden_size", "4096", "--model.intermediate_size", "8192", "--train.micro_batch_size", "1"]
+    large = [
+        "--model.hidden_size",
+        "4096",
+        "--model.intermediate_size",
+        "8192",
+        "--train.micro_batch_size",
+        "1",
+    ]
     done = pretrain_within(mapped + 2**29, *options(tiny_tokens, tmp_path, "large", *large))
     assert done.returncode == 2, done.stdout + done.stderr
     (said,) = done.stderr.splitlines()
     print(said)
     assert said.startswith("lmforge: model, gradients, optimizer and activations of a rank: needs ")
-    least = re.search(r"by estimate nothing fits: [^;]*?8bit[^;]*? needs at least (\d+\.\d) GiB per rank", said)
+    least = re.search(
+        r"by estimate nothing fits: [^;]*?8bit[^;]*? needs at least (\d+\.\d) GiB per rank", said
+    )
     assert least
     numbers = 8 * (4 * 4096**2 + 3 * 4096 * 8192)
-    assert 16 * numbers / 2**30 > float(least[1]) > 10 * numbers / 2**30  # weights, gradients, and moments in 8 bits
+    # Weights, gradients, and moments in 8 bits.
+    assert 16 * numbers / 2**30 > float(least[1]) > 10 * numbers / 2**30
     assert not (tmp_path / "large" / "recipe.toml").exists()
 
 
 def test_logits_are_predicted_as_they_are_computed_where_auto_turns_out_to_be_off() -> None:
     def estimator(compile_: str) -> MemoryEstimator:
-        config = parse_config(PretrainConfig, ["--train.compile", compile_, "--train.micro_batch_size", "16"])
+        config = parse_config(
+            PretrainConfig, ["--train.compile", compile_, "--train.micro_batch_size", "16"]
+        )
         return estimator_of(config, vocab_size=5000, dtype="bf16", on_gpu=True)
 
     auto, off = estimator("auto").step_config, estimator("off").step_config
@@ -175,23 +216,42 @@ def test_logits_are_predicted_as_they_are_computed_where_auto_turns_out_to_be_of
         model_config, plan = model_config_from_options(config.model, 512), plan_batches(config, 1)
         run = MemoryEstimator.of_run(RunMemory.of_run(config, model_config, plan, alone))
         assert run.step_config.compiled == choose_compile(config, alone.device, steps)[0]
-        resumed = MemoryEstimator.of_run(RunMemory.of_run(config, model_config, plan, alone, step=1))
+        resumed = MemoryEstimator.of_run(
+            RunMemory.of_run(config, model_config, plan, alone, step=1)
+        )
         assert resumed.step_config.compiled == choose_compile(config, alone.device, steps - 1)[0]
 
 
-def test_adapters_are_predicted_without_gradients_and_optimizer_states_of_frozen_weights(tmp_path: Path) -> None:
-    words = ["--data.files", str(tmp_path / "a.jsonl"), "--model.num_hidden_layers", "4", "--train.global_batch_size", "8"]
-    configs = [parse_config(SftConfig, [*words, "--train.dtype", "fp32", *more]) for more in ([], ["--lora.rank", "4"])]
+def test_adapters_are_predicted_without_gradients_and_optimizer_states_of_frozen_weights(
+    tmp_path: Path,
+) -> None:
+    words = [
+        "--data.files",
+        str(tmp_path / "a.jsonl"),
+        "--model.num_hidden_layers",
+        "4",
+        "--train.global_batch_size",
+        "8",
+    ]
+    configs = [
+        parse_config(SftConfig, [*words, "--train.dtype", "fp32", *more])
+        for more in ([], ["--lora.rank", "4"])
+    ]
     whole, adapted = (estimator_of(config, 4, 5000) for config in configs)
     counts = adapted.step_config.parameters
     assert counts.trained < counts.total / 20
     for parameters, estimator in ((counts.total - counts.trained, whole), (counts.total, adapted)):
-        memory = peak_memory(replace(estimator.step_config.with_options(engine="ddp"), world_size=4))
+        memory = peak_memory(
+            replace(estimator.step_config.with_options(engine="ddp"), world_size=4)
+        )
         assert memory["weights"] == 4 * parameters
         assert memory["optimizer states"] == 8 * estimator.step_config.parameters.trained
         assert memory["gradients"] == 4 * estimator.step_config.parameters.trained
     ranks, cpu = RankInfo(0, 4), torch.device("cpu")
-    memories = [RunMemory(config, whole.step_config.model, plan_batches(config, 4), ranks, cpu) for config in configs]
+    memories = [
+        RunMemory(config, whole.step_config.model, plan_batches(config, 4), ranks, cpu)
+        for config in configs
+    ]
     least = [memory.least_state_bytes() for memory in memories]
     assert least[1] < least[0] / 3
     assert adapted.required_bytes(adapted.step_config) < whole.required_bytes(whole.step_config)
@@ -209,53 +269,88 @@ def drawn_estimator(draw: random.Random, ranks: int) -> MemoryEstimator:
         "optimizer.name": draw.choice(["adamw", "muon"]),
         "train.compile": draw.choice(["auto", *["off"] * 5]),
     }
-    config = parse_config(PretrainConfig, [word for name, value in options.items() for word in (f"--{name}", str(value))])
+    config = parse_config(
+        PretrainConfig,
+        [word for name, value in options.items() for word in (f"--{name}", str(value))],
+    )
     return estimator_of(config, ranks, 5000, draw.choice(["fp32", "bf16"]), draw.random() < 0.5)
 
 
 @pytest.mark.parametrize("draws", [20, pytest.param(60, marks=pytest.mark.slow)])
-def test_only_what_fits_by_the_estimate_is_suggested_and_nothing_that_fits_is_called_too_large(draws: int) -> None:
+def test_only_what_fits_by_the_estimate_is_suggested_and_nothing_that_fits_is_called_too_large(
+    draws: int,
+) -> None:
     draw = fresh_random()
     suggested = refused = 0
     for _ in range(draws):
         ranks = draw.choice([1, 2, 8])
         estimator = drawn_estimator(draw, ranks)
         engine = "single" if ranks == 1 else draw.choice(["ddp", "fsdp2"])
-        mode, sharding = draw.choice([*CHECKPOINTING_MODES]), draw.choice([None, None, "grad-shard"])
+        mode, sharding = (
+            draw.choice([*CHECKPOINTING_MODES]),
+            draw.choice([None, None, "grad-shard"]),
+        )
         options = ParallelOptions(
-            engine=engine, sharding=sharding if engine == "fsdp2" else None, activation_checkpointing=mode
+            engine=engine,
+            sharding=sharding if engine == "fsdp2" else None,
+            activation_checkpointing=mode,
         )
         current = replace(estimator.step_config, options=options)
         estimator = replace(estimator, step_config=current)
-        available = int(estimator.required_bytes(current) * draw.uniform(0.01, 1.05) + estimator.overhead_bytes)
+        available = int(
+            estimator.required_bytes(current) * draw.uniform(0.01, 1.05) + estimator.overhead_bytes
+        )
         message = estimator.suggest_what_fits(available)
         for way in suggestions(message):
             suggested += 1
             changes = dict(zip(way[::2], way[1::2], strict=True))
             size = int(changes.pop("--train.micro_batch_size", current.micro_batch_size))
-            states = {"state_dtype": changes.pop("--optimizer.state_dtype", current.optimizer.state_dtype)}
+            states = {
+                "state_dtype": changes.pop("--optimizer.state_dtype", current.optimizer.state_dtype)
+            }
             updated = replace(current, optimizer=current.optimizer.model_copy(update=states))
             updated = updated.with_micro_batch_size(size).with_options(
-                **{name.removeprefix("--parallel."): value == "true" or value for name, value in changes.items()}
+                **{
+                    name.removeprefix("--parallel."): value == "true" or value
+                    for name, value in changes.items()
+                }
             )
-            assert estimator.required_bytes(updated) <= available - estimator.overhead_bytes, message
+            assert estimator.required_bytes(updated) <= available - estimator.overhead_bytes, (
+                message
+            )
         if "nothing fits" in message:
             refused += 1
             smallest = current.with_micro_batch_size(1)
             for step_config in (smallest, smallest.with_options(activation_checkpointing="full")):
-                assert estimator.required_bytes(step_config) > available - estimator.overhead_bytes, message
+                assert (
+                    estimator.required_bytes(step_config) > available - estimator.overhead_bytes
+                ), message
     assert suggested > draws / 3
     assert refused > draws / 20
 
 
-def test_whole_gradients_are_predicted_where_they_are_reduced_once_a_step_and_the_other_way_is_advised() -> None:
-    words = ["--train.global_batch_size", "64", "--train.micro_batch_size", "4", "--parallel.engine", "fsdp2"]
+def test_whole_gradients_are_predicted_where_they_are_reduced_once_a_step_and_the_other_way_is_advised() -> (
+    None
+):
+    words = [
+        "--train.global_batch_size",
+        "64",
+        "--train.micro_batch_size",
+        "4",
+        "--parallel.engine",
+        "fsdp2",
+    ]
     once = estimator_of(
-        parse_config(PretrainConfig, [*words, "--parallel.reduce_every_micro_batch", "false"]), 4, dtype="bf16", on_gpu=True
+        parse_config(PretrainConfig, [*words, "--parallel.reduce_every_micro_batch", "false"]),
+        4,
+        dtype="bf16",
+        on_gpu=True,
     )
     every = estimator_of(parse_config(PretrainConfig, words), 4, dtype="bf16", on_gpu=True)
     assert every.step_config == once.step_config.with_options(reduce_every_micro_batch=True)
-    more = sum(peak_memory(once.step_config).values()) - sum(peak_memory(every.step_config).values())
+    more = sum(peak_memory(once.step_config).values()) - sum(
+        peak_memory(every.step_config).values()
+    )
     # The fp32 gradients that are whole, beside a shard of them.
     assert 0.5 < more / (4 * every.step_config.parameters.trained) < 1.3
     available = once.required_bytes(every.step_config) + once.overhead_bytes
@@ -270,22 +365,44 @@ def test_whole_gradients_are_predicted_where_they_are_reduced_once_a_step_and_th
         (["--lora.rank", "8", "--lora.base_dtype", "nf4"], None),
     ],
 )
-def test_storage_in_fewer_bits_is_advised_last_and_only_where_it_would_fit(words: list[str], advised: str | None) -> None:
+def test_storage_in_fewer_bits_is_advised_last_and_only_where_it_would_fit(
+    words: list[str], advised: str | None
+) -> None:
     stage = SftConfig if "--lora.rank" in words else PretrainConfig
-    given = ["--train.global_batch_size", "2", "--train.micro_batch_size", "2", "--model.preset", "124m", *words]
+    given = [
+        "--train.global_batch_size",
+        "2",
+        "--train.micro_batch_size",
+        "2",
+        "--model.preset",
+        "124m",
+        *words,
+    ]
     needs = {"--model.source": "none", "--data.files": "none"} if stage is SftConfig else {}
-    estimator = estimator_of(parse_config(stage, [*given, *(word for each in needs.items() for word in each)]), dtype="bf16")
+    estimator = estimator_of(
+        parse_config(stage, [*given, *(word for each in needs.items() for word in each)]),
+        dtype="bf16",
+    )
     current = estimator.step_config
     for fewer in in_fewer_bits(current)[:1]:
         assert estimator.required_bytes(fewer) < estimator.required_bytes(current)
-        message = estimator.suggest_what_fits(estimator.required_bytes(fewer) + estimator.overhead_bytes)
+        message = estimator.suggest_what_fits(
+            estimator.required_bytes(fewer) + estimator.overhead_bytes
+        )
         ways = message.removeprefix("by estimate would fit: ").split(", or ")
         assert ways[-1] == advised
     assert bool(in_fewer_bits(current)) == (advised is not None)
 
 
 def test_a_plan_and_a_run_have_the_same_inputs() -> None:
-    words = ["--train.global_batch_size", "64", "--train.micro_batch_size", "4", "--parallel.engine", "fsdp2"]
+    words = [
+        "--train.global_batch_size",
+        "64",
+        "--train.micro_batch_size",
+        "4",
+        "--parallel.engine",
+        "fsdp2",
+    ]
     config = parse_config(PretrainConfig, words)
     for gpu in ("rtx-4090", "h100-80"):
         machine = Machine(data_sheets().gpu(gpu), None, 4)
@@ -294,8 +411,12 @@ def test_a_plan_and_a_run_have_the_same_inputs() -> None:
 
 
 def test_a_failure_counts_as_a_measurement() -> None:
-    """Where the prediction says that what has just failed fits, nothing nearly as large is suggested."""
-    config = parse_config(PretrainConfig, ["--train.global_batch_size", "64", "--train.micro_batch_size", "64"])
+    """Where the prediction says that what has just failed fits, nothing nearly as large is
+    suggested.
+    """
+    config = parse_config(
+        PretrainConfig, ["--train.global_batch_size", "64", "--train.micro_batch_size", "64"]
+    )
     estimator = estimator_of(config, on_gpu=True)
     needed = estimator.required_bytes(estimator.step_config) + estimator.overhead_bytes
     assert estimator.suggest_what_fits(10 * needed) == estimator.suggest_what_fits(needed)
@@ -306,7 +427,9 @@ def test_out_of_memory_is_distinguished_from_other_errors() -> None:
         torch.empty(2**52)
     assert is_out_of_memory(refused.value)
     assert is_out_of_memory(MemoryError())
-    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
+    assert is_out_of_memory(
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    )
     with pytest.raises(RuntimeError) as other:
         torch.ones(2) @ torch.ones(3)
     assert not is_out_of_memory(other.value)

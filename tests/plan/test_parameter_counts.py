@@ -9,7 +9,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.lora import LoraLinear, add_lora
-from lmforge.core.stages.parameter_counts import count_parameters, get_lora_config, training_flops_per_token
+from lmforge.core.stages.parameter_counts import (
+    count_parameters,
+    get_lora_config,
+    training_flops_per_token,
+)
 from lmforge.post.options.align import AlignConfig
 
 LENGTH, ROWS = 40, 2
@@ -42,17 +46,21 @@ def test_adapters_cost_what_torch_counts(method: str, targets: list[str]) -> Non
     counts = count_parameters(shape, lora)
     total, trained = counts.total, counts.trained
     assert total == sum(parameter.numel() for parameter in model.parameters())
-    assert trained == sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert trained == sum(
+        parameter.numel() for parameter in model.parameters() if parameter.requires_grad
+    )
     tokens = torch.zeros(ROWS, LENGTH, dtype=torch.int64, device="meta")
     with FlopCounterMode(display=False) as counter:
         model.lm_head(model(tokens, tokens, tokens.int())).sum().backward()
-    # Norms are counted by the convention and are no matrix products; and nobody asks for the gradient of the embeddings,
-    # which the first layers would have to be gone back through for.
+    # Norms are counted by the convention and are no matrix products; and nobody asks for the
+    # gradient of the embeddings, which the first layers would have to be gone back through for.
     vectors = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 1)
     first = model.blocks[0].self_attn
     projections = first.q_proj, first.k_proj, first.v_proj
     unasked = sum(layer.weight.numel() for layer in projections)
-    unasked += sum(layer.lora_A.weight.numel() for layer in projections if isinstance(layer, LoraLinear))
+    unasked += sum(
+        layer.lora_A.weight.numel() for layer in projections if isinstance(layer, LoraLinear)
+    )
     assert (
         counter.get_total_flops() / (ROWS * LENGTH)
         == training_flops_per_token(config, shape, LENGTH) - 4 * vectors - 2 * unasked

@@ -41,7 +41,9 @@ def measuring(monkeypatch: pytest.MonkeyPatch, core_fraction: float) -> Measured
     return calls
 
 
-def test_it_is_measured_once_for_each_dtype_and_number_of_threads(cache: Path, measured: Measured) -> None:
+def test_it_is_measured_once_for_each_dtype_and_number_of_threads(
+    cache: Path, measured: Measured
+) -> None:
     for _ in range(2):
         assert cpu_peak_flops(torch.float32, 2) == 1e9
         assert cpu_peak_flops(torch.bfloat16, 2) == 2e9
@@ -52,14 +54,27 @@ def test_it_is_measured_once_for_each_dtype_and_number_of_threads(cache: Path, m
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{", "[1, 2]", '{"machine": "another", "flops": 7e9}', "MACHINE -7", "MACHINE null", "MACHINE NaN", "[" * 5000],
+    [
+        "",
+        "{",
+        "[1, 2]",
+        '{"machine": "another", "flops": 7e9}',
+        "MACHINE -7",
+        "MACHINE null",
+        "MACHINE NaN",
+        "[" * 5000,
+    ],
 )
-def test_a_damaged_cache_is_measured_and_written_again(cache: Path, measured: Measured, content: str) -> None:
+def test_a_damaged_cache_is_measured_and_written_again(
+    cache: Path, measured: Measured, content: str
+) -> None:
     cpu_peak_flops(torch.float32, 2)
     [file] = cache.iterdir()
     machine, _, flops = content.partition(" ")
     described = json.dumps(json.loads(file.read_text())["machine"])
-    file.write_text(f'{{"machine": {described}, "flops": {flops}}}' if machine == "MACHINE" else content)
+    file.write_text(
+        f'{{"machine": {described}, "flops": {flops}}}' if machine == "MACHINE" else content
+    )
     assert [cpu_peak_flops(torch.float32, 2) for _ in range(2)] == [2e9, 2e9]
 
 
@@ -83,7 +98,9 @@ def test_a_folder_in_its_place_is_left_there(cache: Path, measured: Measured) ->
     assert file.is_dir()
 
 
-def test_what_is_measured_while_others_use_the_cores_is_not_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_measured_while_others_use_the_cores_is_not_kept(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     measuring(monkeypatch, core_fraction=0.5)
     assert [cpu_peak_flops(torch.float32, 2) for _ in range(2)] == [1e9, 2e9]
     assert not cache.exists()

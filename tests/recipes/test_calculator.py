@@ -35,12 +35,17 @@ def place(tmp_path: Path) -> Path:
 
 def test_its_answers_are_right_and_no_problem_is_in_two_of_its_files(place: Path) -> None:
     data = place / "data" / "calculator"
-    chats, prompts, validation, texts = (lines(data / f"{name}.jsonl") for name in ("chats", "prompts", "validation", "texts"))
+    chats, prompts, validation, texts = (
+        lines(data / f"{name}.jsonl") for name in ("chats", "prompts", "validation", "texts")
+    )
     asked = [row["prompt"][0]["content"] for row in prompts + validation]
     asked += [row["messages"][0]["content"] for row in chats]
     asked += [re.findall("What is [^?]*[?]", row["text"])[0] for row in texts]
     assert len(set(asked)) == len(asked)
-    values = {question: str(eval(question.removeprefix("What is ").removesuffix("?"))) for question in asked}
+    values = {
+        question: str(eval(question.removeprefix("What is ").removesuffix("?")))
+        for question in asked
+    }
     assert all(row["answer"] == values[row["prompt"][0]["content"]] for row in prompts + validation)
     calls = 0
     for row in chats:
@@ -52,7 +57,10 @@ def test_its_answers_are_right_and_no_problem_is_in_two_of_its_files(place: Path
 
 
 def test_an_answer_is_rewarded_if_it_is_right_and_nothing_else() -> None:
-    answers = [[{"role": "assistant", "content": content}] for content in ("It is 700.", "It is 7.", "700", "It is 700. Or 8.")]
+    answers = [
+        [{"role": "assistant", "content": content}]
+        for content in ("It is 700.", "It is 7.", "700", "It is 700. Or 8.")
+    ]
     with load_reward_functions([f"{RECIPE}/reward.py:right"]) as rewards:
         assert rewards(["?"] * 4, answers, {"answer": ["700"] * 4}).rewards == [1.0, 0.0, 0.0, 0.0]
 

@@ -29,11 +29,17 @@ Script = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture(scope="module")
 def script(tmp_path_factory: pytest.TempPathFactory) -> Script:
-    """`script(path, *words, cwd=None, **variables)`: a script in a process of its own, which has imported torch already."""
+    """`script(path, *words, cwd=None, **variables)`: a script in a process of its own, which has
+    imported torch already.
+    """
 
-    def run(path: Path, *words: object, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        path: Path, *words: object, cwd: Path | None = None, **variables: str
+    ) -> subprocess.CompletedProcess[str]:
         folder = tmp_path_factory.mktemp("script")
-        return preloaded().run([*map(str, words)], folder, script=path, cwd=cwd, variables=variables)
+        return preloaded().run(
+            [*map(str, words)], folder, script=path, cwd=cwd, variables=variables
+        )
 
     return run
 
@@ -70,7 +76,9 @@ def by_chance(script: Script, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("player", ["by_engine", "by_chance"])
-def test_games_are_legal_with_their_results_and_positions_are_from_them(player: str, request: pytest.FixtureRequest) -> None:
+def test_games_are_legal_with_their_results_and_positions_are_from_them(
+    player: str, request: pytest.FixtureRequest
+) -> None:
     folder: Path = request.getfixturevalue(player)
     games, prompts, validation = (lines(folder / name) for name in FILES)
     assert len(games) == len(prompts) == (14 if player == "by_engine" else 3)
@@ -83,18 +91,28 @@ def test_games_are_legal_with_their_results_and_positions_are_from_them(player: 
         assert board.fen() == position["fen"]
         assert position["prompt"].endswith(".") == (board.turn == chess.WHITE)
         assert board.parse_san(position["completion"].removeprefix(" ")) in board.legal_moves
-        assert position["engine_move"] == (position["completion"].removeprefix(" ") if player == "by_engine" else None)
+        assert position["engine_move"] == (
+            position["completion"].removeprefix(" ") if player == "by_engine" else None
+        )
     if player == "by_chance":
         for game, position in zip(games, prompts, strict=True):
             assert game["text"].startswith(position["prompt"] + position["completion"])
     assert validation
-    assert not [p for p in validation for game in games if game["text"].startswith(p["prompt"] + " ")]
+    assert not [
+        p for p in validation for game in games if game["text"].startswith(p["prompt"] + " ")
+    ]
 
 
-def test_games_depend_on_the_seed_and_not_on_the_number_of_processes(by_engine: Path, script: Script, tmp_path: Path) -> None:
+def test_games_depend_on_the_seed_and_not_on_the_number_of_processes(
+    by_engine: Path, script: Script, tmp_path: Path
+) -> None:
     options = ("--games", "14", "--positions", "6", "--nodes", "10")
     # Worker processes import the script that started them: that takes a start of its own.
-    subprocess.run([sys.executable, GAMES, tmp_path / "again", *options, "--workers", "2"], check=True, timeout=200)
+    subprocess.run(
+        [sys.executable, GAMES, tmp_path / "again", *options, "--workers", "2"],
+        check=True,
+        timeout=200,
+    )
     for name in FILES:
         assert (tmp_path / "again" / name).read_text() == (by_engine / name).read_text()
     assert script(GAMES, tmp_path / "other", *options, "--seed", 1, "--workers", 1).returncode == 0
@@ -103,7 +121,9 @@ def test_games_depend_on_the_seed_and_not_on_the_number_of_processes(by_engine: 
 
 
 @pytest.mark.needs("stockfish")
-def test_stockfish_is_found_without_a_path_and_a_missing_engine_is_named(script: Script, tmp_path: Path) -> None:
+def test_stockfish_is_found_without_a_path_and_a_missing_engine_is_named(
+    script: Script, tmp_path: Path
+) -> None:
     options = ("--games", 1, "--positions", 1, "--nodes", 2, "--workers", 1)
     # Debian installs it in a folder that is seldom on the PATH.
     variables = {"PATH": "/nowhere"} if Path("/usr/games/stockfish").exists() else {}
@@ -115,20 +135,36 @@ def test_stockfish_is_found_without_a_path_and_a_missing_engine_is_named(script:
 
 
 def test_legal_moves_and_the_engines_moves_are_rewarded() -> None:
-    prompts = ["1. e4 e5 2.", "1. e4", "1. e4 e5 2.", "1. e4 e5 2.", "1. e4 e5 2.", "1. e4 e5 2.", "not a game"]
+    prompts = [
+        "1. e4 e5 2.",
+        "1. e4",
+        "1. e4 e5 2.",
+        "1. e4 e5 2.",
+        "1. e4 e5 2.",
+        "1. e4 e5 2.",
+        "not a game",
+    ]
     completions = [" Nf3 Nc6", " c5", " Nf6", "", " -- Nc6", " Nc", " e4"]
     legal, engine = f"{RECIPE / 'reward.py'}:legal_move", f"{RECIPE / 'reward.py'}:engine_move"
     with load_reward_functions([legal, engine]) as rewards:
-        scores = rewards(prompts, completions, {"engine_move": ["Nf3", "e5", "Nf3", "Nf3", None, "Nf3", "e4"]})
+        scores = rewards(
+            prompts, completions, {"engine_move": ["Nf3", "e5", "Nf3", "Nf3", None, "Nf3", "e4"]}
+        )
     assert scores.by_function[legal] == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, None]
     assert scores.by_function[engine] == [1.0, 0.0, 0.0, 0.0, None, 0.0, None]
 
 
-def test_a_model_that_knows_no_chess_is_measured_to_play_no_legal_move(tiny_run: Path, by_engine: Path, script: Script) -> None:
+def test_a_model_that_knows_no_chess_is_measured_to_play_no_legal_move(
+    tiny_run: Path, by_engine: Path, script: Script
+) -> None:
     done = script(MEASURE, tiny_run, by_engine / "validation.jsonl", "--device", "cpu")
     assert done.returncode == 0, done.stderr
     measured = json.loads(done.stdout)
-    assert measured == {"positions": len(lines(by_engine / "validation.jsonl")), "legal": 0.0, "agrees": 0.0}
+    assert measured == {
+        "positions": len(lines(by_engine / "validation.jsonl")),
+        "legal": 0.0,
+        "agrees": 0.0,
+    }
 
 
 def readme_commands() -> list[list[str]]:
@@ -139,7 +175,19 @@ def readme_commands() -> list[list[str]]:
 def shortened(words: list[str], engine: str) -> list[str]:
     """A line of the README with few games, a tiny model and few steps."""
     if "recipes/chess/games.py" in words:
-        return [*words, "--games", "24", "--positions", "8", "--nodes", "5", "--workers", "1", "--engine", engine]
+        return [
+            *words,
+            "--games",
+            "24",
+            "--positions",
+            "8",
+            "--nodes",
+            "5",
+            "--workers",
+            "1",
+            "--engine",
+            engine,
+        ]
     if words[0] != "lmforge" or words[1] == "prepare":
         return words
     options = {
@@ -153,14 +201,26 @@ def shortened(words: list[str], engine: str) -> list[str]:
         "log.every_steps": 1,
     }
     if words[1] == "pretrain":
-        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-        options |= {f"model.{name}": size for name, size in {**sizes, "num_key_value_heads": 2}.items()}
+        sizes = {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+        }
+        options |= {
+            f"model.{name}": size for name, size in {**sizes, "num_key_value_heads": 2}.items()
+        }
         options |= {"schedule.warmup_steps": 1}
-    return [*words, *(word for name, value in options.items() for word in (f"--{name}", str(value)))]
+    return [
+        *words,
+        *(word for name, value in options.items() for word in (f"--{name}", str(value))),
+    ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", [pytest.param("stockfish", marks=pytest.mark.needs("stockfish")), "random"])
+@pytest.mark.parametrize(
+    "engine", [pytest.param("stockfish", marks=pytest.mark.needs("stockfish")), "random"]
+)
 def test_the_commands_of_the_readme_work_from_games_to_rewards(
     engine: str, tmp_path: Path, lmforge: Command, script: Script
 ) -> None:
@@ -182,7 +242,9 @@ def test_the_commands_of_the_readme_work_from_games_to_rewards(
     source = Run(tmp_path / "runs" / "chess-legal").load_config().model.source
     assert source is not None
     assert source.is_relative_to("runs/chess-moves")
-    completions = lines(tmp_path / "runs" / "chess-legal" / "completions" / "set-000000-rank-0.jsonl")
+    completions = lines(
+        tmp_path / "runs" / "chess-legal" / "completions" / "set-000000-rank-0.jsonl"
+    )
     assert all(completion["reward"] in (0.0, 1.0) for completion in completions)
 
 
@@ -192,16 +254,33 @@ def test_the_recipe_of_codellama_trains_from_its_weights_on_tokens_of_its_tokeni
     recipe = RECIPE.parent / "codellama-7b-chess.toml"
     assert lmforge("export", tiny_run, tmp_path / "models" / "CodeLlama-7b-hf").returncode == 0
     shutil.copytree(by_chance, tmp_path / "data" / "chess")
-    commands = [line.removeprefix("#   ") for line in recipe.read_text().splitlines() if line.startswith("#   lmforge")]
+    commands = [
+        line.removeprefix("#   ")
+        for line in recipe.read_text().splitlines()
+        if line.startswith("#   lmforge")
+    ]
     [prepare] = [line for line in commands if line.startswith("lmforge prepare")]
     prepared = lmforge(*prepare.split()[1:], cwd=tmp_path)
     assert prepared.returncode == 0, prepared.stderr
-    small = ["--data.sequence_length", 64, "--train.global_batch_size", 4, "--train.steps", 1, "--train.device", "cpu"]
-    done = lmforge("pretrain", recipe, *small, "--train.compile", "off", "--launch.processes", 1, cwd=tmp_path)
+    small = [
+        "--data.sequence_length",
+        64,
+        "--train.global_batch_size",
+        4,
+        "--train.steps",
+        1,
+        "--train.device",
+        "cpu",
+    ]
+    done = lmforge(
+        "pretrain", recipe, *small, "--train.compile", "off", "--launch.processes", 1, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     config = Run(tmp_path / "runs" / "codellama-7b-chess").load_config()
     assert config.model.source == Path("models/CodeLlama-7b-hf")
     assert config.data.folder == "data/chess/tokens-codellama"
     [dry_run] = [line for line in commands if "--dry-run" in line]
-    planned = lmforge(*dry_run.replace("recipes/codellama-7b-chess.toml", str(recipe)).split()[1:], cwd=tmp_path)
+    planned = lmforge(
+        *dry_run.replace("recipes/codellama-7b-chess.toml", str(recipe)).split()[1:], cwd=tmp_path
+    )
     assert "sharding   full-shard: one copy over 4 of 4 ranks" in planned.stdout, planned.stderr

@@ -14,8 +14,23 @@ from tests.browser import browser  # noqa: F401 - a fixture
 def first(tiny_options: list[str], tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run of 4 steps that was continued to 6, with samples, some of them hostile."""
     folder = tmp_path_factory.mktemp("runs")
-    where = [*tiny_options, "--run.folder", str(folder), "--run.name", "first", "--sample.every_steps", "2"]
-    samples = ["--sample.max_tokens", "4", "--sample.prompts", "def ", "--schedule.name", "constant"]
+    where = [
+        *tiny_options,
+        "--run.folder",
+        str(folder),
+        "--run.name",
+        "first",
+        "--sample.every_steps",
+        "2",
+    ]
+    samples = [
+        "--sample.max_tokens",
+        "4",
+        "--sample.prompts",
+        "def ",
+        "--schedule.name",
+        "constant",
+    ]
     for steps in ("4", "6"):
         assert command(["pretrain", *where, *samples, "--train.steps", steps]) == 0
     return Run.open(folder / "first")
@@ -27,7 +42,11 @@ def second(first: Run) -> Run:
     copy = first.path.parent / "second"
     shutil.copytree(first.path, copy)
     recipe = copy / "recipe.toml"
-    recipe.write_text(recipe.read_text().replace('name = "first"', 'name = "second"').replace("lr = 0.01", "lr = 0.02"))
+    recipe.write_text(
+        recipe.read_text()
+        .replace('name = "first"', 'name = "second"')
+        .replace("lr = 0.01", "lr = 0.02")
+    )
     return Run.open(copy)
 
 

@@ -42,7 +42,9 @@ def test_it_is_written_only_where_it_is_due(run: Run, monkeypatch: pytest.Monkey
     assert not report.exists()
 
 
-def test_what_goes_wrong_while_it_is_written_is_ignored(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_goes_wrong_while_it_is_written_is_ignored(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(page, "FIRST_AFTER_SECONDS", 0.0)
     monkeypatch.setattr("threading.excepthook", lambda failed: pytest.fail(str(failed)))
     (run.path / "report.html").mkdir()
@@ -53,7 +55,10 @@ def test_what_goes_wrong_while_it_is_written_is_ignored(run: Run, monkeypatch: p
 
 
 def test_a_run_has_it_before_its_end(
-    tiny_options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_options: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     written = page.write_run_report
 
@@ -64,7 +69,9 @@ def test_a_run_has_it_before_its_end(
 
     monkeypatch.setattr(page, "FIRST_AFTER_SECONDS", 0.0)
     monkeypatch.setattr(page, "write_run_report", refuse)
-    assert command(["pretrain", *tiny_options, "--run.folder", str(tmp_path), "--run.name", "a"]) == 0
+    assert (
+        command(["pretrain", *tiny_options, "--run.folder", str(tmp_path), "--run.name", "a"]) == 0
+    )
     assert "no report: OSError: not at the end" in capsys.readouterr().out
     assert is_report(tmp_path / "a" / "report.html")
     assert not list((tmp_path / "a").glob(".report.html*"))

@@ -22,7 +22,12 @@ from tests.model.test_expert_load import ALONE
 from tests.report.test_page import chart, opened
 from tests.seeds import fresh_random
 
-SIZES = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +35,14 @@ def runs(tiny_options: list[str], tmp_path_factory: pytest.TempPathFactory) -> t
     """A run of 6 steps, and one of 4 that was continued to 6."""
     folder = tmp_path_factory.mktemp("mixtures")
     shape = [word for name, size in SIZES.items() for word in (f"--model.{name}", str(size))]
-    words = [*without_shape(tiny_options), "--model.preset", "nano-moe", *shape, "--schedule.name", "constant"]
+    words = [
+        *without_shape(tiny_options),
+        "--model.preset",
+        "nano-moe",
+        *shape,
+        "--schedule.name",
+        "constant",
+    ]
     words += ["--run.folder", str(folder), "--schedule.warmup_steps", "1"]
     for name, steps in (("uncut", 6), ("continued", 4), ("continued", 6)):
         assert command(["pretrain", *words, "--run.name", name, "--train.steps", str(steps)]) == 0
@@ -41,7 +53,9 @@ def records_of(run: Run) -> list[dict[str, Any]]:
     return [json.loads(line) for line in run.experts_path.read_text().splitlines()]
 
 
-def test_the_tokens_of_each_expert_are_recorded_exactly_also_over_a_resume(runs: tuple[Run, Run]) -> None:
+def test_the_tokens_of_each_expert_are_recorded_exactly_also_over_a_resume(
+    runs: tuple[Run, Run],
+) -> None:
     uncut, continued = map(records_of, runs)
     assert continued == uncut
     assert [each["step"] for each in uncut] == [1, 2, 3, 4, 5, 6]
@@ -55,7 +69,9 @@ def test_the_tokens_of_each_expert_are_recorded_exactly_also_over_a_resume(runs:
 
 
 def test_a_long_run_has_at_most_as_many_records_as_before_wherever_it_is_continued() -> None:
-    model = built(ModelConfig(50, 16, 1, 2, 24, model_type="qwen3_moe", num_experts=4, num_experts_per_tok=1))
+    model = built(
+        ModelConfig(50, 16, 1, 2, 24, model_type="qwen3_moe", num_experts=4, num_experts_per_tok=1)
+    )
 
     def recorded(begin: int, end: int) -> list[int]:
         load, steps = ExpertLoad(model, ALONE, begin), []
@@ -75,7 +91,9 @@ def test_a_long_run_has_at_most_as_many_records_as_before_wherever_it_is_continu
 
 
 def test_steps_made_again_after_a_rollback_are_counted_once() -> None:
-    model = built(ModelConfig(50, 16, 1, 2, 24, model_type="qwen3_moe", num_experts=4, num_experts_per_tok=1))
+    model = built(
+        ModelConfig(50, 16, 1, 2, 24, model_type="qwen3_moe", num_experts=4, num_experts_per_tok=1)
+    )
     load = ExpertLoad(model, ALONE)
     model.blocks[0].mlp.counts += 7
     load.discard(0)
@@ -115,11 +133,16 @@ def test_a_large_map_is_thinned(runs: tuple[Run, Run], monkeypatch: pytest.Monke
 def page(browser: Browser, runs: tuple[Run, Run], request: pytest.FixtureRequest) -> Iterator[Page]:  # noqa: F811
     assert command(["report", str(runs[0].path)]) == 0
     yield from opened(
-        browser, runs[0].path / "report.html", viewport={"width": 1280, "height": 900}, color_scheme=request.param
+        browser,
+        runs[0].path / "report.html",
+        viewport={"width": 1280, "height": 900},
+        color_scheme=request.param,
     )
 
 
-def test_the_load_under_the_pointer_is_that_of_the_layer_and_step(page: Page, runs: tuple[Run, Run]) -> None:
+def test_the_load_under_the_pointer_is_that_of_the_layer_and_step(
+    page: Page, runs: tuple[Run, Run]
+) -> None:
     loads = read_run(runs[0])["experts"]["loads"]
     over_time = chart(page, "Experts over time")
     page.get_by_label("layer", exact=True).select_option("1")
@@ -127,7 +150,8 @@ def test_the_load_under_the_pointer_is_that_of_the_layer_and_step(page: Page, ru
     svg.scroll_into_view_if_needed()
     area = svg.bounding_box()
     assert area
-    page.mouse.move(area["x"] + 60, area["y"] + 6 + 18 * 2.5)  # the first of the columns, the third of the rows
+    # The first of the columns, the third of the rows.
+    page.mouse.move(area["x"] + 60, area["y"] + 6 + 18 * 2.5)
     text = f"layer 1, step 1, expert 2: {float(f'{loads[0][1][2] / 100:.4g}'):g}"
     expect(over_time.locator(".legend")).to_contain_text(text)
     page.get_by_label("step of the experts").fill("2")
@@ -136,7 +160,9 @@ def test_the_load_under_the_pointer_is_that_of_the_layer_and_step(page: Page, ru
     area = layers.locator("svg").bounding_box()
     assert area
     page.mouse.move(area["x"] + area["width"] - 20, area["y"] + 6 + 18 * 2.5)
-    expect(layers.locator(".legend")).to_contain_text(f"expert 7, layer 2: {float(f'{loads[2][2][7] / 100:.4g}'):g}")
+    expect(layers.locator(".legend")).to_contain_text(
+        f"expert 7, layer 2: {float(f'{loads[2][2][7] / 100:.4g}'):g}"
+    )
 
 
 def test_an_expert_without_tokens_has_a_colour_of_its_own_in_light_and_dark(page: Page) -> None:
@@ -151,5 +177,8 @@ def test_an_expert_without_tokens_has_a_colour_of_its_own_in_light_and_dark(page
         names,
     )
     assert len(set(colours)) == 8
-    assert page.evaluate("[0, 1, 24, 25, 79, 80, 125, 126, 200, 400, 401].map(colourOf).join('')") == "01123445567"
+    assert (
+        page.evaluate("[0, 1, 24, 25, 79, 80, 125, 126, 200, 400, 401].map(colourOf).join('')")
+        == "01123445567"
+    )
     assert page.evaluate("document.documentElement.scrollWidth") <= 1280

@@ -24,7 +24,9 @@ def folder(first: Run, second: Run, tmp_path: Path) -> Path:
     copied(first, tmp_path)
     running = copied(second, tmp_path)
     path = running.health_folder / "rank-0.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"phase": "forward", "written": time.time()}))
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"phase": "forward", "written": time.time()})
+    )
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
     return tmp_path
@@ -40,7 +42,9 @@ def test_runs_that_run_come_first_and_each_has_its_last_values(folder: Path, fir
     assert rows[1].seconds_left is None
 
 
-def test_a_run_that_is_removed_while_runs_are_listed_is_left_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_is_removed_while_runs_are_listed_is_left_out(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def remove_and_read(run: Run) -> RunStatus:
         if run.path.name == "second":
             shutil.rmtree(run.path)
@@ -53,7 +57,8 @@ def test_a_run_that_is_removed_while_runs_are_listed_is_left_out(folder: Path, m
 @pytest.mark.parametrize(
     ("beats", "state"),
     [
-        ([{"phase": "forward", "written": time.time() - 300}], "running"),  # the clock of its host is behind
+        # The clock of its host is behind.
+        ([{"phase": "forward", "written": time.time() - 300}], "running"),
         ([{"phase": "interrupted"}, {"phase": "failed"}], "failed"),
         ([{"phase": "forward", "world_size": 2}], "degraded"),  # rank 1 has never joined
         ([{"phase": "reduce", "noticed": True}, {"phase": "data", "noticed": True}], "stalled"),
@@ -69,8 +74,14 @@ def test_the_state_of_a_run_is_that_of_its_ranks_wherever_it_is_shown(
     known = json.loads((run.health_folder / "rank-0.json").read_text()) | {"host": "elsewhere"}
     (run.health_folder / "rank-0.json").unlink()
     for rank, beat in enumerate(beats):
-        (run.health_folder / f"rank-{rank}.json").write_text(json.dumps(known | {"rank": rank} | beat))
-    assert (read_run_status(run).state, read_run(run)["state"], read_runs(tmp_path)[0].state) == (state, state, state)
+        (run.health_folder / f"rank-{rank}.json").write_text(
+            json.dumps(known | {"rank": rank} | beat)
+        )
+    assert (read_run_status(run).state, read_run(run)["state"], read_runs(tmp_path)[0].state) == (
+        state,
+        state,
+        state,
+    )
 
 
 def test_the_end_of_long_metrics_is_read(folder: Path) -> None:
@@ -80,21 +91,37 @@ def test_the_end_of_long_metrics_is_read(folder: Path) -> None:
     assert path.stat().st_size > 10 * METRICS_TAIL_BYTES
     row = next(row for row in read_runs(folder) if row.name == "first")
     assert (row.step, row.loss) == (99_999, 99_999.5)
-    path.write_text("\n".join(lines) + "\n" + " " * METRICS_TAIL_BYTES + json.dumps({"step": 100_000, "loss": 7.5}) + "\n")
+    path.write_text(
+        "\n".join(lines)
+        + "\n"
+        + " " * METRICS_TAIL_BYTES
+        + json.dumps({"step": 100_000, "loss": 7.5})
+        + "\n"
+    )
     row = next(row for row in read_runs(folder) if row.name == "first")
     assert row.loss is None, "what is before the last METRICS_TAIL_BYTES is not read"
 
 
-def test_the_table_and_its_json_name_every_run(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_table_and_its_json_name_every_run(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert command(["runs", str(folder)]) == 0
     table = capfd.readouterr().out.splitlines()
     results = [line.split()[:4] for line in table[1:]]
-    assert results == [["second", "pretrain", "running", "6/6"], ["first", "pretrain", "done", "6/6"]]
+    assert results == [
+        ["second", "pretrain", "running", "6/6"],
+        ["first", "pretrain", "done", "6/6"],
+    ]
     assert command(["runs", str(folder), "--output", "json"]) == 0
-    assert [json.loads(line)["name"] for line in capfd.readouterr().out.splitlines()] == ["second", "first"]
+    assert [json.loads(line)["name"] for line in capfd.readouterr().out.splitlines()] == [
+        "second",
+        "first",
+    ]
 
 
-def test_a_damaged_recipe_is_named_and_the_other_runs_are_shown(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_recipe_is_named_and_the_other_runs_are_shown(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (folder / "first" / "recipe.toml").write_text("nonsense = 1")
     assert command(["runs", str(folder)]) == 0
     out = capfd.readouterr().out
@@ -102,7 +129,9 @@ def test_a_damaged_recipe_is_named_and_the_other_runs_are_shown(folder: Path, ca
     assert "nonsense" in out
 
 
-def test_a_folder_without_runs_or_that_is_not_there_is_one_line(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_runs_or_that_is_not_there_is_one_line(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     for path in (folder / "empty", folder / "nowhere", folder / "file"):
         assert command(["runs", str(path)]) == 2
         err = capfd.readouterr().err

@@ -26,12 +26,18 @@ def test_every_metric_has_its_values_by_step(first: Run) -> None:
         expected = [[record["step"], record[name]] for record in records if name in record]
         assert shown["series"][name] == expected
     assert shown["axis"]["tokens"] == [record["tokens"] for record in records]
-    assert shown["axis"]["seconds"][-1] == pytest.approx(sum(record.get("step_seconds", 0) for record in records))
+    assert shown["axis"]["seconds"][-1] == pytest.approx(
+        sum(record.get("step_seconds", 0) for record in records)
+    )
 
 
-def test_a_series_of_a_long_run_is_thinned_to_its_first_last_and_evenly_spaced_points(first: Run, tmp_path: Path) -> None:
+def test_a_series_of_a_long_run_is_thinned_to_its_first_last_and_evenly_spaced_points(
+    first: Run, tmp_path: Path
+) -> None:
     run = copied(first, tmp_path)
-    run.metrics_path.write_text("".join(json.dumps({"step": step, "loss": step / 7}) + "\n" for step in range(1, 50_001)))
+    run.metrics_path.write_text(
+        "".join(json.dumps({"step": step, "loss": step / 7}) + "\n" for step in range(1, 50_001))
+    )
     steps = [step for step, _ in read_run(run)["series"]["loss"]]
     assert (len(steps), steps[0], steps[-1]) == (MAX_POINTS, 1, 50_000)
     gaps = [after - before for before, after in pairwise(steps)]
@@ -66,20 +72,32 @@ def test_the_verdict_names_how_it_ended_and_what_went_wrong(first: Run, tmp_path
 
 def test_the_subject_names_the_model_the_data_and_the_time(first: Run) -> None:
     shown = read_run(first)
-    count = sum(parameter.numel() for parameter in lmforge.load_model(first.path, device="cpu").model.parameters())
+    count = sum(
+        parameter.numel()
+        for parameter in lmforge.load_model(first.path, device="cpu").model.parameters()
+    )
     name, tokens = shown["sources"][0]["name"], f"{first.read_metrics()[-1]['tokens']:,.0f}"
-    begin = f"Pretraining of a model with {count:,} parameters (llama), on {name}: {tokens} tokens in "
+    begin = (
+        f"Pretraining of a model with {count:,} parameters (llama), on {name}: {tokens} tokens in "
+    )
     assert subject(shown).startswith(begin)
     # A run of an earlier version, and one that has not made a step.
     assert subject(shown | {"model": {}}).startswith(f"Pretraining, on {name}: ")
-    assert subject(shown | {"model": {}, "axis": {"step": [], "tokens": [], "seconds": []}}) == f"Pretraining, on {name}."
+    assert (
+        subject(shown | {"model": {}, "axis": {"step": [], "tokens": [], "seconds": []}})
+        == f"Pretraining, on {name}."
+    )
     assert "validation loss 5.000." in verdict(shown | {"series": {"val/loss": [[0, 5.0]]}})
 
 
-def test_a_run_whose_heartbeats_have_stopped_is_lost_and_one_with_them_runs(first: Run, tmp_path: Path) -> None:
+def test_a_run_whose_heartbeats_have_stopped_is_lost_and_one_with_them_runs(
+    first: Run, tmp_path: Path
+) -> None:
     run = copied(first, tmp_path)
     path = run.health_folder / "rank-0.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"phase": "forward", "host": "elsewhere"}))
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"phase": "forward", "host": "elsewhere"})
+    )
     assert read_run(run)["state"] == "running"
     os.utime(path, (1, 1))
     assert read_run(run)["state"] == "lost"
@@ -90,32 +108,50 @@ def test_the_report_that_a_run_writes_as_it_ends_says_how_though_other_ranks_hav
 ) -> None:
     run = copied(first, tmp_path)
     beat = json.loads((run.health_folder / "rank-0.json").read_text())
-    (run.health_folder / "rank-1.json").write_text(json.dumps(beat | {"rank": 1, "phase": "save", "world_size": 2}))
+    (run.health_folder / "rank-1.json").write_text(
+        json.dumps(beat | {"rank": 1, "phase": "save", "world_size": 2})
+    )
     assert '"state": "done"' in write_run_report(run, "done").read_text()
     assert '"state": "running"' in write_run_report(run).read_text()
 
 
-def test_a_checkpoint_of_any_number_of_files_is_shown_with_its_size(first: Run, tmp_path: Path) -> None:
+def test_a_checkpoint_of_any_number_of_files_is_shown_with_its_size(
+    first: Run, tmp_path: Path
+) -> None:
     run = copied(first, tmp_path)
     path = run.checkpoint_path(6) / "manifest.json"
     fields = json.loads(path.read_text())
     size = sum(file["bytes"] for file in fields["files"].values())
-    fields["files"] |= {f"{'x' * 100}{number}": {"bytes": 10, "xxh3": []} for number in range(150_000)}
-    fields["xxh3"] = checkpoint_checksum({name: value for name, value in fields.items() if name != "xxh3"})
+    fields["files"] |= {
+        f"{'x' * 100}{number}": {"bytes": 10, "xxh3": []} for number in range(150_000)
+    }
+    fields["xxh3"] = checkpoint_checksum(
+        {name: value for name, value in fields.items() if name != "xxh3"}
+    )
     path.write_text(json.dumps(fields))
     assert path.stat().st_size > MAX_BYTES
     shown = read_run(run)["checkpoints"][-1]
-    assert (shown["step"], shown["bytes"], shown["metrics"]) == (6, size + 1_500_000, fields["metrics"])
+    assert (shown["step"], shown["bytes"], shown["metrics"]) == (
+        6,
+        size + 1_500_000,
+        fields["metrics"],
+    )
 
 
 def test_options_that_differ_from_the_defaults_are_those_that_were_given(first: Run) -> None:
     shown = read_run(first)
     assert shown["options"]["optimizer.lr"] == 0.01
-    assert {"optimizer.lr", "model.hidden_size", "data.folder", "schedule.warmup_steps"} <= set(shown["changed"])
-    assert not {"optimizer.beta1", "optimizer.name", "train.master_dtype", "data.sources"} & set(shown["changed"])
+    assert {"optimizer.lr", "model.hidden_size", "data.folder", "schedule.warmup_steps"} <= set(
+        shown["changed"]
+    )
+    assert not {"optimizer.beta1", "optimizer.name", "train.master_dtype", "data.sources"} & set(
+        shown["changed"]
+    )
 
 
-def test_a_path_that_was_not_given_does_not_differ_from_its_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_that_was_not_given_does_not_differ_from_its_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     config = build_config("pretrain", {"run.name": "plain", "train.steps": 300})
     run = Run.from_config(config)
@@ -133,7 +169,9 @@ def test_the_documents_of_the_data_are_counted_by_length(first: Run) -> None:
 def test_what_is_missing_or_damaged_is_left_out(first: Run, tmp_path: Path) -> None:
     run = copied(first, tmp_path)
     (run.path / "environment.json").write_text("{")
-    run.events_path.write_bytes(b'\xff\n[1]\n{"kind": "sample"}\n{"time": "t", "kind": "start", "step": 0}\nhalf a li')
+    run.events_path.write_bytes(
+        b'\xff\n[1]\n{"kind": "sample"}\n{"time": "t", "kind": "start", "step": 0}\nhalf a li'
+    )
     (run.health_folder / "rank-0.json").write_text("[]")
     for folder in run.checkpoints_folder.iterdir():
         (folder / "manifest.json").write_text("[]")
@@ -148,7 +186,10 @@ def test_what_is_missing_or_damaged_is_left_out(first: Run, tmp_path: Path) -> N
 
 
 def test_a_report_that_cannot_be_written_does_not_end_the_run(
-    tiny_options: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tiny_options: list[str],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     written = report_page.write_run_report
 
@@ -157,16 +198,37 @@ def test_a_report_that_cannot_be_written_does_not_end_the_run(
         return written(run, state)
 
     monkeypatch.setattr(report_page, "write_run_report", into_a_folder)
-    assert command(["pretrain", *tiny_options, "--run.folder", str(tmp_path), "--run.name", "a", "--train.steps", "3"]) == 0
+    assert (
+        command(
+            [
+                "pretrain",
+                *tiny_options,
+                "--run.folder",
+                str(tmp_path),
+                "--run.name",
+                "a",
+                "--train.steps",
+                "3",
+            ]
+        )
+        == 0
+    )
     assert "no report: " in capfd.readouterr().out
     assert command(["report", str(tmp_path / "a")]) == 2
     err = capfd.readouterr().err
-    assert err == f"lmforge: --out: {tmp_path / 'a' / 'report.html'}: Is a directory; name another file\n"
+    assert (
+        err
+        == f"lmforge: --out: {tmp_path / 'a' / 'report.html'}: Is a directory; name another file\n"
+    )
 
 
 def test_numbers_that_json_lacks_are_not_in_the_page(first: Run, tmp_path: Path) -> None:
     run = copied(first, tmp_path)
-    lines = ['{"step": 1, "loss": null, "lr": 1.0}', '{"step": 2, "loss": 2.5}', '{"step": 3, "loss": 1e999}']
+    lines = [
+        '{"step": 1, "loss": null, "lr": 1.0}',
+        '{"step": 2, "loss": 2.5}',
+        '{"step": 3, "loss": 1e999}',
+    ]
     run.metrics_path.write_text("\n".join(lines) + "\n")
     series = read_run(run)["series"]
     assert series["loss"] == [[2, 2.5]]

@@ -1,4 +1,6 @@
-"""What confined programs try against other processes, the limits and the server that watches them."""
+"""What confined programs try against other processes, the limits and the server that watches
+them.
+"""
 
 import errno
 import json
@@ -24,7 +26,7 @@ def sandbox() -> Iterator[Sandbox]:
         yield opened
 
 
-# --- the filter of system calls, without Landlock ------------------------------------------------------------------------
+# --- the filter of system calls, without Landlock -------------------------------------------------
 
 # `confine` is "filtered" or "free"; `victim` is a process of the same user.
 PRELUDE = """
@@ -72,7 +74,8 @@ def run_script(script: str, confine: str, victim: "subprocess.Popen[bytes]") -> 
     ],
 )
 @pytest.mark.parametrize(
-    "switch", ["fcntl.fcntl(one, 4, os.O_RDWR | 0o20000)", "fcntl.ioctl(one, 0x5452, bytes([1, 0, 0, 0]))"]
+    "switch",
+    ["fcntl.fcntl(one, 4, os.O_RDWR | 0o20000)", "fcntl.ioctl(one, 0x5452, bytes([1, 0, 0, 0]))"],
 )
 def test_a_descriptor_cannot_have_signals_sent_to_another_process(
     victim: "subprocess.Popen[bytes]", set_owner: str, switch: str
@@ -137,7 +140,9 @@ def call(*numbers_and_arguments):
 """
 
 
-def test_what_reaches_others_or_escapes_the_limits_is_refused_by_the_filter_alone(victim: "subprocess.Popen[bytes]") -> None:
+def test_what_reaches_others_or_escapes_the_limits_is_refused_by_the_filter_alone(
+    victim: "subprocess.Popen[bytes]",
+) -> None:
     script = f"""{CALL}
 found = {{}}
 for name, attempt in json.loads({json.dumps(json.dumps(ATTEMPTS))}).items():
@@ -153,7 +158,9 @@ print(json.dumps(found))
     assert {name: number for name, number in free.items() if number in refused} == {}
 
 
-def test_the_filter_permits_what_libraries_do_with_descriptors_and_threads(victim: "subprocess.Popen[bytes]") -> None:
+def test_the_filter_permits_what_libraries_do_with_descriptors_and_threads(
+    victim: "subprocess.Popen[bytes]",
+) -> None:
     script = f"""{CALL}
 for command in (0x541B, 0x5421, 0x5450, 0x5451):  # FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
     fcntl.ioctl(one, command, struct.pack("i", 1))
@@ -179,16 +186,20 @@ thread.join()
 def test_every_number_of_a_denied_call_is_that_of_its_name() -> None:
     header = syscall_header()
     assert header is not None
-    words = [line.split() for line in header.read_text().splitlines() if line.startswith("#define __NR")]
+    words = [
+        line.split() for line in header.read_text().splitlines() if line.startswith("#define __NR")
+    ]
     numbers = {
-        word[1].removeprefix("__NR3264_").removeprefix("__NR_"): word[2] for word in words if word[2:3] and word[2].isdigit()
+        word[1].removeprefix("__NR3264_").removeprefix("__NR_"): word[2]
+        for word in words
+        if word[2:3] and word[2].isdigit()
     }
     assert len(numbers) > 250
     for name, columns in (DENIED_CALLS | WRITE_CALLS).items():
         assert numbers.get(name, "-1") == str(columns[architecture()]), name
 
 
-# --- the limits --------------------------------------------------------------------------------------------------------
+# --- the limits -----------------------------------------------------------------------------------
 
 LARGE = 7 << 20
 WRITE = """
@@ -239,7 +250,9 @@ HOLDERS = {
     "mapped": MAPPED.format("assert libc.mmap(None, 4096, 1, 2, descriptor, 0)"),
     "mapped by Python": MAPPED.format("held.append(mmap.mmap(descriptor, 4096))"),
     "while the first thread has ended": IN_A_THREAD,
-    "in a folder that cannot be read": "os.mkdir('d', 0o300)\nheld = [create(f'd/{n}') for n in range(6)]",
+    "in a folder that cannot be read": (
+        "os.mkdir('d', 0o300)\nheld = [create(f'd/{n}') for n in range(6)]"
+    ),
     "in a folder too deep to look at": DEEP,
 }
 
@@ -261,12 +274,15 @@ def test_deleted_files_within_the_limit_are_no_violation(sandbox: Sandbox) -> No
 
 def test_threads_that_take_no_memory_are_limited_too(sandbox: Sandbox) -> None:
     start = "threading.Thread(target=time.sleep, args=[99]).start()"
-    many = f"import threading, time\nthreading.stack_size(1 << 16)\nfor _ in range(300):\n    {start}\ntime.sleep(99)"
+    many = (
+        "import threading, time\nthreading.stack_size(1 << 16)\nfor _ in range(300):\n   "
+        f" {start}\ntime.sleep(99)"
+    )
     result = sandbox.run(many, seconds=60.0, memory_mib=1 << 16)
     assert (result.status, result.error) == ("killed", "more than 256 threads")
 
 
-# --- forged reports --------------------------------------------------------------------------------------------------------
+# --- forged reports -------------------------------------------------------------------------------
 
 FORGE = """
 import os, sys
@@ -279,9 +295,38 @@ def forge(*lines):
         os.write(3, secret + b" " + line + b"\\n")
 """
 FORGED_LINES = [
-    *("parses", "compiles", "runs", "passed", "failed", "error", "exit", "memory", "unconfined", ""),
-    *('unconfined "no"', "unconfined {", "error {", "error " + "[" * 3000, 'error "\\ud800"', "failed nonsense", "failed 1"),
-    *("passed 0", "passed -1", "passed 99999999999999999999", "passed x", "error " + "9" * 6000, "done", "confined", "\0", "é"),
+    *(
+        "parses",
+        "compiles",
+        "runs",
+        "passed",
+        "failed",
+        "error",
+        "exit",
+        "memory",
+        "unconfined",
+        "",
+    ),
+    *(
+        'unconfined "no"',
+        "unconfined {",
+        "error {",
+        "error " + "[" * 3000,
+        'error "\\ud800"',
+        "failed nonsense",
+        "failed 1",
+    ),
+    *(
+        "passed 0",
+        "passed -1",
+        "passed 99999999999999999999",
+        "passed x",
+        "error " + "9" * 6000,
+        "done",
+        "confined",
+        "\0",
+        "é",
+    ),
 ]
 
 
@@ -291,13 +336,33 @@ def check_valid(result: ProgramResult, checks: int) -> None:
     (result.error + result.output).encode()  # no half of a surrogate pair
 
 
-def test_whatever_a_program_reports_about_itself_the_result_is_valid_and_the_server_continues(sandbox: Sandbox) -> None:
+def test_whatever_a_program_reports_about_itself_the_result_is_valid_and_the_server_continues(
+    sandbox: Sandbox,
+) -> None:
     draw: random.Random = fresh_random()
-    ends = ["", "os._exit(0)", "1 / 0", "os.close(3)", "os._exit = print", "os.write = None", "os.kill(os.getpid(), 9)"]
+    ends = [
+        "",
+        "os._exit(0)",
+        "1 / 0",
+        "os.close(3)",
+        "os._exit = print",
+        "os.write = None",
+        "os.kill(os.getpid(), 9)",
+    ]
     for _ in range(40):
         lines = [line.encode() for line in draw.choices(FORGED_LINES, k=draw.randint(0, 8))]
-        raw = draw.choice([b"", draw.randbytes(draw.randint(0, 3000)), b"x" * draw.choice([10, 60_000, 70_000]), b"\n" * 500])
-        program = f"{FORGE}forge(*{lines!r})\nos.write({draw.choice([3, 3, 2])}, {raw!r})\n{draw.choice(ends)}"
+        raw = draw.choice(
+            [
+                b"",
+                draw.randbytes(draw.randint(0, 3000)),
+                b"x" * draw.choice([10, 60_000, 70_000]),
+                b"\n" * 500,
+            ]
+        )
+        program = (
+            f"{FORGE}forge(*{lines!r})\nos.write({draw.choice([3, 3, 2])},"
+            f" {raw!r})\n{draw.choice(ends)}"
+        )
         result = sandbox.run(program, checks=["pass", "1 / 0"])
         check_valid(result, 2)
     assert sandbox.run("x = 1", checks=["assert x == 1"]).checks_passed == (True,)

@@ -133,7 +133,11 @@ def test_rewards_are_weighted_and_summed_without_none(named: Callable[[str], str
     length, right, of_numpy = map(named, ("length", "right", "of_numpy"))
     with load_reward_functions([length, right, of_numpy], weights=[0.5, 10.0, 1.0]) as rewards:
         scores = rewards(PROMPTS, COMPLETIONS, {"answer": ["2", "4", ""], "level": [1, 2, 3]})
-    assert scores.by_function == {length: [1.0, 1.0, 2.0], right: [1.0, 0.0, None], of_numpy: [4.0, 4.0, 1.0]}
+    assert scores.by_function == {
+        length: [1.0, 1.0, 2.0],
+        right: [1.0, 0.0, None],
+        of_numpy: [4.0, 4.0, 1.0],
+    }
     assert scores.rewards == [14.5, 4.5, 2.0]
     assert scores.errors == {}
 
@@ -143,7 +147,9 @@ def test_a_completion_that_no_function_scores_has_no_reward(named: Callable[[str
         assert rewards(PROMPTS, COMPLETIONS, {"answer": ["2", "4", ""]}).rewards == [1.0, 0.0, None]
 
 
-def test_what_a_function_started_in_a_session_of_its_own_ends_with_its_process(named: Callable[[str], str]) -> None:
+def test_what_a_function_started_in_a_session_of_its_own_ends_with_its_process(
+    named: Callable[[str], str],
+) -> None:
     with load_reward_functions([named("starts")]) as rewards:
         [child] = rewards(["a"], ["b"], {}).rewards
         assert psutil.pid_exists(int(child or 0))
@@ -189,13 +195,18 @@ def test_a_failure_gives_none_and_its_error_and_leaves_the_other_function_alone(
         began = {process.pid for process in psutil.Process().children(recursive=True)} - others
         for _ in range(2):
             scores = rewards(PROMPTS, COMPLETIONS, {})
-            # On a busy machine the good one may miss so short a time as well, but the bad one always does.
+            # On a busy machine the good one may miss so short a time as well, but the bad one
+            # always does.
             assert scores.by_function[bad] == [None, None, None]
             assert problem in scores.errors[bad]
             assert scores.by_function[good] in ([1.0, 1.0, 2.0], [None, None, None])
     assert began
     assert not {process.pid for process in psutil.Process().children(recursive=True)} - others
-    assert not [p for p in psutil.process_iter(["cmdline", "ppid"]) if p.info["cmdline"] == ["sleep", "1234.5"]]
+    assert not [
+        p
+        for p in psutil.process_iter(["cmdline", "ppid"])
+        if p.info["cmdline"] == ["sleep", "1234.5"]
+    ]
 
 
 @pytest.mark.parametrize(
@@ -219,14 +230,20 @@ def test_a_function_that_always_returns_something_invalid_ends_the_run_with_its_
     assert problem in str(caught.value)
 
 
-def test_a_function_that_cannot_be_loaded_is_named(named: Callable[[str], str], tmp_path: Path) -> None:
+def test_a_function_that_cannot_be_loaded_is_named(
+    named: Callable[[str], str], tmp_path: Path
+) -> None:
     (tmp_path / "broken.py").write_text("import nowhere_to_be_found")
     cases: dict[str, Any] = {
         f"{tmp_path / 'none.py'}:f": "no such file",
         f"{tmp_path / 'broken.py'}:f": "ModuleNotFoundError: No module named 'nowhere_to_be_found'",
-        named("absent"): "no function 'absent': there are adds_text, as_in_trl, as_in_trl_async, dies",
+        named(
+            "absent"
+        ): "no function 'absent': there are adds_text, as_in_trl, as_in_trl_async, dies",
         named("NUMBER"): "no function 'NUMBER'",
-        named("other_names"): "takes (inputs, outputs), but is called by name with prompts, completions",
+        named(
+            "other_names"
+        ): "takes (inputs, outputs), but is called by name with prompts, completions",
         "python_cod": 'expected python_code, got "python_cod"; did you mean python_code?',
         "mine.py:": "expected FILE.py:FUNCTION",
         "mine:length": "reward mine:length: expected FILE.py:FUNCTION",
@@ -249,20 +266,39 @@ NOT_PLAIN = {
 
 
 def test_a_column_that_is_not_plain_data_is_refused(named: Callable[[str], str]) -> None:
-    with load_reward_functions([named("length")]) as rewards, pytest.raises(UserError, match="not plain data"):
+    with (
+        load_reward_functions([named("length")]) as rewards,
+        pytest.raises(UserError, match="not plain data"),
+    ):
         rewards(["a"], ["b"], {"thing": [object()]})
 
 
 @pytest.mark.parametrize("name", NOT_PLAIN)
-def test_a_column_that_is_not_plain_data_is_named_before_a_function_gets_it(name: str, named: Callable[[str], str]) -> None:
-    plain = {"answer": "2", "level": 1, "share": 0.5, "right": True, "none": None, "tags": ["a"], "about": {"b": [1]}}
+def test_a_column_that_is_not_plain_data_is_named_before_a_function_gets_it(
+    name: str, named: Callable[[str], str]
+) -> None:
+    plain = {
+        "answer": "2",
+        "level": 1,
+        "share": 0.5,
+        "right": True,
+        "none": None,
+        "tags": ["a"],
+        "about": {"b": [1]},
+    }
     with load_reward_functions([named("right"), named("length")]) as rewards:
         rewards.check_serializable(plain)
-        with pytest.raises(UserError, match=rf"column '{name}' is not plain data .*, and reward .*mine\.py:length takes it"):
+        with pytest.raises(
+            UserError,
+            match=rf"column '{name}' is not plain data .*, and reward .*mine\.py:length takes it",
+        ):
             rewards.check_serializable({**plain, name: NOT_PLAIN[name]})
     with load_reward_functions([named("right")]) as rewards:
         rewards.check_serializable({**plain, name: NOT_PLAIN[name]})
-        with pytest.raises(UserError, match=r"column 'answer' is not plain data .*, and reward .*mine\.py:right takes it"):
+        with pytest.raises(
+            UserError,
+            match=r"column 'answer' is not plain data .*, and reward .*mine\.py:right takes it",
+        ):
             rewards.check_serializable({**plain, "answer": NOT_PLAIN[name]})
 
 
@@ -275,10 +311,19 @@ def test_a_column_that_no_function_takes_may_hold_anything(named: Callable[[str]
 
 def test_python_code_rewards_each_stage_a_program_reaches() -> None:
     fenced = "Here it is:\n```python\ndef double(x):\n    return 2 * x\n```\nIt doubles."
-    completions = [fenced, "def double(x):\n    return x", "def double(x):\n    return y\ndouble(1)", "return 1", "def (", "  "]
+    completions = [
+        fenced,
+        "def double(x):\n    return x",
+        "def double(x):\n    return y\ndouble(1)",
+        "return 1",
+        "def (",
+        "  ",
+    ]
     checks = [["assert double(2) == 4", "assert double(0) == 0"]] * len(completions)
     with load_reward_functions(["python_code"]) as rewards:
-        assert rewards([""] * 6, completions, {"checks": checks}).rewards == pytest.approx([1.0, 0.7, 0.2, 0.1, 0.0, 0.0])
+        assert rewards([""] * 6, completions, {"checks": checks}).rewards == pytest.approx(
+            [1.0, 0.7, 0.2, 0.1, 0.0, 0.0]
+        )
         assert rewards([""] * 2, completions[1:3], {}).rewards == pytest.approx([1.0, 0.5])
 
 
@@ -287,7 +332,9 @@ def test_programs_that_never_end_take_no_time_from_the_others_of_their_batch() -
     endless = ["while True:\n    pass"] * (8 * len(os.sched_getaffinity(0)))
     completions = ["x = 1", *endless, "x = 1", "x = 2"]
     with load_reward_functions(["python_code"], timeout_seconds=6.0) as rewards:
-        scores = rewards([""] * len(completions), completions, {"checks": [["assert x == 1"]] * len(completions)})
+        scores = rewards(
+            [""] * len(completions), completions, {"checks": [["assert x == 1"]] * len(completions)}
+        )
     assert scores.errors == {}
     first, *middle, last, wrong = scores.rewards
     assert (first, last, wrong) == pytest.approx((1.0, 1.0, 0.4))
@@ -307,29 +354,36 @@ def test_a_function_with_that_parameter_gets_the_time_out(named: Callable[[str],
         ("```json\n{}\n```\nWell:\n```py\nx = 1\n```\nas it is.", "x = 1\n"),
         ("```sh\nls\n```\nThat is all.\n```python\nx = 1\n", "x = 1\n"),
         ("1. So:\n   ```python\n   def f():\n       pass\n   ```", "def f():\n    pass\n"),
-        ("```python\nx = \"\"\"\n```js\n\"\"\"\n```", "x = \"\"\"\n```js\n\"\"\"\n"),
+        ('```python\nx = """\n```js\n"""\n```', 'x = """\n```js\n"""\n'),
         ("x = 1", "x = 1"),
     ],
-)  # fmt: skip
+)
 def test_code_is_the_blocks_fenced_as_python_and_nothing_else(completion: str, code: str) -> None:
     assert extract_code(completion) == code
 
 
 def test_checks_may_be_missing_and_must_otherwise_be_a_list() -> None:
     with load_reward_functions(["python_code"]) as rewards:
-        assert rewards([""] * 2, ["x = 1"] * 2, {"checks": [None, ["assert x == 1"]]}).rewards == pytest.approx([1.0, 1.0])
+        assert rewards(
+            [""] * 2, ["x = 1"] * 2, {"checks": [None, ["assert x == 1"]]}
+        ).rewards == pytest.approx([1.0, 1.0])
         for bad in ("assert x == 1", [1], {"a": 1}, 3):
             with pytest.raises(UserError, match="checks: expected a list of statements"):
                 rewards([""], ["x = 1"], {"checks": [bad]})
 
 
-def test_a_function_for_messages_is_told_that_completions_are_text(named: Callable[[str], str]) -> None:
+def test_a_function_for_messages_is_told_that_completions_are_text(
+    named: Callable[[str], str],
+) -> None:
     messages = [[{"role": "assistant", "content": "2"}]]
     specs = [named("as_in_trl"), named("as_in_trl_async"), named("adds_text")]
     with load_reward_functions(specs) as rewards:
         errors = rewards(["a"], ["b"], {}).errors
         assert rewards(["a"], messages, {}).errors.keys() == {specs[2]}
-    hint = "; completions are text here, where TRL's are lists of messages: take completion instead of completion[0]['content']"
+    hint = (
+        "; completions are text here, where TRL's are lists of messages: take completion instead of"
+        " completion[0]['content']"
+    )
     assert [errors[spec].startswith("TypeError: ") for spec in specs] == [True, True, True]
     assert [errors[spec].endswith(hint) for spec in specs] == [True, True, False]
 
@@ -339,5 +393,8 @@ def test_a_column_may_have_any_name_except_reserved_ones(named: Callable[[str], 
         columns = {"self": [1, 2], "seconds": [1, 3], "name": [0, 0], "spec": [0, 0]}
         assert rewards(["a", "b"], ["c", "d"], columns).rewards == [1.0, 0.0]
         for name in ("prompts", "completions", "reward_timeout_seconds"):
-            with pytest.raises(UserError, match=f"column '{name}': reward functions get the run's prompts and completions"):
+            with pytest.raises(
+                UserError,
+                match=f"column '{name}': reward functions get the run's prompts and completions",
+            ):
                 rewards(["a", "b"], ["c", "d"], {**columns, name: [1, 2]})

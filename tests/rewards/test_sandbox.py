@@ -23,7 +23,9 @@ SECONDS = 1.0
 
 @pytest.fixture(scope="module")
 def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
-    """A sandbox with a scratch folder of its own, so that folders of other sandboxes do not count as left behind."""
+    """A sandbox with a scratch folder of its own, so that folders of other sandboxes do not count
+    as left behind.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("scratch")))
         with Sandbox() as opened:
@@ -40,15 +42,26 @@ def nothing_left(sandbox: Sandbox) -> Iterator[None]:
     yield
     assert sandbox.run("print('well')", seconds=60.0).output == "well\n"
     assert leftovers() == []
-    children = psutil.process_iter(["pid", "ppid", "cmdline"])  # which skips processes that end meanwhile
+    # Which skips processes that end meanwhile.
+    children = psutil.process_iter(["pid", "ppid", "cmdline"])
     results = [child.info for child in children]
-    servers = {each["pid"] for each in results if each["ppid"] == os.getpid() and "code_server" in str(each["cmdline"])}
+    servers = {
+        each["pid"]
+        for each in results
+        if each["ppid"] == os.getpid() and "code_server" in str(each["cmdline"])
+    }
     assert servers
     assert not [each for each in results if each["ppid"] in servers]
 
 
 def test_each_check_is_passed_or_failed(sandbox: Sandbox) -> None:
-    checks = ["assert double(2) == 4", "assert double(2) == 5", "assert double('a') == 'aa'", "double()", "this is no code"]
+    checks = [
+        "assert double(2) == 4",
+        "assert double(2) == 5",
+        "assert double('a') == 'aa'",
+        "double()",
+        "this is no code",
+    ]
     result = sandbox.run("def double(x):\n    return 2 * x\nprint('dé', double(3))", checks=checks)
     assert result.status == "done"
     assert result.stages_reached == ("parses", "compiles", "runs")
@@ -59,13 +72,20 @@ def test_each_check_is_passed_or_failed(sandbox: Sandbox) -> None:
 
 def test_workers_share_the_programs_and_results_come_in_their_order() -> None:
     with Sandbox(2) as pair:
-        results = pair.run_all([f"x = {number}" for number in range(8)], [[f"assert x == {number}"] for number in range(8)])
+        results = pair.run_all(
+            [f"x = {number}" for number in range(8)],
+            [[f"assert x == {number}"] for number in range(8)],
+        )
     assert [result.checks_passed for result in results] == [(True,)] * 8
 
 
 def test_without_time_left_a_program_is_not_begun_and_earns_nothing(sandbox: Sandbox) -> None:
     for result in sandbox.run_all(["x = 1"] * 2, [["assert x == 1"], []], total_seconds=0.0):
-        assert (result.status, result.stages_reached, any(result.checks_passed)) == ("time", (), False)
+        assert (result.status, result.stages_reached, any(result.checks_passed)) == (
+            "time",
+            (),
+            False,
+        )
         assert program_reward(result) == 0.0
 
 
@@ -100,28 +120,48 @@ def test_code_that_is_not_a_program_is_distinguished_from_one_that_fails(
         ("import os\nos.kill(os.getpid(), 40)", "killed", "killed by signal 40"),
         ("while True:\n    pass", "time", ""),
         ("import time\ntime.sleep(1000)", "time", ""),
-        ("import signal, time\nfor n in (1, 2, 3, 15): signal.signal(n, 1)\ntime.sleep(1000)", "time", ""),
+        (
+            "import signal, time\nfor n in (1, 2, 3, 15): signal.signal(n, 1)\ntime.sleep(1000)",
+            "time",
+            "",
+        ),
         ("import os\nos.closerange(0, 100)\nwhile True:\n    pass", "time", ""),
         ("x = bytearray(1 << 40)", "memory", ""),
         ("x = []\nwhile True:\n    x.append(bytearray(1 << 24))", "memory", ""),
         ("while True:\n    print('y' * 1000)", "output", ""),
         ("import os\nwhile True:\n    os.fork()", "raised", "PermissionError"),
-        ("import subprocess\nsubprocess.Popen(['sleep', '1000'], start_new_session=True)", "raised", "PermissionError"),
+        (
+            "import subprocess\nsubprocess.Popen(['sleep', '1000'], start_new_session=True)",
+            "raised",
+            "PermissionError",
+        ),
         ("import os\nos.execv('/bin/sh', ['sh'])", "raised", "PermissionError"),
         ("import os\nos.kill(os.getppid(), 9)", "raised", "PermissionError"),
         ("import os\nos.kill(-1, 9)", "raised", "PermissionError"),
-        ("import threading, time\nwhile True:\n    threading.Thread(target=time.sleep, args=[99]).start()", "raised", "new"),
+        (
+            (
+                "import threading, time\nwhile True:\n    threading.Thread(target=time.sleep,"
+                " args=[99]).start()"
+            ),
+            "raised",
+            "new",
+        ),
         ("open('large', 'w').truncate(1 << 40)", "raised", "OSError"),
         ("n = 0\nwhile True:\n    open(str(n), 'w').write('x' * 1000000)\n    n += 1", "files", ""),
     ],
-)  # fmt: skip
-def test_each_violation_has_its_status_in_bounded_time(sandbox: Sandbox, code: str, status: str, error: str) -> None:
+)
+def test_each_violation_has_its_status_in_bounded_time(
+    sandbox: Sandbox, code: str, status: str, error: str
+) -> None:
     began = time.monotonic()
-    result = sandbox.run(code, checks=["pass"], seconds=SECONDS if status == "time" else 20.0, memory_mib=256)
+    result = sandbox.run(
+        code, checks=["pass"], seconds=SECONDS if status == "time" else 20.0, memory_mib=256
+    )
     assert result.status == status, result
     assert error in result.error
     assert result.checks_passed == (False,)
-    # What never ends is ended at its time, and everything else ends by itself; 20 more on a busy machine.
+    # What never ends is ended at its time, and everything else ends by itself; 20 more on a busy
+    # machine.
     assert time.monotonic() - began < 20 + 20
     assert len(result.output) <= 1 << 16
 
@@ -132,26 +172,46 @@ def test_a_program_may_print_as_much_as_is_allowed_and_no_byte_more(sandbox: San
         assert (result.status, len(result.output)) == (status, 1 << 16)
 
 
-def test_a_program_cannot_start_a_process_that_outlives_it(sandbox: Sandbox, tmp_path: Path) -> None:
+def test_a_program_cannot_start_a_process_that_outlives_it(
+    sandbox: Sandbox, tmp_path: Path
+) -> None:
     mark = f"sleep {90_000 + os.getpid()}"
-    code = f"import os\nos.system('setsid {mark} &')\nos.posix_spawn('/bin/sh', ['sh', '-c', '{mark} &'], {{}})"
+    code = (
+        f"import os\nos.system('setsid {mark} &')\nos.posix_spawn('/bin/sh', ['sh', '-c', '{mark}"
+        " &'], {})"
+    )
     assert sandbox.run(code).status == "raised"
-    assert not [p for p in psutil.process_iter(["cmdline"]) if " ".join(p.info["cmdline"] or []) == mark]
+    assert not [
+        p for p in psutil.process_iter(["cmdline"]) if " ".join(p.info["cmdline"] or []) == mark
+    ]
 
 
 def test_no_connection_reaches_a_port_that_listens(sandbox: Sandbox, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listening, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as named:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listening,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as named,
+    ):
         port = listening.getsockname()[1]
         named.bind(str(tmp_path / "socket"))
         attempts = [
             f"socket.create_connection(('127.0.0.1', {port}), timeout=2)",
             f"urllib.request.urlopen('http://127.0.0.1:{port}', timeout=2)",
-            f"socket.socketpair(type=socket.SOCK_DGRAM)[0].sendto(b'x', {str(tmp_path / 'socket')!r})",
-            # io_uring can open and connect sockets by itself: its setup is call 425 on every architecture.
-            "ctypes.CDLL(None, use_errno=True).syscall(425, 1, bytes(120)) >= 0 or throw(OSError(ctypes.get_errno(), ''))",
+            (
+                "socket.socketpair(type=socket.SOCK_DGRAM)[0].sendto(b'x',"
+                f" {str(tmp_path / 'socket')!r})"
+            ),
+            # io_uring can open and connect sockets by itself: its setup is call 425 on every
+            # architecture.
+            (
+                "ctypes.CDLL(None, use_errno=True).syscall(425, 1, bytes(120)) >= 0 or"
+                " throw(OSError(ctypes.get_errno(), ''))"
+            ),
         ]
         for attempt in attempts:
-            code = f"import ctypes, socket, urllib.request\ndef throw(error):\n    raise error\n{attempt}"
+            code = (
+                "import ctypes, socket, urllib.request\ndef throw(error):\n    raise"
+                f" error\n{attempt}"
+            )
             result = sandbox.run(code)
             assert result.status == "raised", attempt
             assert "Error" in result.error
@@ -168,7 +228,10 @@ def test_a_program_writes_files_in_its_own_folder_only(sandbox: Sandbox, tmp_pat
     kept.write_text("kept")
     os.chmod(tmp_path, 0o777)
     os.chmod(kept, 0o666)
-    inside = "import os, tempfile\nopen('f', 'w').write('a')\nos.mkdir('d')\nos.rename('f', 'd/f')\nprint(open('d/f').read())"
+    inside = (
+        "import os, tempfile\nopen('f', 'w').write('a')\nos.mkdir('d')\nos.rename('f',"
+        " 'd/f')\nprint(open('d/f').read())"
+    )
     assert sandbox.run(inside).output == "a\n"
     for code in (
         f"open({str(outside)!r}, 'w')",
@@ -194,15 +257,23 @@ def test_a_program_writes_files_in_its_own_folder_only(sandbox: Sandbox, tmp_pat
 
 
 @pytest.mark.parametrize("mode", [os.O_RDONLY, os.O_WRONLY | os.O_RDWR])
-def test_the_system_call_filter_alone_refuses_truncation_while_opening_to_read(tmp_path: Path, mode: int) -> None:
+def test_the_system_call_filter_alone_refuses_truncation_while_opening_to_read(
+    tmp_path: Path, mode: int
+) -> None:
     """Landlock before its third version permits it; here there is no Landlock at all."""
     (tmp_path / "kept").write_text("kept")
     filtered = "confinement.set_no_new_privs(os.getppid())\nconfinement.install_seccomp_filter(allow_writes=True)"
-    attempt = "import os, sys\nfrom lmforge.post.rewards import confinement\nos.open(sys.argv[1], int(sys.argv[2]))"
+    attempt = (
+        "import os, sys\nfrom lmforge.post.rewards import confinement\nos.open(sys.argv[1],"
+        " int(sys.argv[2]))"
+    )
     for flags, error in ((mode | os.O_TRUNC, "PermissionError"), (mode, "")):
         code = attempt.replace("\nos.open", f"\n{filtered}\nos.open")
         done = subprocess.run(
-            [sys.executable, "-c", code, tmp_path / "kept", str(flags)], capture_output=True, text=True, timeout=60
+            [sys.executable, "-c", code, tmp_path / "kept", str(flags)],
+            capture_output=True,
+            text=True,
+            timeout=60,
         )
         assert error in done.stderr
         assert bool(error) == bool(done.returncode), done.stderr
@@ -216,13 +287,18 @@ def test_a_program_that_cannot_be_confined_is_refused_and_not_run(sandbox: Sandb
 
 
 def test_ranks_on_one_machine_share_its_cores() -> None:
-    code = "from lmforge.post.rewards.sandbox import shared_sandbox\nprint(shared_sandbox().workers)"
+    code = (
+        "from lmforge.post.rewards.sandbox import shared_sandbox\nprint(shared_sandbox().workers)"
+    )
     cores = len(os.sched_getaffinity(0))
     for ranks, workers in ((1, cores), (cores, 1), (2 * cores, 1)):
         local = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
         place = {**local, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500}
         variables = {**os.environ, **{name: str(value) for name, value in place.items()}}
-        assert subprocess.check_output([sys.executable, "-c", code], env=variables, timeout=120) == b"%d\n" % workers
+        assert (
+            subprocess.check_output([sys.executable, "-c", code], env=variables, timeout=120)
+            == b"%d\n" % workers
+        )
 
 
 @pytest.mark.needs("Landlock")
@@ -230,19 +306,29 @@ def test_no_secret_is_read(sandbox: Sandbox, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("secret")
     os.chmod(tmp_path / "secret", 0o644)
     assert sandbox.protections["reading"]
-    for path in (str(tmp_path / "secret"), "/etc/passwd", "/proc/self/environ", f"/proc/{os.getpid()}/environ"):
+    for path in (
+        str(tmp_path / "secret"),
+        "/etc/passwd",
+        "/proc/self/environ",
+        f"/proc/{os.getpid()}/environ",
+    ):
         assert "PermissionError" in sandbox.run(f"open({path!r}).read()").error, path
     assert sandbox.run("import os\nprint(dict(os.environ))").output == "{}\n"
 
 
 def test_folders_that_cannot_be_read_or_are_very_deep_are_removed(sandbox: Sandbox) -> None:
-    assert sandbox.run("import os\nos.mkdir('a', 0o300)\nopen('a/b', 'w')\nos.mkdir('c', 0)").status == "done"
+    assert (
+        sandbox.run("import os\nos.mkdir('a', 0o300)\nopen('a/b', 'w')\nos.mkdir('c', 0)").status
+        == "done"
+    )
     deep = "import os\nfor _ in range(900):\n    os.mkdir('d')\n    os.chdir('d')"
     assert sandbox.run(deep, seconds=20.0).status == "done"
     # What is removed is looked at by the fixture, after this.
 
 
-def test_what_a_program_left_is_removed_without_commands_of_the_system_and_links_are_not_followed(tmp_path: Path) -> None:
+def test_what_a_program_left_is_removed_without_commands_of_the_system_and_links_are_not_followed(
+    tmp_path: Path,
+) -> None:
     """In a process of a user without rights, on a host that has no find."""
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "file").touch()
@@ -283,18 +369,27 @@ code_server._remove(sys.argv[1])
 def test_a_program_imports_nothing_but_the_standard_library(sandbox: Sandbox) -> None:
     for name in ("lmforge", "lmforge.post.rewards.confinement", "numpy"):
         result = sandbox.run(f"import {name}")
-        assert (result.status, result.error) == ("raised", f"ModuleNotFoundError: No module named {name.split('.')[0]!r}")
+        assert (result.status, result.error) == (
+            "raised",
+            f"ModuleNotFoundError: No module named {name.split('.')[0]!r}",
+        )
 
 
 def test_one_program_does_not_see_another(sandbox: Sandbox) -> None:
-    sandbox.run("import json, builtins\nleft = 1\njson.left = 1\nbuiltins.left = 1\nopen('left', 'w')")
-    result = sandbox.run("import json, os\nprint('left' in globals(), hasattr(json, 'left'), os.listdir('.'))")
+    sandbox.run(
+        "import json, builtins\nleft = 1\njson.left = 1\nbuiltins.left = 1\nopen('left', 'w')"
+    )
+    result = sandbox.run(
+        "import json, os\nprint('left' in globals(), hasattr(json, 'left'), os.listdir('.'))"
+    )
     assert result.output == "False False []\n"
 
 
 def test_the_same_program_prints_the_same(sandbox: Sandbox) -> None:
     with Sandbox() as another:
-        assert sandbox.run("print({*'lmforge'})").output == another.run("print({*'lmforge'})").output
+        assert (
+            sandbox.run("print({*'lmforge'})").output == another.run("print({*'lmforge'})").output
+        )
 
 
 def test_ordinary_programs_run(sandbox: Sandbox) -> None:
@@ -342,7 +437,8 @@ sandbox.run("while True: pass", seconds=1000.0)
     assert psutil.wait_procs([server, *programs], timeout=30)[1] == []
 
 
-# A filter of system calls that hides Landlock, as a kernel of another make would: four steps of classic BPF.
+# A filter of system calls that hides Landlock, as a kernel of another make would: four steps of
+# classic BPF.
 WITHOUT_LANDLOCK = """
 import ctypes, json, struct, sys
 from lmforge.post.rewards.sandbox import Sandbox
@@ -357,13 +453,29 @@ with Sandbox() as sandbox:
 """
 
 
-def test_without_landlock_nothing_is_written_and_a_warning_says_that_files_can_be_read(tmp_path: Path) -> None:
-    programs = ["print(6 * 7)", "open('own', 'w')", f"open({str(tmp_path / 'x')!r}, 'w')", "import os\nos.mkdir('d')"]
+def test_without_landlock_nothing_is_written_and_a_warning_says_that_files_can_be_read(
+    tmp_path: Path,
+) -> None:
+    programs = [
+        "print(6 * 7)",
+        "open('own', 'w')",
+        f"open({str(tmp_path / 'x')!r}, 'w')",
+        "import os\nos.mkdir('d')",
+    ]
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_LANDLOCK, json.dumps(programs)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", WITHOUT_LANDLOCK, json.dumps(programs)],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     protections, results = json.loads(done.stdout)
-    assert protections == {"network": True, "processes": True, "signals": True, "writing": True, "reading": False}
+    assert protections == {
+        "network": True,
+        "processes": True,
+        "signals": True,
+        "writing": True,
+        "reading": False,
+    }
     assert "can read this user's files" in done.stderr
     assert results[0] == ["done", "", "42\n"]
     assert all("PermissionError" in error for _, error, _ in results[1:])
@@ -373,10 +485,14 @@ def test_without_landlock_nothing_is_written_and_a_warning_says_that_files_can_b
 def test_without_seccomp_no_code_is_run() -> None:
     """seccomp itself is refused, as under some container runtimes."""
     refusing = WITHOUT_LANDLOCK.replace("(0x15, 0, 1, 444)", "(0x15, 0, 1, 157)")
-    done = subprocess.run([sys.executable, "-c", refusing, "[]"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", refusing, "[]"], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode != 0
     assert "UserError: generated code cannot be confined here" in done.stderr
 
 
 def test_a_result_has_these_fields(sandbox: Sandbox) -> None:
-    assert sandbox.run("") == ProgramResult("done", ("parses", "compiles", "runs"), (), "", "", pytest.approx(0, abs=60))
+    assert sandbox.run("") == ProgramResult(
+        "done", ("parses", "compiles", "runs"), (), "", "", pytest.approx(0, abs=60)
+    )

@@ -23,13 +23,18 @@ LENGTH = 12
 
 
 def request(prompt: Sequence[int], max_tokens: int = LENGTH) -> GenerationRequest:
-    return GenerationRequest(prompt, max_tokens, SamplingParams(1.0, repetition_penalty=1.3), 5, frozenset())
+    return GenerationRequest(
+        prompt, max_tokens, SamplingParams(1.0, repetition_penalty=1.3), 5, frozenset()
+    )
 
 
 def generate(
     model: LanguageModel, requests: Sequence[GenerationRequest], with_experts: bool = False
 ) -> list[list[GeneratedToken] | Exception]:
-    """Of each request its tokens, or the error that it ended with. They come together, and 4 are decoded at a time."""
+    """Of each request its tokens, or the error that it ended with.
+
+    They come together, and 4 are decoded at a time.
+    """
 
     async def read(queued: QueuedRequest) -> list[GeneratedToken] | Exception:
         tokens: list[GeneratedToken] = []
@@ -63,15 +68,34 @@ def ids(tokens: list[GeneratedToken] | Exception) -> list[int]:
     return [each.token_id for each in tokens]
 
 
-ERRORS = [UserError("too long"), RunFailed("damaged"), ValueError("shape"), IndexError("out of range"), KeyError("layer")]
-ERRORS += [AssertionError(), NotImplementedError("kernel"), RuntimeError("device"), MemoryError(), torch.OutOfMemoryError()]
+ERRORS = [
+    UserError("too long"),
+    RunFailed("damaged"),
+    ValueError("shape"),
+    IndexError("out of range"),
+    KeyError("layer"),
+]
+ERRORS += [
+    AssertionError(),
+    NotImplementedError("kernel"),
+    RuntimeError("device"),
+    MemoryError(),
+    torch.OutOfMemoryError(),
+]
 CASES = [(each, type(each).__name__, at) for each in ERRORS for at in ("prompt", "decoding")]
 CASES += [(RunFailed(), "non-finite logits", at) for at in ("prompt", "decoding")]
 
 
-@pytest.mark.parametrize(("error", "cause", "at"), CASES, ids=[f"{cause}-{at}" for _, cause, at in CASES])
+@pytest.mark.parametrize(
+    ("error", "cause", "at"), CASES, ids=[f"{cause}-{at}" for _, cause, at in CASES]
+)
 def test_an_error_of_decoding_ends_only_the_request_that_causes_it(
-    error: Exception, cause: str, at: str, scripted: Scripted, byte_tokenizer: Tokenizer, capfd: pytest.CaptureFixture[str]
+    error: Exception,
+    cause: str,
+    at: str,
+    scripted: Scripted,
+    byte_tokenizer: Tokenizer,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     a, b, c, x = byte_tokenizer.encode("abcx")
     model = scripted({a: b, b: a, c: x})
@@ -89,16 +113,30 @@ def test_an_error_of_decoding_ends_only_the_request_that_causes_it(
     alone = [ids(generate(model, [each])[0]) for each in good]
     assert [*map(len, alone)] == [LENGTH, 7, 1]
     # Three beside it, and one that waits.
-    first, ended, *others = generate(model, [good[0], request([a, x if at == "prompt" else c]), *good[1:], good[0]])
+    first, ended, *others = generate(
+        model, [good[0], request([a, x if at == "prompt" else c]), *good[1:], good[0]]
+    )
     assert [ids(each) for each in (first, *others)] == [*alone, alone[0]]
     assert type(ended) is type(error)
     assert capfd.readouterr().err.count("Traceback") == 1
 
 
 def test_requests_that_are_too_many_together_are_decoded_in_smaller_batches() -> None:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    model = init_weights(build_model(ModelConfig(vocab_size=90, initializer_range=0.4, **sizes, **experts)), 1)
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    experts = {
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    }
+    model = init_weights(
+        build_model(ModelConfig(vocab_size=90, initializer_range=0.4, **sizes, **experts)), 1
+    )
     prompts = [[number, 7, 8, 9][: 1 + number % 4] for number in range(1, 7)]
     requests = [replace(request(prompt), seed=seed) for seed, prompt in enumerate(prompts)]
     alone = [generate(model, [each], with_experts=True)[0] for each in requests]

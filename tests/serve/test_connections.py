@@ -25,13 +25,21 @@ LARGE = 1 << 23  # more than the buffers of a connection
 
 @asynccontextmanager
 async def listening(limit: int) -> AsyncIterator[tuple[int, uvicorn.Server]]:
-    """The port of a server that answers GET with a large body, and POST with a small one once it has read its own."""
+    """The port of a server that answers GET with a large body, and POST with a small one once it
+    has read its own.
+    """
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         while scope["method"] == "POST" and (await receive()).get("more_body"):
             pass
         size = LARGE if scope["method"] == "GET" else 2
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % size)]})
+        await send(
+            {
+                "type": "http.response.start",
+                "status": 200,
+                "headers": [(b"content-length", b"%d" % size)],
+            }
+        )
         await send({"type": "http.response.body", "body": b"." * size})
 
     config = uvicorn.Config(app, lifespan="off", log_level="error")
@@ -43,7 +51,9 @@ async def listening(limit: int) -> AsyncIterator[tuple[int, uvicorn.Server]]:
     bound.close()
 
 
-async def open_one(stack: AsyncExitStack, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def open_one(
+    stack: AsyncExitStack, port: int
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     # A small buffer: what is not read stays with the server.
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 10)
     stack.callback(writer.close)
@@ -59,7 +69,9 @@ async def connect(stack: AsyncExitStack, port: int, content: bytes) -> asyncio.S
 HALVES = [b"", GET[:20], POST + b"half a body"]
 
 
-def test_a_client_that_sends_half_a_request_or_reads_no_answer_loses_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_sends_half_a_request_or_reads_no_answer_loses_its_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(connections, "LIMIT_SECONDS", 0.2)
     monkeypatch.setattr(connections, "POLL_SECONDS", 0.02)
 
@@ -70,7 +82,10 @@ def test_a_client_that_sends_half_a_request_or_reads_no_answer_loses_its_connect
             server.server_state.connections.add(None)  # type: ignore[arg-type]
             await failed.wait()
             server.server_state.connections.remove(None)  # type: ignore[arg-type]
-            readers = [await connect(stack, port, half) for half in [*HALVES, POST + b"." * 100 + GET[:20], GET]]
+            readers = [
+                await connect(stack, port, half)
+                for half in [*HALVES, POST + b"." * 100 + GET[:20], GET]
+            ]
             _, dripping = await open_one(stack, port)
             dripping.write(GET[:16])
             with suppress(ConnectionError):
@@ -111,7 +126,8 @@ def test_clients_beyond_the_limit_whose_requests_are_on_their_way_are_all_answer
     async def come_together() -> None:
         async with listening(limit) as (port, server), AsyncExitStack() as stack:
             clients = [await open_one(stack, port) for _ in range(4 * limit)]
-            for _ in range(20 * limit):  # it accepts as many as it may, and looks for connections to close
+            # It accepts as many as it may, and looks for connections to close.
+            for _ in range(20 * limit):
                 await asyncio.sleep(0)
             assert len(server.server_state.connections) == limit
             for _, writer in clients:
@@ -127,17 +143,28 @@ def test_as_many_connections_as_the_system_permits(monkeypatch: pytest.MonkeyPat
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (512, limits[1]))
         count = connections.max_connections()
-        assert count == min(connections.MAX_CONNECTIONS, limits[1] - connections.RESERVED_DESCRIPTORS)
-        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == count + connections.RESERVED_DESCRIPTORS
+        assert count == min(
+            connections.MAX_CONNECTIONS, limits[1] - connections.RESERVED_DESCRIPTORS
+        )
+        assert (
+            resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            == count + connections.RESERVED_DESCRIPTORS
+        )
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    monkeypatch.setattr(
+        resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    )
     assert connections.max_connections() == connections.MAX_CONNECTIONS
 
 
-def test_a_server_that_cannot_accept_ends_with_a_line(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_cannot_accept_ends_with_a_line(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     limits = ServingLimits(max_batch_size=1, max_queue=1, max_length=100, max_models=1)
-    registry = ModelRegistry([models / "noise"], limits, torch.device("cpu"), torch.float32, warn=print)
+    registry = ModelRegistry(
+        [models / "noise"], limits, torch.device("cpu"), torch.float32, warn=print
+    )
     bound = bind_socket("127.0.0.1", 0)
     bound.listen()
 
@@ -147,12 +174,16 @@ def test_a_server_that_cannot_accept_ends_with_a_line(models: Path, monkeypatch:
     monkeypatch.setattr(connections, "H11Protocol", fail)
     with (
         socket.create_connection(bound.getsockname()),
-        pytest.raises(RunFailed, match=r"^no connection can be accepted any more: RuntimeError\('no room'\)$"),
+        pytest.raises(
+            RunFailed, match=r"^no connection can be accepted any more: RuntimeError\('no room'\)$"
+        ),
     ):
         serve(registry, bound, "127.0.0.1", None, 1000)
 
 
-def test_half_sent_requests_do_not_stop_a_server_that_has_no_file_descriptors_left(server: Server) -> None:
+def test_half_sent_requests_do_not_stop_a_server_that_has_no_file_descriptors_left(
+    server: Server,
+) -> None:
     pid, errors = server.process.pid, server.process.errors.read_text()
     open_files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
     limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
@@ -161,7 +192,9 @@ def test_half_sent_requests_do_not_stop_a_server_that_has_no_file_descriptors_le
     with ExitStack() as stack:
         stack.callback(resource.prlimit, pid, resource.RLIMIT_NOFILE, limits)
         for number in range(12):
-            connection = stack.enter_context(socket.create_connection((host, int(port)), timeout=60))
+            connection = stack.enter_context(
+                socket.create_connection((host, int(port)), timeout=60)
+            )
             connection.send(HALVES[number % 2])
         assert server.ask("/health")[0] == 200
     assert server.process.errors.read_text() == errors

@@ -1,4 +1,6 @@
-"""What a request costs the event loop, on which all requests are read and answered: counted, in this process."""
+"""What a request costs the event loop, on which all requests are read and answered: counted, in
+this process.
+"""
 
 import asyncio
 import inspect
@@ -39,14 +41,27 @@ class Client:
 
     def variable(self, path: str, name: str) -> Any:
         """Of the function that answers a route."""
-        [endpoint] = [route.endpoint for route in self._app.routes if isinstance(route, Route) and route.path == path]
+        [endpoint] = [
+            route.endpoint
+            for route in self._app.routes
+            if isinstance(route, Route) and route.path == path
+        ]
         return inspect.getclosurevars(endpoint).nonlocals[name]
 
-    async def ask(self, path: str, body: Any, leaves: asyncio.Event | None = None) -> tuple[int, Any]:
+    async def ask(
+        self, path: str, body: Any, leaves: asyncio.Event | None = None
+    ) -> tuple[int, Any]:
         """Status and content of an answer; of a stream its text. `leaves`: when the client does."""
         content = json.dumps(body).encode()
         headers = [(b"content-type", b"application/json")]
-        scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers, "state": {}}
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": path,
+            "query_string": b"",
+            "headers": headers,
+            "state": {},
+        }
         parts = [content[start : start + 65_536] for start in range(0, len(content), 65_536)]
         sent: list[dict[str, Any]] = []
 
@@ -66,7 +81,9 @@ class Client:
         return sent[0]["status"], json.loads(answer) if answer.startswith(b"{") else answer.decode()
 
 
-def serve(model: Path, use: Callable[[Client, ModelRegistry], Awaitable[None]], max_batch_size: int = 8) -> None:
+def serve(
+    model: Path, use: Callable[[Client, ModelRegistry], Awaitable[None]], max_batch_size: int = 8
+) -> None:
     async def run() -> None:
         limits = ServingLimits(max_batch_size, max_queue=9, max_length=LENGTH, max_models=1)
         registry = ModelRegistry([model], limits, torch.device("cpu"), torch.float32, warn=print)
@@ -81,7 +98,10 @@ def serve(model: Path, use: Callable[[Client, ModelRegistry], Awaitable[None]], 
 
 
 class MostSteps:
-    """How many instructions of Python the event loop has run at most without a pause. It stops counting far above `limit`."""
+    """How many instructions of Python the event loop has run at most without a pause.
+
+    It stops counting far above `limit`.
+    """
 
     def __init__(self, limit: float = float("inf")) -> None:
         self.steps, self._count, self._limit = 0, 0, limit
@@ -119,18 +139,51 @@ HEAVY = [
     ("ids that are none", TEXTS, {"prompt": [1.5] * 50_000}, 400),
     ("names", TEXTS, {str(number): 0 for number in range(5_000)}, 400),
     ("a large number", TEXTS, {"prompt": [[100]] * 20_000, "seed": 10**400}, 400),
-    ("n of a long prompt", CHATS, {"messages": [{"role": "user", "content": "a" * 50_000}], "n": 128}, 400),
+    (
+        "n of a long prompt",
+        CHATS,
+        {"messages": [{"role": "user", "content": "a" * 50_000}], "n": 128},
+        400,
+    ),
     ("messages", CHATS, {"messages": HI * 3_000}, 400),
     ("messages that are read", CHATS, {"messages": HI * 200, "max_tokens": 1}, 200),
     ("tools", CHATS, {"messages": HI, "tools": [{"function": {"name": "a"}}] * 3_000}, 400),
-    ("variables", CHATS, {"messages": HI, "max_tokens": 1, "chat_template_kwargs": {str(n): 0 for n in range(5_000)}}, 200),
-    ("log-probabilities of a prompt", TEXTS, {"prompt": "a" * 300, "echo": True, "logprobs": 20, "max_tokens": 1}, 200),
-    ("the same in a stream", TEXTS, {"prompt": "a" * 300, "echo": True, "logprobs": 20, "max_tokens": 1, "stream": True}, 200),
-    ("log-probabilities of an answer", TEXTS, {"prompt": "a", "logprobs": 20, "max_tokens": 20, "n": 8}, 200),
+    (
+        "variables",
+        CHATS,
+        {
+            "messages": HI,
+            "max_tokens": 1,
+            "chat_template_kwargs": {str(n): 0 for n in range(5_000)},
+        },
+        200,
+    ),
+    (
+        "log-probabilities of a prompt",
+        TEXTS,
+        {"prompt": "a" * 300, "echo": True, "logprobs": 20, "max_tokens": 1},
+        200,
+    ),
+    (
+        "the same in a stream",
+        TEXTS,
+        {"prompt": "a" * 300, "echo": True, "logprobs": 20, "max_tokens": 1, "stream": True},
+        200,
+    ),
+    (
+        "log-probabilities of an answer",
+        TEXTS,
+        {"prompt": "a", "logprobs": 20, "max_tokens": 20, "n": 8},
+        200,
+    ),
     (
         "stop strings",
         TEXTS,
-        {"prompt": "a", "max_tokens": 30, "stop": [f"{'ba' * 499}{end}" for end in "cdefghijklmnopqr"]},
+        {
+            "prompt": "a",
+            "max_tokens": 30,
+            "stop": [f"{'ba' * 499}{end}" for end in "cdefghijklmnopqr"],
+        },
         200,
     ),
     ("a text to be tokenized", "/tokenize", {"prompt": "a b " * 20_000}, 200),
@@ -141,7 +194,9 @@ HEAVY = [
 ]
 
 
-def test_no_request_holds_the_event_loop_longer_than_others(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_request_holds_the_event_loop_longer_than_others(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     render, on_the_loop = JSONResponse.render, list[int]()
 
     def watched(self: JSONResponse, content: Any) -> bytes:
@@ -155,7 +210,9 @@ def test_no_request_holds_the_event_loop_longer_than_others(models: Path, monkey
         ordinary: list[int] = []
         for path, body in [(TEXTS, {"prompt": "a", "n": 8}), (CHATS, {"messages": HI, "n": 8})] * 2:
             with MostSteps() as most:
-                assert (await client.ask(path, {"model": name, "max_tokens": 4, "stream": True, **body}))[0] == 200
+                assert (
+                    await client.ask(path, {"model": name, "max_tokens": 4, "stream": True, **body})
+                )[0] == 200
             ordinary.append(most.steps)
         monkeypatch.setattr(JSONResponse, "render", watched)
         excessive = {}
@@ -184,9 +241,15 @@ def test_requests_that_start_together_and_one_that_has_left_or_a_server_that_sto
     monkeypatch.setattr(Engine, "add_request", record)
 
     async def use(client: Client, registry: ModelRegistry) -> None:
-        def start(id: str, index: int, token: int, leaves: asyncio.Event | None = None) -> "asyncio.Task[tuple[int, Any]]":
+        def start(
+            id: str, index: int, token: int, leaves: asyncio.Event | None = None
+        ) -> "asyncio.Task[tuple[int, Any]]":
             together = {"id": id, "count": 2, "index": index}
-            body = {"token_ids": [token], "sampling_params": {"max_tokens": 1}, "starts_with": together}
+            body = {
+                "token_ids": [token],
+                "sampling_params": {"max_tokens": 1},
+                "starts_with": together,
+            }
             return asyncio.ensure_future(client.ask(IDS, body, leaves))
 
         # The same index twice: one of them is refused, and the other waits.
@@ -195,28 +258,39 @@ def test_requests_that_start_together_and_one_that_has_left_or_a_server_that_sto
         assert refused.result()[0] == 400
         assert "index 0: expected each from 0 to 1 once" in refused.result()[1]["error"]["message"]
         assert (await start("a", 2, 103))[0] == 400
-        assert [status for status, _ in await asyncio.gather(start("a", 1, 104), waits)] == [200, 200]
+        assert [status for status, _ in await asyncio.gather(start("a", 1, 104), waits)] == [
+            200,
+            200,
+        ]
         assert len(added) == 2
         # One that has left is not started with the others.
         added.clear()
         leaves = asyncio.Event()
         leaves.set()
         assert (await start("b", 0, 105, leaves))[0] == 499
-        # A group ends with its last member, and a request that is refused begins none: no timer of it releases a later one.
+        # A group ends with its last member, and a request that is refused begins none: no timer of
+        # it releases a later one.
         assert (await start("c", 2, 105))[0] == 400
         assert client.variable(IDS, "gathering") == {}
         later = [start("b", 1, 106), start("b", 0, 107)]
         assert [status for status, _ in await asyncio.gather(*later)] == [200, 200]
         assert added == [107, 106]
         # A server that stops answers those that wait.
-        _, [waits] = await asyncio.wait([start("d", 0, 108), start("d", 0, 108)], return_when=asyncio.FIRST_COMPLETED)
+        _, [waits] = await asyncio.wait(
+            [start("d", 0, 108), start("d", 0, 108)], return_when=asyncio.FIRST_COMPLETED
+        )
         registry.stop()
-        assert [status for status, _ in await asyncio.gather(start("d", 1, 109), waits)] == [503, 503]
+        assert [status for status, _ in await asyncio.gather(start("d", 1, 109), waits)] == [
+            503,
+            503,
+        ]
 
     serve(models / "noise", use)
 
 
-def test_a_chat_is_read_while_scorings_of_prompts_wait_for_each_other(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chat_is_read_while_scorings_of_prompts_wait_for_each_other(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     score, holding, released = token_api.top_log_probs, threading.Event(), threading.Event()
 
     def held(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -228,8 +302,13 @@ def test_a_chat_is_read_while_scorings_of_prompts_wait_for_each_other(models: Pa
 
     async def use(client: Client, registry: ModelRegistry) -> None:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(4))
-        together = [{"starts_with": {"id": "a", "count": 16, "index": index}} for index in range(16)]
-        scorings = [asyncio.ensure_future(client.ask(IDS, ids(3, prompt_logprobs=1) | each)) for each in together]
+        together = [
+            {"starts_with": {"id": "a", "count": 16, "index": index}} for index in range(16)
+        ]
+        scorings = [
+            asyncio.ensure_future(client.ask(IDS, ids(3, prompt_logprobs=1) | each))
+            for each in together
+        ]
         try:
             while not holding.is_set() or registry.request_counts() != (0, 0):
                 await asyncio.sleep(0.001)

@@ -1,4 +1,6 @@
-"""The routes of `lmforge serve --weight_updates` for a trainer: ids in and out, and weights replaced under requests."""
+"""The routes of `lmforge serve --weight_updates` for a trainer: ids in and out, and weights
+replaced under requests.
+"""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,19 +18,31 @@ LENGTH = 4_000
 
 
 def body(prompt: list[int], max_tokens: int, stop: list[int]) -> dict[str, object]:
-    params = {"temperature": 0, "max_tokens": max_tokens, "stop_token_ids": stop, "ignore_eos": True, "logprobs": 0}
+    params = {
+        "temperature": 0,
+        "max_tokens": max_tokens,
+        "stop_token_ids": stop,
+        "ignore_eos": True,
+        "logprobs": 0,
+    }
     return {"token_ids": prompt, "sampling_params": params}
 
 
 def test_a_request_in_flight_goes_on_with_new_weights_and_says_which_token_is_of_which(
-    serving: Callable[..., Server], models: Path, scripted: Scripted, byte_tokenizer: Tokenizer, tmp_path: Path
+    serving: Callable[..., Server],
+    models: Path,
+    scripted: Scripted,
+    byte_tokenizer: Tokenizer,
+    tmp_path: Path,
 ) -> None:
     server = serving(models / "endless", "--weight_updates", "--max_length", LENGTH)
     a, b, c = byte_tokenizer.encode("abc")
     model = scripted({a: c, b: c})
     tensors = dict(model.named_parameters())
     with torch.no_grad():
-        write_weights(tmp_path / "weights", tensors, model.config, lambda name: tensors[name].detach())
+        write_weights(
+            tmp_path / "weights", tensors, model.config, lambda name: tensors[name].detach()
+        )
     with ThreadPoolExecutor(1) as pool:
         # It ends with the first token of the new weights.
         long = pool.submit(server.ask, "/inference/v1/generate", body([a], LENGTH - 1, [c]))
@@ -58,7 +72,10 @@ def test_weights_that_do_not_fit_leave_a_server_as_it_is(
     a, b = byte_tokenizer.encode("ab")
     for folder, words in (
         (models / "noise", "does not fit the weights"),
-        (tmp_path / "nowhere", "no such folder on this host; name one that trainer and servers share"),
+        (
+            tmp_path / "nowhere",
+            "no such folder on this host; name one that trainer and servers share",
+        ),
     ):
         reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         status, answer = server.ask("/collective_rpc", reload)
@@ -66,4 +83,7 @@ def test_weights_that_do_not_fit_leave_a_server_as_it_is(
         assert words in answer["error"]["message"]
     status, answer = server.ask("/inference/v1/generate", body([a], 4, []))
     assert (status, answer["choices"][0]["token_ids"]) == (200, [b, a, b, a])
-    assert server.ask("/pause", {})[1]["error"]["message"] == "mode: abort is not supported; use ?mode=keep"
+    assert (
+        server.ask("/pause", {})[1]["error"]["message"]
+        == "mode: abort is not supported; use ?mode=keep"
+    )

@@ -15,15 +15,28 @@ from tests.data.test_tool_calls import TURNS, WRITTEN
 from tests.generate.conftest import Scripted
 from tests.serve.conftest import Server
 
-TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
-ASKED: Any = {"messages": [{"role": "user", "content": "1 + 1?"}], "temperature": 0, "max_tokens": 50}
-# Tokens of which the model writes one after another; the first and the last are special, so that no text has them.
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
+    }
+]
+ASKED: Any = {
+    "messages": [{"role": "user", "content": "1 + 1?"}],
+    "temperature": 0,
+    "max_tokens": 50,
+}
+# Tokens of which the model writes one after another; the first and the last are special, so that no
+# text has them.
 CALL = ["<tool_call>", '\n{"name": "add", ', '"arguments": {"a": 1, "b": 1}}\n', "</tool_call>"]
 
 
 @pytest.fixture(scope="module")
 def server(
-    serving: Callable[..., Server], scripted: Scripted, byte_tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory
+    serving: Callable[..., Server],
+    scripted: Scripted,
+    byte_tokenizer: Tokenizer,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Server:
     """Its model writes `Yes` and a call."""
     folder = tmp_path_factory.mktemp("tools")
@@ -32,7 +45,9 @@ def server(
     content = json.loads(file.read_text("utf-8"))
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     for number, piece in enumerate(CALL):
-        content["added_tokens"].append({"id": 261 + number, "content": piece, "special": number in (0, 3), **flags})
+        content["added_tokens"].append(
+            {"id": 261 + number, "content": piece, "special": number in (0, 3), **flags}
+        )
     file.write_text(json.dumps(content), "utf-8")
     assistant, ends = (byte_tokenizer.token_to_id(token) for token in ("<|assistant|>", "<|end|>"))
     assert assistant
@@ -54,7 +69,10 @@ def test_an_answer_with_a_call_has_its_name_and_arguments(server: Server) -> Non
     assert call.function.name == "add"
     assert json.loads(call.function.arguments) == {"a": 1, "b": 1}
     # The call and its result can be said back.
-    said = [choice.message.model_dump(exclude_none=True), {"role": "tool", "tool_call_id": call.id, "content": "2"}]
+    said = [
+        choice.message.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": call.id, "content": "2"},
+    ]
     again = server.client().chat.completions.create(
         model="model", tools=TOOLS, **ASKED | {"messages": ASKED["messages"] + said}
     )
@@ -62,7 +80,9 @@ def test_an_answer_with_a_call_has_its_name_and_arguments(server: Server) -> Non
 
 
 def test_a_stream_has_the_content_as_it_comes_and_then_the_call(server: Server) -> None:
-    stream = server.client().chat.completions.create(model="model", tools=TOOLS, stream=True, **ASKED)
+    stream = server.client().chat.completions.create(
+        model="model", tools=TOOLS, stream=True, **ASKED
+    )
     choices = [chunk.choices[0] for chunk in stream]
     assert [choice.delta.content for choice in choices if choice.delta.content] == [*"Yes"]
     calls = [call for choice in choices for call in choice.delta.tool_calls or []]
@@ -83,17 +103,24 @@ def test_without_tools_or_where_none_may_be_called_an_answer_is_text(server: Ser
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"tools": TOOLS, "tool_choice": "required"}, 'tool_choice: not supported, got "required"; none and auto are'),
+        (
+            {"tools": TOOLS, "tool_choice": "required"},
+            'tool_choice: not supported, got "required"; none and auto are',
+        ),
         ({"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name: missing"),
         ({"tools": [{"type": "web_search"}]}, "tools.0.type: input should be 'function'"),
     ],
 )
-def test_what_a_server_cannot_do_with_tools_is_refused_by_name(server: Server, more: dict[str, Any], message: str) -> None:
+def test_what_a_server_cannot_do_with_tools_is_refused_by_name(
+    server: Server, more: dict[str, Any], message: str
+) -> None:
     status, answer = server.ask("/v1/chat/completions", {"model": "model", **ASKED, **more})
     assert (status, answer["error"]["message"]) == (400, message)
 
 
-def test_tools_that_a_template_does_not_show_are_refused(serving: Callable[..., Server], models: Path) -> None:
+def test_tools_that_a_template_does_not_show_are_refused(
+    serving: Callable[..., Server], models: Path
+) -> None:
     server = serving(models / "noise")
     status, answer = server.ask("/v1/chat/completions", {"model": "noise", **ASKED, "tools": TOOLS})
     assert status == 400

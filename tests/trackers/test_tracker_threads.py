@@ -24,24 +24,51 @@ Train = Callable[..., int]
 @pytest.fixture(scope="module")
 def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("plugin") / "plugin.py"
-    path.write_text('import lmforge\nlmforge.register("tracker", "recording", "tests.trackers.recording:open_run")\n')
+    path.write_text(
+        'import lmforge\nlmforge.register("tracker", "recording",'
+        ' "tests.trackers.recording:open_run")\n'
+    )
     return path
 
 
 @pytest.fixture
-def train(tiny_options: list[str], plugin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
+def train(
+    tiny_options: list[str], plugin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Train:
     """`train(steps, fault)`: a run with a tracker that records what it is told."""
 
     def start(steps: int, fault: str = "") -> int:
         monkeypatch.setenv("LMFORGE_TEST_TRACKER", fault)
-        where = ["--run.folder", str(tmp_path), "--run.name", "a", "--log.trackers", "recording", "--plugins", str(plugin)]
-        return command(["pretrain", *tiny_options, *where, "--schedule.name", "constant", "--train.steps", str(steps)])
+        where = [
+            "--run.folder",
+            str(tmp_path),
+            "--run.name",
+            "a",
+            "--log.trackers",
+            "recording",
+            "--plugins",
+            str(plugin),
+        ]
+        return command(
+            [
+                "pretrain",
+                *tiny_options,
+                *where,
+                "--schedule.name",
+                "constant",
+                "--train.steps",
+                str(steps),
+            ]
+        )
 
     return start
 
 
 def recorded(tmp_path: Path) -> list[list[Any]]:
-    return [json.loads(line) for line in (tmp_path / "a" / "trackers" / "recorded.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)
+        for line in (tmp_path / "a" / "trackers" / "recorded.jsonl").read_text().splitlines()
+    ]
 
 
 def test_a_resumed_run_continues_with_its_id_and_sends_each_record_once(
@@ -56,7 +83,10 @@ def test_a_resumed_run_continues_with_its_id_and_sends_each_record_once(
     ]
     metrics = [[each[1], each[2]] for each in records if each[0] == "metrics"]
     assert metrics == [
-        [record["step"], {name: value for name, value in record.items() if name != "step" and value is not None}]
+        [
+            record["step"],
+            {name: value for name, value in record.items() if name != "step" and value is not None},
+        ]
         for record in run.read_metrics()
     ]
     printed = capsys.readouterr()
@@ -70,10 +100,19 @@ END = "the report, the end of the run"
 
 @pytest.mark.parametrize(
     ("place", "unsent"),
-    [("open", f"3 records, {END}"), ("metrics 2", f"2 records, {END}"), ("close", "the end of the run")],
+    [
+        ("open", f"3 records, {END}"),
+        ("metrics 2", f"2 records, {END}"),
+        ("close", "the end of the run"),
+    ],
 )
 def test_a_tracker_that_hangs_delays_no_step_and_the_end_by_a_bounded_time_and_gets_all_in_the_next_attempt(
-    train: Train, tmp_path: Path, place: str, unsent: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    train: Train,
+    tmp_path: Path,
+    place: str,
+    unsent: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tracker_threads, "FINISH_SECONDS", 3.0)
     assert train(3, f"hang {place}") == 0
@@ -81,7 +120,11 @@ def test_a_tracker_that_hangs_delays_no_step_and_the_end_by_a_bounded_time_and_g
     monkeypatch.undo()
     assert train(4) == 0
     assert [each[1] for each in recorded(tmp_path) if each[0] == "metrics"] == [1, 2, 3, 4]
-    assert recorded(tmp_path)[-3:] == [["metrics", 4, ANY], ["attach", "report.html"], ["close", "done"]]
+    assert recorded(tmp_path)[-3:] == [
+        ["metrics", 4, ANY],
+        ["attach", "report.html"],
+        ["close", "done"],
+    ]
 
 
 @pytest.mark.parametrize("kind", ["fail", "exit"])
@@ -90,7 +133,10 @@ def test_a_tracker_that_cannot_be_opened_is_reported_in_two_lines(
 ) -> None:
     assert train(6, f"{kind} open") == 0
     error = {"fail": "ConnectionError: no route to the server", "exit": "SystemExit: 3"}[kind]
-    first, last = f"lmforge: recording: {error}; the run continues\n", UNSENT.format("", f"6 records, {END}")
+    first, last = (
+        f"lmforge: recording: {error}; the run continues\n",
+        UNSENT.format("", f"6 records, {END}"),
+    )
     assert capsys.readouterr().err == first + last
     assert not (tmp_path / "a" / "trackers" / "recorded.jsonl").exists()
 
@@ -107,12 +153,22 @@ def test_records_after_one_that_a_tracker_refuses_are_sent(
 
 
 def test_what_a_tracker_was_too_slow_or_could_not_be_reached_for_is_sent_later(
-    train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    train: Train,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert train(6, "outage metrics") == 0
     first = "lmforge: recording: ConnectionError: no route to the server; the run continues\n"
     assert capsys.readouterr().err == first
-    assert sorted(each[1] for each in recorded(tmp_path) if each[0] == "metrics") == [1, 2, 3, 4, 5, 6]
+    assert sorted(each[1] for each in recorded(tmp_path) if each[0] == "metrics") == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
     monkeypatch.setattr(tracker_threads, "FINISH_SECONDS", 1.0)
     assert train(20, "slow metrics") == 0
     assert "lmforge: recording: not sent within 1 s: " in capsys.readouterr().err
@@ -125,7 +181,16 @@ def test_what_a_tracker_was_too_slow_or_could_not_be_reached_for_is_sent_later(
 def test_the_process_of_a_run_ends_though_a_client_waits_at_its_exit_or_in_a_pool_of_threads(
     tiny_options: list[str], plugin: Path, tmp_path: Path, kind: str
 ) -> None:
-    where = ["--run.folder", str(tmp_path), "--run.name", "a", "--log.trackers", "recording", "--plugins", str(plugin)]
+    where = [
+        "--run.folder",
+        str(tmp_path),
+        "--run.name",
+        "a",
+        "--log.trackers",
+        "recording",
+        "--plugins",
+        str(plugin),
+    ]
     program = (
         "import sys\nfrom lmforge import cli\nfrom lmforge.ops.trackers import tracker_threads\n"
         "tracker_threads.FINISH_SECONDS = cli.EXIT_SECONDS = 1.0\ncli.main()\n"
@@ -156,12 +221,18 @@ def test_a_server_that_never_answers_stalls_no_run(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", stalled_server)
     where = ["--run.folder", str(tmp_path), "--run.name", "a", "--log.trackers", "mlflow"]
     assert command(["pretrain", *tiny_options, *where, "--train.steps", "3"]) == 0
-    assert capsys.readouterr().err == UNSENT.format(" within 3 s", f"3 records, {END}").replace("recording", "mlflow")
+    assert capsys.readouterr().err == UNSENT.format(" within 3 s", f"3 records, {END}").replace(
+        "recording", "mlflow"
+    )
 
 
-def test_a_tracker_has_options_in_the_recipe_and_gets_the_completions_of_alignment(tiny_run: Path, tmp_path: Path) -> None:
+def test_a_tracker_has_options_in_the_recipe_and_gets_the_completions_of_alignment(
+    tiny_run: Path, tmp_path: Path
+) -> None:
     prompts = [{"prompt": [{"role": "user", "content": "The king"}]}] * 8
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(json.dumps(prompt) + "\n" for prompt in prompts)
+    )
     held_out = {"prompt": [{"role": "user", "content": "My lord"}]}
     (tmp_path / "held_out.jsonl").write_text(json.dumps(held_out) + "\n")
     (tmp_path / "mine.py").write_text(
@@ -173,11 +244,52 @@ def test_a_tracker_has_options_in_the_recipe_and_gets_the_completions_of_alignme
         "def long(prompts, completions, **columns):\n"
         "    return [float(len(each)) for each in completions]\n"
     )
-    words = ["--method", "grpo", "--plugins", "mine.py", "--rollout.reward_functions", "long", "--data.files", "prompts.jsonl"]
-    words += ["--rollout.num_generations", "4", "--rollout.max_completion_length", "8", "--rollout.log_completions_every", "2"]
-    words += ["--data.sequence_length", "64", "--train.steps", "3", "--train.global_batch_size", "8", "--run.name", "a"]
-    words += ["--train.device", "cpu", "--train.compile", "off", "--train.threads", "1", "--model.source", str(tiny_run)]
-    words += ["--log.trackers", "noting", "--log.noting.place", "there", "--data.validation_files", "held_out.jsonl"]
+    words = [
+        "--method",
+        "grpo",
+        "--plugins",
+        "mine.py",
+        "--rollout.reward_functions",
+        "long",
+        "--data.files",
+        "prompts.jsonl",
+    ]
+    words += [
+        "--rollout.num_generations",
+        "4",
+        "--rollout.max_completion_length",
+        "8",
+        "--rollout.log_completions_every",
+        "2",
+    ]
+    words += [
+        "--data.sequence_length",
+        "64",
+        "--train.steps",
+        "3",
+        "--train.global_batch_size",
+        "8",
+        "--run.name",
+        "a",
+    ]
+    words += [
+        "--train.device",
+        "cpu",
+        "--train.compile",
+        "off",
+        "--train.threads",
+        "1",
+        "--model.source",
+        str(tiny_run),
+    ]
+    words += [
+        "--log.trackers",
+        "noting",
+        "--log.noting.place",
+        "there",
+        "--data.validation_files",
+        "held_out.jsonl",
+    ]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
         patch.delenv("LMFORGE_TEST_TRACKER", raising=False)
@@ -185,7 +297,8 @@ def test_a_tracker_has_options_in_the_recipe_and_gets_the_completions_of_alignme
     records = recorded(tmp_path)
     assert ["options", {"place": "there"}] in records
     tables = {
-        (name, step): (columns, rows) for kind, step, name, columns, rows in (row for row in records if row[0] == "table")
+        (name, step): (columns, rows)
+        for kind, step, name, columns, rows in (row for row in records if row[0] == "table")
     }
     # A set is of one step; every second one is written.
     assert sorted(tables) == [("completions", 0), ("completions", 2), ("val/completions", 3)]
@@ -199,8 +312,19 @@ def test_a_tracker_has_options_in_the_recipe_and_gets_the_completions_of_alignme
     assert validated[:2] == [3, "user: My lord"]
 
 
-def test_a_tracker_that_does_not_exist_is_refused(tiny_options: list[str], tmp_path: Path, refused: Refusal) -> None:
-    printed = refused("pretrain", *tiny_options, "--run.folder", tmp_path, "--run.name", "a", "--log.trackers", "x")
+def test_a_tracker_that_does_not_exist_is_refused(
+    tiny_options: list[str], tmp_path: Path, refused: Refusal
+) -> None:
+    printed = refused(
+        "pretrain",
+        *tiny_options,
+        "--run.folder",
+        tmp_path,
+        "--run.name",
+        "a",
+        "--log.trackers",
+        "x",
+    )
     assert printed.startswith("--log.trackers: expected tensorboard, wandb, trackio")
     assert printed.endswith('got "x"; a plugin may add it (--plugins FILE.py)')
     assert not (tmp_path / "a" / "recipe.toml").exists()

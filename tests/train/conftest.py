@@ -102,19 +102,48 @@ THREADS = len(os.sched_getaffinity(0))
 
 @pytest.fixture
 def grpo(models: Path, tmp_path: Path) -> Callable[..., list[str]]:  # noqa: F811 - its fixture
-    """`grpo(name, *words)`: the command that trains the model `noise` from prompts of random letters."""
+    """`grpo(name, *words)`: the command that trains the model `noise` from prompts of random
+    letters.
+    """
     chance = random.Random(1)
     prompts = ["".join(chance.choices("abcdefgh", k=chance.randint(2, 9))) for _ in range(100)]
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts)
+    )
     (tmp_path / "rewards.py").write_text(REWARDS)
 
     def words(name: str, *more: object, steps: int = 2, reward: str = "variety") -> list[str]:
-        options = {"method": "grpo", "model.source": models / "noise", "data.files": tmp_path / "prompts.jsonl"}
-        options |= {"rollout.reward_functions": f"{tmp_path / 'rewards.py'}:{reward}", "rollout.num_generations": 4}
-        options |= {"rollout.max_completion_length": 12, "train.global_batch_size": 8, "data.sequence_length": 32}
-        options |= {"run.folder": tmp_path, "run.name": name, "train.steps": steps, "optimizer.lr": 2e-3}
-        options |= {"train.device": "cpu", "train.dtype": "fp32", "train.compile": "off", "train.threads": THREADS}
+        options = {
+            "method": "grpo",
+            "model.source": models / "noise",
+            "data.files": tmp_path / "prompts.jsonl",
+        }
+        options |= {
+            "rollout.reward_functions": f"{tmp_path / 'rewards.py'}:{reward}",
+            "rollout.num_generations": 4,
+        }
+        options |= {
+            "rollout.max_completion_length": 12,
+            "train.global_batch_size": 8,
+            "data.sequence_length": 32,
+        }
+        options |= {
+            "run.folder": tmp_path,
+            "run.name": name,
+            "train.steps": steps,
+            "optimizer.lr": 2e-3,
+        }
+        options |= {
+            "train.device": "cpu",
+            "train.dtype": "fp32",
+            "train.compile": "off",
+            "train.threads": THREADS,
+        }
         options |= {"log.every_steps": 1, "validation.every_steps": 5}
-        return ["align", *(str(word) for option, value in options.items() for word in (f"--{option}", value)), *map(str, more)]
+        return [
+            "align",
+            *(str(word) for option, value in options.items() for word in (f"--{option}", value)),
+            *map(str, more),
+        ]
 
     return words

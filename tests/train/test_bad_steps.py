@@ -1,4 +1,6 @@
-"""Bad steps change nothing and are reported; after several in a row the run rolls back and continues with later batches."""
+"""Bad steps change nothing and are reported; after several in a row the run rolls back and
+continues with later batches.
+"""
 
 import itertools
 import json
@@ -50,13 +52,32 @@ def judged(guard: BadStepDetector, step: int, loss: float, norm: float = 1.0) ->
 
 def test_a_loss_or_gradient_that_is_not_finite_is_bad_and_counted_in_a_row() -> None:
     guard = BadStepDetector(ALONE, spike_sigmas=None, window_steps=8)
-    series = [(1.0, 1.0), (math.nan, 1.0), (1.0, math.inf), (-math.inf, 1.0), (2.0, 1.0), (1e30, 1e30)]
-    assert [judged(guard, step, *values) for step, values in enumerate(series, 1)] == [False, True, True, True, False, False]
+    series = [
+        (1.0, 1.0),
+        (math.nan, 1.0),
+        (1.0, math.inf),
+        (-math.inf, 1.0),
+        (2.0, 1.0),
+        (1e30, 1e30),
+    ]
+    assert [judged(guard, step, *values) for step, values in enumerate(series, 1)] == [
+        False,
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
     heard = guard.take_bad_steps(wait=False, max_consecutive=99)
-    assert [(bad.step, bad.reason) for bad in heard] == [(2, "loss is nan"), (3, "grad_norm is inf"), (4, "loss is -inf")]
+    assert [(bad.step, bad.reason) for bad in heard] == [
+        (2, "loss is nan"),
+        (3, "grad_norm is inf"),
+        (4, "loss is -inf"),
+    ]
     assert (guard.skipped_steps, guard.consecutive_bad_steps) == (3, 0)
     judged(guard, 7, math.nan)
-    assert guard.take_bad_steps(wait=False, max_consecutive=99) == []  # the last one is not waited for
+    # The last one is not waited for.
+    assert guard.take_bad_steps(wait=False, max_consecutive=99) == []
     assert [bad.step for bad in guard.take_bad_steps(wait=True, max_consecutive=99)] == [7]
     assert (guard.skipped_steps, guard.consecutive_bad_steps) == (4, 1)
 
@@ -75,7 +96,8 @@ def test_a_spike_is_bad_and_noise_is_not_and_a_resumed_guard_judges_alike() -> N
     assert again.take_bad_steps(wait=True, max_consecutive=99)[-1].reason == "loss is 5, a spike"
     assert guard.state_dict()["losses"] == again.state_dict()["losses"]
     fresh = BadStepDetector(ALONE, spike_sigmas=6.0, window_steps=32)
-    assert not any(judged(fresh, step, loss) for step, loss in enumerate([3.0, 3.0, 3.0, 9.0], 1))  # too few to tell
+    # Too few to tell.
+    assert not any(judged(fresh, step, loss) for step, loss in enumerate([3.0, 3.0, 3.0, 9.0], 1))
 
 
 EVERY_OPTIMIZER = pytest.mark.parametrize(
@@ -92,8 +114,16 @@ EVERY_OPTIMIZER = pytest.mark.parametrize(
 
 
 @EVERY_OPTIMIZER
-def test_a_bad_step_leaves_weights_and_state_as_they_are_and_a_good_one_is_the_usual_step(options: dict[str, Any]) -> None:
-    shape = ModelConfig(vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
+def test_a_bad_step_leaves_weights_and_state_as_they_are_and_a_good_one_is_the_usual_step(
+    options: dict[str, Any],
+) -> None:
+    shape = ModelConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
 
     def stepped(bad: list[bool] | None) -> tuple[nn.Module, dict[str, dict[str, torch.Tensor]]]:
         model = init_weights(build_model(shape), 0)
@@ -104,7 +134,9 @@ def test_a_bad_step_leaves_weights_and_state_as_they_are_and_a_good_one_is_the_u
         for verdict in bad if bad is not None else [False] * 3:
             for parameter in model.parameters():
                 poison = math.nan if verdict else 0.0
-                parameter.grad = torch.randn(parameter.shape, generator=None if verdict else generator) + poison
+                parameter.grad = (
+                    torch.randn(parameter.shape, generator=None if verdict else generator) + poison
+                )
             if bad is None:
                 optimizer.step()
             else:
@@ -153,7 +185,13 @@ def test_the_host_reads_no_value_in_a_step_whatever_the_optimizer(options: dict[
             batch = data.batch(step, SMALL_MODEL.vocab_size)
             judge = partial(guard.check, step + 1)
             train_step(
-                model, optimizer, [batch[:2], batch[2:]], objective.num_items, lr=0.1, max_grad_norm=1.0, is_bad_step=judge
+                model,
+                optimizer,
+                [batch[:2], batch[2:]],
+                objective.num_items,
+                lr=0.1,
+                max_grad_norm=1.0,
+                is_bad_step=judge,
             )
         assert reads.count == 0
         assert torch.ones(1).item() == reads.count  # it does count
@@ -161,22 +199,38 @@ def test_the_host_reads_no_value_in_a_step_whatever_the_optimizer(options: dict[
 
 @pytest.fixture(scope="module")
 def poisoned(tiny_tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
-    """A model whose embedding of one token is infinite, and which of the first 40 batches of 4 rows have the token."""
+    """A model whose embedding of one token is infinite, and which of the first 40 batches of 4 rows
+    have the token.
+    """
     folder = TokenFolder.open(tiny_tokens)
     rows = TokenDataset(folder, sequence_length=48).sequences(0, 160)
-    batches = [{token for row in rows[first : first + 4] for token in row.tokens.tolist()} for first in range(0, 160, 4)]
+    batches = [
+        {token for row in rows[first : first + 4] for token in row.tokens.tolist()}
+        for first in range(0, 160, 4)
+    ]
     counts = {
-        token: [number for number, has in enumerate(batches) if token in has] for token in range(folder.tokenizer.vocab_size)
+        token: [number for number, has in enumerate(batches) if token in has]
+        for token in range(folder.tokenizer.vocab_size)
     }
-    # Four batches or a few more, the first of them after a checkpoint, no two in a row, and the third a while after the second:
-    # a run that has gone back from two is a few batches ahead.
+    # Four batches or a few more, the first of them after a checkpoint, no two in a row, and the
+    # third a while after the second: a run that has gone back from two is a few batches ahead.
     token, hit = next(
         (token, hit)
         for token, hit in counts.items()
-        if 4 <= len(hit) <= 6 and hit[0] > 3 and hit[2] - hit[1] > 8 and all(b - a > 2 for a, b in itertools.pairwise(hit))
+        if 4 <= len(hit) <= 6
+        and hit[0] > 3
+        and hit[2] - hit[1] > 8
+        and all(b - a > 2 for a, b in itertools.pairwise(hit))
     )
     shape = resolve_model_config(
-        "nano", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}, len(counts)
+        "nano",
+        {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        },
+        len(counts),
     )
     model = init_weights(build_model(shape), 0)
     with torch.no_grad():
@@ -190,18 +244,37 @@ def test_batches_that_give_no_number_are_left_out_named_and_shown_on_any_ranks(
     poisoned: tuple[Path, list[int]], tiny_options: list[str], tmp_path: Path, lmforge: Command
 ) -> None:
     source, hit = poisoned
-    words = [*without_shape(tiny_options), "--model.source", source, "--run.folder", tmp_path, "--train.steps", 40]
-    words += ["--validation.every_steps", "none", "--validation.sequences", 1, "--optimizer.lr", 1e-3]
+    words = [
+        *without_shape(tiny_options),
+        "--model.source",
+        source,
+        "--run.folder",
+        tmp_path,
+        "--train.steps",
+        40,
+    ]
+    words += [
+        "--validation.every_steps",
+        "none",
+        "--validation.sequences",
+        1,
+        "--optimizer.lr",
+        1e-3,
+    ]
     alone = lmforge("pretrain", *words, "--run.name", "single")
     ranks = lmforge("pretrain", *words, "--run.name", "ranks", ranks=2)
     for done, name in ((alone, "single"), (ranks, "ranks")):
         assert done.returncode == 0, done.stderr
         run = Run(tmp_path / name)
         files = sorted((run.path / "bad").iterdir())
-        assert [json.loads(file.read_text())["samples"] for file in files] == [[4 * at, 4 * at + 4] for at in hit]
+        assert [json.loads(file.read_text())["samples"] for file in files] == [
+            [4 * at, 4 * at + 4] for at in hit
+        ]
         assert run.read_metrics()[-1]["skipped_steps"] == len(hit)
         lines = [line for line in done.stderr.splitlines() if line.startswith("lmforge: step ")]
-        assert [int(line.split()[2].rstrip(":")) for line in lines] == [at + 1 for at in hit], done.stderr
+        assert [int(line.split()[2].rstrip(":")) for line in lines] == [at + 1 for at in hit], (
+            done.stderr
+        )
         assert set(range(1, 41)) - losses(run).keys() == {at + 1 for at in hit}
     theirs = losses(Run(tmp_path / "single"))
     assert losses(Run(tmp_path / "ranks")) == pytest.approx(theirs, rel=1e-4)
@@ -217,23 +290,67 @@ def broken(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("broken") / "model"
     assert command(["export", str(tiny_run), str(folder), "--dtype", "fp32"]) == 0
     tensors = load_file(folder / "model.safetensors")
-    save_file({name: torch.full_like(tensor, math.nan) for name, tensor in tensors.items()}, folder / "model.safetensors")
+    save_file(
+        {name: torch.full_like(tensor, math.nan) for name, tensor in tensors.items()},
+        folder / "model.safetensors",
+    )
     return folder
 
 
-FEW = ["--data.sequence_length", 64, "--train.global_batch_size", 4, "--train.dtype", "fp32", "--train.device", "cpu"]
-FEW += ["--train.compile", "off", "--train.threads", 1, "--log.every_steps", 1, "--faults.max_bad_steps", 9]
+FEW = [
+    "--data.sequence_length",
+    64,
+    "--train.global_batch_size",
+    4,
+    "--train.dtype",
+    "fp32",
+    "--train.device",
+    "cpu",
+]
+FEW += [
+    "--train.compile",
+    "off",
+    "--train.threads",
+    1,
+    "--log.every_steps",
+    1,
+    "--faults.max_bad_steps",
+    9,
+]
 
 
 def test_a_resumed_run_all_of_whose_steps_are_bad_does_not_finish(
-    poisoned: tuple[Path, list[int]], tiny_options: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    poisoned: tuple[Path, list[int]],
+    tiny_options: list[str],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     source, hit = poisoned
-    words = ["pretrain", *without_shape(tiny_options), "--model.source", source, "--run.folder", tmp_path, "--run.name", "a"]
-    words += ["--validation.every_steps", "none", "--validation.sequences", 1, "--schedule.name", "constant", "--train.steps"]
+    words = [
+        "pretrain",
+        *without_shape(tiny_options),
+        "--model.source",
+        source,
+        "--run.folder",
+        tmp_path,
+        "--run.name",
+        "a",
+    ]
+    words += [
+        "--validation.every_steps",
+        "none",
+        "--validation.sequences",
+        1,
+        "--schedule.name",
+        "constant",
+        "--train.steps",
+    ]
     assert command([str(word) for word in [*words, hit[0]]]) == 0
     assert command([str(word) for word in [*words, hit[0] + 1]]) == 1
-    assert f"all steps from step {hit[0] + 1} on were bad, and nothing was" in capfd.readouterr().err.splitlines()[-1]
+    assert (
+        f"all steps from step {hit[0] + 1} on were bad, and nothing was"
+        in capfd.readouterr().err.splitlines()[-1]
+    )
 
 
 @pytest.mark.parametrize("packing", ["best-fit", "none"])
@@ -264,11 +381,28 @@ def test_the_samples_of_a_bad_step_of_examples_are_shown(
 def test_the_answers_of_a_bad_step_of_rollouts_are_shown_where_they_were_written(
     every: int, tiny_run: Path, tmp_path: Path, lmforge: Command
 ) -> None:
-    """Rewards so far apart that an advantage is infinite in fp32. Two steps on each set, the answers of two ranks."""
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{n} ="}) + "\n" for n in range(20)))
-    reward = "def reward(prompts, completions):\n    return [1e300 * (n % 2) for n in range(len(prompts))]\n"
+    """Rewards so far apart that an advantage is infinite in fp32.
+
+    Two steps on each set, the answers of two ranks.
+    """
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{n} ="}) + "\n" for n in range(20))
+    )
+    reward = (
+        "def reward(prompts, completions):\n    return [1e300 * (n % 2) for n in"
+        " range(len(prompts))]\n"
+    )
     (tmp_path / "rewards.py").write_text(reward)
-    words = ["--method", "grpo", "--model.source", tiny_run, "--data.files", "prompts.jsonl", "--rollout.scale_rewards", "none"]
+    words = [
+        "--method",
+        "grpo",
+        "--model.source",
+        tiny_run,
+        "--data.files",
+        "prompts.jsonl",
+        "--rollout.scale_rewards",
+        "none",
+    ]
     words += [
         "--rollout.reward_functions",
         "rewards.py:reward",
@@ -278,28 +412,50 @@ def test_the_answers_of_a_bad_step_of_rollouts_are_shown_where_they_were_written
         4,
     ]
     words += ["--rollout.num_iterations", 2, "--rollout.log_completions_every", every]
-    done = lmforge("align", *words, *FEW, "--train.steps", 4, "--run.name", "bad", cwd=tmp_path, ranks=2)
+    done = lmforge(
+        "align", *words, *FEW, "--train.steps", 4, "--run.name", "bad", cwd=tmp_path, ranks=2
+    )
     assert done.returncode == 1, done.stderr
     bad = sorted((tmp_path / "runs" / "bad" / "bad").iterdir())
     assert len(bad) == 4
-    tables = [tmp_path / "runs" / "bad" / "completions" / f"set-000000-rank-{rank}.jsonl" for rank in range(2)]
-    answers = [json.loads(line)["completion"] for table in tables for line in table.read_text().splitlines()[2:]]
+    tables = [
+        tmp_path / "runs" / "bad" / "completions" / f"set-000000-rank-{rank}.jsonl"
+        for rank in range(2)
+    ]
+    answers = [
+        json.loads(line)["completion"]
+        for table in tables
+        for line in table.read_text().splitlines()[2:]
+    ]
     shown = lmforge("show", "data", bad[1], cwd=tmp_path)
     assert shown.returncode == 0, shown.stderr
     assert "its completions are in runs/bad/completions/set-000000-rank-*.jsonl" in done.stderr
     assert shown.stdout.startswith("step 2: loss is ")
-    texts = [line for line in shown.stdout.splitlines() if line.startswith(("'", '"'))]  # prompts and answers by turns
+    texts = [
+        line for line in shown.stdout.splitlines() if line.startswith(("'", '"'))
+    ]  # prompts and answers by turns
     assert texts[1::2] == [repr(answer) for answer in answers]
     later = lmforge("show", "data", bad[2], cwd=tmp_path)
     assert (later.returncode == 0) == (every == 1)
-    assert ("the completions of this step were not written; --rollout.log_completions_every 1" in later.stderr) == (every == 2)
-    assert ("its completions were not written (rollout.log_completions_every)" in done.stderr) == (every == 2)
+    assert (
+        "the completions of this step were not written; --rollout.log_completions_every 1"
+        in later.stderr
+    ) == (every == 2)
+    assert ("its completions were not written (rollout.log_completions_every)" in done.stderr) == (
+        every == 2
+    )
 
 
 def test_after_bad_steps_in_a_row_the_run_goes_back_and_on_with_the_batches_after_them(
-    poisoned: tuple[Path, list[int]], tiny_options: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    poisoned: tuple[Path, list[int]],
+    tiny_options: list[str],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """One bad step is already a row here. The checkpoint it goes back to is of two steps before or less."""
+    """One bad step is already a row here.
+
+    The checkpoint it goes back to is of two steps before or less.
+    """
     source, hit = poisoned
     options = without_shape(tiny_options)
     at = options.index("--data.folder")
@@ -317,25 +473,56 @@ def test_after_bad_steps_in_a_row_the_run_goes_back_and_on_with_the_batches_afte
         "--faults.max_rollbacks",
         4,
     ]
-    assert command([str(word) for word in [*words, "--train.steps", hit[1] + 4, "--schedule.name", "constant"]]) == 0
+    assert (
+        command(
+            [
+                str(word)
+                for word in [*words, "--train.steps", hit[1] + 4, "--schedule.name", "constant"]
+            ]
+        )
+        == 0
+    )
     errors = capfd.readouterr().err
-    back = [int(line.partition("back to step ")[2].split(",")[0]) for line in errors.splitlines() if "back to step" in line]
+    back = [
+        int(line.partition("back to step ")[2].split(",")[0])
+        for line in errors.splitlines()
+        if "back to step" in line
+    ]
     assert len(back) == 2, errors
     assert back[0] == hit[0] // 2 * 2
     # The batch of a step is now so many later.
-    assert [json.loads(file.read_text())["samples"][0] // 4 for file in sorted((tmp_path / "a" / "bad").iterdir())] == hit[:2]
+    assert [
+        json.loads(file.read_text())["samples"][0] // 4
+        for file in sorted((tmp_path / "a" / "bad").iterdir())
+    ] == hit[:2]
     run = Run(tmp_path / "a")
     assert sorted(losses(run)) == list(range(1, hit[1] + 5))
-    manifest = json.loads((run.checkpoint_path(run.checkpoint_steps()[-1]) / "manifest.json").read_text())
+    manifest = json.loads(
+        (run.checkpoint_path(run.checkpoint_steps()[-1]) / "manifest.json").read_text()
+    )
     left_out = manifest["consumed_sequences"] // 4 - manifest["step"]
     assert left_out == (hit[0] + 1 - back[0]) + (hit[1] + 1 - (hit[0] + 1 - back[0]) - back[1])
     # What was left out has been read, and the rest of the run lies after it.
     last, steps = run.read_metrics()[-1], hit[1] + 4
     assert (last["batch_offset"], last["tokens"]) == (left_out, (steps + left_out) * 4 * 48)
     assert command(["show", str(run.path)]) == 0
-    (row,) = [line.split() for line in capfd.readouterr().out.splitlines() if line.split()[:1] == ["tokens"] and "%" in line]
+    (row,) = [
+        line.split()
+        for line in capfd.readouterr().out.splitlines()
+        if line.split()[:1] == ["tokens"] and "%" in line
+    ]
     assert row[1] == row[4] == f"{last['tokens']:,.0f}"
     # Continued, it goes on with the same batches as it would have.
-    assert command([str(word) for word in [*words, "--train.steps", hit[2] + 2, "--schedule.name", "constant"]]) == 0
-    named = {json.loads(file.read_text())["samples"][0] // 4 for file in (run.path / "bad").iterdir()}
+    assert (
+        command(
+            [
+                str(word)
+                for word in [*words, "--train.steps", hit[2] + 2, "--schedule.name", "constant"]
+            ]
+        )
+        == 0
+    )
+    named = {
+        json.loads(file.read_text())["samples"][0] // 4 for file in (run.path / "bad").iterdir()
+    }
     assert named in (set(hit[:3]), set(hit))

@@ -1,4 +1,6 @@
-"""The loop: the dtypes of its tensors, its message about recompilation, and that it never waits for a GPU."""
+"""The loop: the dtypes of its tensors, its message about recompilation, and that it never waits for
+a GPU.
+"""
 
 import errno
 import math
@@ -64,17 +66,31 @@ def test_with_bf16_masters_a_run_learns_is_half_as_large_and_continues_to_the_sa
 ) -> None:
     narrow = [*tiny_options, "--train.master_dtype", "bf16"]
     whole = pretrained(tmp_path, "whole", *narrow)
-    steps = ["--run.folder", tmp_path, "--run.name", "broken", "--schedule.name", "constant", "--train.steps", 3]
+    steps = [
+        "--run.folder",
+        tmp_path,
+        "--run.name",
+        "broken",
+        "--schedule.name",
+        "constant",
+        "--train.steps",
+        3,
+    ]
     assert lmforge("pretrain", *narrow, *steps).returncode == 0
     broken = pretrained(tmp_path, "broken", *narrow, "--schedule.name", "constant")
     steady = pretrained(tmp_path, "steady", *narrow, "--schedule.name", "constant")
-    assert [record["loss"] for record in broken.read_metrics()] == [record["loss"] for record in steady.read_metrics()]
+    assert [record["loss"] for record in broken.read_metrics()] == [
+        record["loss"] for record in steady.read_metrics()
+    ]
     masters = Run(tiny_run).read_metrics()
     assert whole.read_metrics()[-1]["loss"] == pytest.approx(masters[-1]["loss"], rel=0.02)
     assert whole.read_metrics()[-1]["loss"] < whole.read_metrics()[0]["loss"] - 0.1
 
     def size(run: Run) -> int:
-        return sum(described["bytes"] for described in checkpoint.read_manifest(run.checkpoint_path(6)).files.values())
+        return sum(
+            described["bytes"]
+            for described in checkpoint.read_manifest(run.checkpoint_path(6)).files.values()
+        )
 
     assert size(whole) < 0.75 * size(Run(tiny_run))
 
@@ -92,7 +108,14 @@ class RandomBatches:
     def batches(self, step: int) -> list[Batch]:
         size = 3 if self._changed_at is not None and step >= self._changed_at else 2
         tokens = torch.randint(0, 64, (size, 16))
-        return [Batch(tokens, tokens, torch.arange(16).expand(size, 16), torch.zeros(size, 16, dtype=torch.int32))]
+        return [
+            Batch(
+                tokens,
+                tokens,
+                torch.arange(16).expand(size, 16),
+                torch.zeros(size, 16, dtype=torch.int32),
+            )
+        ]
 
     def validate(self, step: int) -> dict[str, float]:
         return {}
@@ -125,16 +148,32 @@ def run_loop(
     """The loop by itself, with a small model, under the default options. Returns the model."""
     dist_ctx = cluster.init_distributed(device, threads=1)
     objective, tokenizer = NextTokenObjective(), train_tokenizer(["some text"], 300)
-    model_config = ModelConfig(vocab_size=512, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
+    model_config = ModelConfig(
+        vocab_size=512,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+    )
     model = init_weights(build_model(model_config, dist_ctx.device), 0)
     for block in model.blocks if hidden_from_compiler else ():
         block.forward = torch.compiler.disable(block.forward)  # type: ignore[method-assign]
     parallel_model = parallelize(
-        model, objective.loss, dist_ctx=dist_ctx, dtype=torch.float32, options=ParallelOptions(), compile_model=compiled
+        model,
+        objective.loss,
+        dist_ctx=dist_ctx,
+        dtype=torch.float32,
+        options=ParallelOptions(),
+        compile_model=compiled,
     )
     (tmp_path / "health").mkdir(exist_ok=True)
     never = {"every_steps": 1000}
-    options = {"train": {"steps": steps}, "schedule": {"warmup_steps": 0}, "log": never, "checkpoint": never}
+    options = {
+        "train": {"steps": steps},
+        "schedule": {"warmup_steps": 0},
+        "log": never,
+        "checkpoint": never,
+    }
     ctx = RunContext(
         validate_options(PretrainConfig, options),
         Run(tmp_path),
@@ -146,16 +185,32 @@ def run_loop(
         ),
         RunEvents(None),
     )
-    metadata = {"plan_hash": "", "global_batch_size": 2, "hf_config": {}, "recipe": {}, "tokenizer_hash": "", "written_by": {}}
+    metadata = {
+        "plan_hash": "",
+        "global_batch_size": 2,
+        "hf_config": {},
+        "recipe": {},
+        "tokenizer_hash": "",
+        "written_by": {},
+    }
     checkpointer = AsyncCheckpointer(
-        ctx.run, dist_ctx, RetentionPolicy(1), metadata=metadata, tokenizer=tokenizer, log=ctx.console.info
+        ctx.run,
+        dist_ctx,
+        RetentionPolicy(1),
+        metadata=metadata,
+        tokenizer=tokenizer,
+        log=ctx.console.info,
     )
-    inputs = RunInputs(tokenizer, batches.dataset, None, model_config, BatchPlan(2, 16, 1, 2, 1), "", "", None)
+    inputs = RunInputs(
+        tokenizer, batches.dataset, None, model_config, BatchPlan(2, 16, 1, 2, 1), "", "", None
+    )
     optimizer, detector = (
         build_optimizer(model, OptimizerOptions()),
         BadStepDetector(dist_ctx, spike_sigmas=6.0, window_steps=4),
     )
-    built = BuiltModel(parallel_model, optimizer, objective, detector, ResumePoint(), torch.float32, compiled, "")
+    built = BuiltModel(
+        parallel_model, optimizer, objective, detector, ResumePoint(), torch.float32, compiled, ""
+    )
     throughput = Throughput(parallel_model, batches, lambda length: 1.0, None, steps, {})
     observers = Observers(ObservedRun(ctx, inputs, built, batches, throughput), checkpointer)
     try:
@@ -182,11 +237,16 @@ def run_loop(
     return model
 
 
-def test_what_cannot_be_closed_leaves_nothing_else_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_closed_leaves_nothing_else_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     closed = []
     for observer in (MetricsFile, SharedCores):
         monkeypatch.setattr(observer, "close", lambda self: closed.append(type(self)))
-    for observer, name, number in ((StepProfiler, "close", errno.ENOSPC), (ConsoleLogger, "stop_progress", errno.EIO)):
+    for observer, name, number in (
+        (StepProfiler, "close", errno.ENOSPC),
+        (ConsoleLogger, "stop_progress", errno.EIO),
+    ):
         monkeypatch.setattr(observer, name, Mock(side_effect=OSError(number, "")))
     with pytest.raises(OSError, match="Errno"):
         run_loop(RandomBatches(None), 1, tmp_path, device="cpu", compiled=False)
@@ -197,28 +257,44 @@ def test_what_observes_a_run_changes_no_bit_of_it(tmp_path: Path) -> None:
     trained = []
     for observed in (False, True):
         torch.manual_seed(0)
-        trained.append(run_loop(RandomBatches(None), 4, tmp_path, device="cpu", compiled=False, observed=observed))
-    for (name, alone), watched in zip(trained[0].named_parameters(), trained[1].parameters(), strict=True):
+        trained.append(
+            run_loop(
+                RandomBatches(None), 4, tmp_path, device="cpu", compiled=False, observed=observed
+            )
+        )
+    for (name, alone), watched in zip(
+        trained[0].named_parameters(), trained[1].parameters(), strict=True
+    ):
         assert torch.equal(alone, watched), name
 
 
 @pytest.mark.needs("a C++ compiler")
-def test_blocks_that_are_compiled_again_or_not_at_all_are_reported_and_others_are_not(capsys: Capture, tmp_path: Path) -> None:
+def test_blocks_that_are_compiled_again_or_not_at_all_are_reported_and_others_are_not(
+    capsys: Capture, tmp_path: Path
+) -> None:
     run_loop(RandomBatches(5), 8, tmp_path, device="cpu", compiled=True)
     printed = capsys.readouterr().out
     reported = [line for line in printed.splitlines() if "compiled again" in line]
-    assert reported == ["step 6: compiled again, which stalls every rank; TORCH_LOGS=recompiles shows why"]
+    assert reported == [
+        "step 6: compiled again, which stalls every rank; TORCH_LOGS=recompiles shows why"
+    ]
     assert "no block was compiled" not in printed
     torch._dynamo.reset()
-    run_loop(RandomBatches(None), 2, tmp_path, device="cpu", compiled=True, hidden_from_compiler=True)
+    run_loop(
+        RandomBatches(None), 2, tmp_path, device="cpu", compiled=True, hidden_from_compiler=True
+    )
     assert "compile is on, but no block was compiled" in capsys.readouterr().out
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True])
-def test_between_log_steps_the_host_never_waits_for_the_gpu(tiny_tokens: Path, tmp_path: Path, compiled: bool) -> None:
+def test_between_log_steps_the_host_never_waits_for_the_gpu(
+    tiny_tokens: Path, tmp_path: Path, compiled: bool
+) -> None:
     dataset = TokenDataset(TokenFolder.open(tiny_tokens), sequence_length=128)
-    loader = BatchLoader(dataset, global_batch_size=4, micro_batch_size=2, device=torch.device("cuda", 0))
+    loader = BatchLoader(
+        dataset, global_batch_size=4, micro_batch_size=2, device=torch.device("cuda", 0)
+    )
 
     def learning_rate(step: int) -> float:
         # Called once per step: from the third on, whatever waits raises. The last step logs.
@@ -226,7 +302,14 @@ def test_between_log_steps_the_host_never_waits_for_the_gpu(tiny_tokens: Path, t
         return 1e-3
 
     try:
-        run_loop(LoaderBatches(loader), 9, tmp_path, device="cuda", compiled=compiled, learning_rate=learning_rate)
+        run_loop(
+            LoaderBatches(loader),
+            9,
+            tmp_path,
+            device="cuda",
+            compiled=compiled,
+            learning_rate=learning_rate,
+        )
     finally:
         torch.cuda.set_sync_debug_mode("default")
         loader.close()
@@ -241,14 +324,21 @@ class Clock:
         return self.now
 
 
-def test_the_time_that_is_left_counts_usual_steps_and_what_comes_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_that_is_left_counts_usual_steps_and_what_comes_between_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock = Clock()
     monkeypatch.setattr(metrics, "time", clock)
     dist_ctx = cluster.DistributedContext(RankInfo(), torch.device("cpu"), None)
     parallel_model: Any = SimpleNamespace(dist_ctx=dist_ctx, model_parallel_size=1)
     batches: Any = RandomBatches(None)
     throughput = Throughput(
-        parallel_model, batches, lambda length: 1.0, None, 100, {"validation": 20, "save": 50, "sample": None}
+        parallel_model,
+        batches,
+        lambda length: 1.0,
+        None,
+        100,
+        {"validation": 20, "save": 50, "sample": None},
     )
     throughput.reset(0)
 
@@ -268,7 +358,9 @@ def test_the_time_that_is_left_counts_usual_steps_and_what_comes_between_them(mo
         clock.now += 7.0
     assert throughput.take(20)["seconds_left"] == pytest.approx(80 * 2.0 + 4 * 7.0)
     steps(1, 60.0, unusual=True)
-    assert throughput.take(21)["seconds_left"] == pytest.approx(79 * 2.0 + 4 * 7.0), "the last usual step counts"
+    assert throughput.take(21)["seconds_left"] == pytest.approx(79 * 2.0 + 4 * 7.0), (
+        "the last usual step counts"
+    )
     with throughput.excluded("save"):
         clock.now += 1.0
     steps(29, 3.0)
@@ -282,7 +374,10 @@ def test_a_run_with_capped_logits_and_a_z_loss_tells_both_losses_and_is_not_expo
 ) -> None:
     words = ["--train.z_loss", "1", "--model.final_logit_softcapping", "3", "--train.steps", "2"]
     run = pretrained(tmp_path, "z", *tiny_options, *words)
-    first, log_vocab = run.read_metrics()[0], math.log(TokenFolder.open(tiny_tokens).tokenizer.vocab_size)
+    first, log_vocab = (
+        run.read_metrics()[0],
+        math.log(TokenFolder.open(tiny_tokens).tokenizer.vocab_size),
+    )
     # Weights are random and small: the logits are near zero.
     assert first["loss"] == pytest.approx(log_vocab, rel=0.05)
     assert first["z_loss"] == pytest.approx(log_vocab**2, rel=0.1)

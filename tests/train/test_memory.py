@@ -43,11 +43,17 @@ def _group() -> Iterator[None]:
 
 
 def sharding(mode: str) -> ParallelOptions:
-    return ParallelOptions(engine="fsdp2", activation_checkpointing=mode, activation_checkpointing_every=2)  # type: ignore[arg-type]
+    return ParallelOptions(
+        engine="fsdp2", activation_checkpointing=mode, activation_checkpointing_every=2
+    )  # type: ignore[arg-type]
 
 
-def sharded(config: ModelConfig, dtype: torch.dtype, mode: str, lora: LoraConfig | None = None) -> ParallelModel:
-    """A model under fsdp2 on one rank: as on many ranks, weights are in the compute dtype in the forward pass."""
+def sharded(
+    config: ModelConfig, dtype: torch.dtype, mode: str, lora: LoraConfig | None = None
+) -> ParallelModel:
+    """A model under fsdp2 on one rank: as on many ranks, weights are in the compute dtype in the
+    forward pass.
+    """
     model = build_model(config, "meta")
     if lora is not None:
         add_lora(model, lora)
@@ -62,7 +68,9 @@ def sharded(config: ModelConfig, dtype: torch.dtype, mode: str, lora: LoraConfig
 
 
 def measured(model: ParallelModel, size: int, length: int) -> int:
-    batch = ParityData(sequences=size, sequence_length=length).batch(0, model.model.config.vocab_size)
+    batch = ParityData(sequences=size, sequence_length=length).batch(
+        0, model.model.config.vocab_size
+    )
     model.model_with_loss(batch)[0].backward()  # gathered weights have their memory from here on
     tracker = ActivationTracker()
     with tracker:
@@ -74,9 +82,15 @@ def measured(model: ParallelModel, size: int, length: int) -> int:
 MODES = tuple(CHECKPOINTING_MODES)
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "qwen3_moe")
 DTYPES = (torch.float32, torch.bfloat16)
-# `make test` has every pair of a mode and a dtype, and every model type with two modes and both dtypes.
+# `make test` has every pair of a mode and a dtype, and every model type with two modes and both
+# dtypes.
 CASES = [
-    pytest.param(model_type, dtype, mode, marks=[] if (number + at) % 4 == 2 * (dtype is DTYPES[1]) else [pytest.mark.slow])
+    pytest.param(
+        model_type,
+        dtype,
+        mode,
+        marks=[] if (number + at) % 4 == 2 * (dtype is DTYPES[1]) else [pytest.mark.slow],
+    )
     for number, model_type in enumerate(MODEL_TYPES)
     for at, mode in enumerate(MODES)
     for dtype in DTYPES
@@ -98,24 +112,34 @@ def test_activations_are_those_of_the_formula(
     print(f"dropout {has_dropout}")
     kind = {"dtype": "fp32" if dtype == torch.float32 else "bf16", "has_dropout": has_dropout}
     for size, length in ((4, 64), (1, 530)):
-        step_config = StepConfig(config, sharding(mode), 1, 1, size, 1, length, compiled=False, on_gpu=False, **kind)
-        assert predicted_activation_bytes(step_config) == pytest.approx(measured(model, size, length), rel=0.001), (
+        step_config = StepConfig(
+            config, sharding(mode), 1, 1, size, 1, length, compiled=False, on_gpu=False, **kind
+        )
+        assert predicted_activation_bytes(step_config) == pytest.approx(
+            measured(model, size, length), rel=0.001
+        ), (
             size,
             length,
         )
 
 
 @pytest.mark.parametrize("mode", ["full", "selective-ops", "none"])
-def test_beside_a_base_in_four_bits_weights_and_activations_take_what_is_predicted(mode: str) -> None:
+def test_beside_a_base_in_four_bits_weights_and_activations_take_what_is_predicted(
+    mode: str,
+) -> None:
     lora = LoraConfig(3, 6.0, base_dtype="nf4")
     model = sharded(SMALL_MODEL, torch.bfloat16, mode, lora)
     adapters = block_adapters(SMALL_MODEL, lora)
-    step_config = StepConfig(SMALL_MODEL, sharding(mode), 1, 1, 4, 1, 64, compiled=False, on_gpu=False, lora=adapters)
+    step_config = StepConfig(
+        SMALL_MODEL, sharding(mode), 1, 1, 4, 1, 64, compiled=False, on_gpu=False, lora=adapters
+    )
     held = sum(local_tensor(each).nbytes for each in model.model.parameters())
     assert held == count_parameters(SMALL_MODEL, lora).weight_bytes("fp32")
     assert step_program(step_config).held()["weights"] == held
     # The goal of the prediction; 3 % more is what is seen.
-    assert predicted_activation_bytes(step_config) == pytest.approx(measured(model, 4, 64), rel=0.05)
+    assert predicted_activation_bytes(step_config) == pytest.approx(
+        measured(model, 4, 64), rel=0.05
+    )
 
 
 OPTIMIZERS = [
@@ -127,11 +151,15 @@ OPTIMIZERS = [
 
 @pytest.mark.parametrize("with_lora", [False, True], ids=["", "lora"])
 @pytest.mark.parametrize("master_dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("options", OPTIMIZERS, ids=lambda options: " ".join(map(str, options.values())))
+@pytest.mark.parametrize(
+    "options", OPTIMIZERS, ids=lambda options: " ".join(map(str, options.values()))
+)
 def test_optimizer_states_take_the_bytes_that_are_predicted(
     options: dict[str, Any], master_dtype: str, with_lora: bool
 ) -> None:
-    model = init_weights(build_model(SMALL_MODEL), 0).to(torch.float32 if master_dtype == "fp32" else torch.bfloat16)
+    model = init_weights(build_model(SMALL_MODEL), 0).to(
+        torch.float32 if master_dtype == "fp32" else torch.bfloat16
+    )
     if with_lora:
         add_lora(model, LoraConfig(3, 6.0))
         init_adapters(model, 0)
@@ -140,7 +168,9 @@ def test_optimizer_states_take_the_bytes_that_are_predicted(
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = torch.ones_like(parameter)
-    before = [parameter.detach().clone() for parameter in model.parameters() if parameter.requires_grad]
+    before = [
+        parameter.detach().clone() for parameter in model.parameters() if parameter.requires_grad
+    ]
     optimizer.step()
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     assert all(parameter.isfinite().all() for parameter in trained)
@@ -149,7 +179,9 @@ def test_optimizer_states_take_the_bytes_that_are_predicted(
     tensors = [value for key, value in states if key != "step" and value is not None]
     held = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     matrices = [each for each in model.blocks.parameters() if each.requires_grad and each.ndim == 2]
-    counts = ParameterCounts(*(sum(each.numel() for each in some) for some in (model.parameters(), trained, matrices)))
+    counts = ParameterCounts(
+        *(sum(each.numel() for each in some) for some in (model.parameters(), trained, matrices))
+    )
     assert optimizer_state_bytes(optimizer_options, master_dtype, counts) == held
 
 
@@ -159,8 +191,13 @@ def test_activations_that_are_recomputed_are_not_held() -> None:
     assert first > max(between)
     assert min(between) > last
     traced = TracedModel(SMALL_MODEL, torch.float32)
-    none, full = (trace_block(traced, 64, mode, compiled=False, on_gpu=False).saved_bytes for mode in ("none", "full"))
-    assert held["none"] - held["full"] == pytest.approx(4 * SMALL_MODEL.num_hidden_layers * (none - full), rel=0.02)
+    none, full = (
+        trace_block(traced, 64, mode, compiled=False, on_gpu=False).saved_bytes
+        for mode in ("none", "full")
+    )
+    assert held["none"] - held["full"] == pytest.approx(
+        4 * SMALL_MODEL.num_hidden_layers * (none - full), rel=0.02
+    )
 
 
 def test_no_activation_is_alive_after_the_backward_pass() -> None:

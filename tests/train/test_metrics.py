@@ -35,17 +35,27 @@ def test_the_mean_is_of_all_counts_and_not_of_means() -> None:
     meter = MetricsAccumulator(ALONE)
     seed = fresh_seed()
     generator = torch.Generator().manual_seed(seed)
-    sums, counts = torch.rand(50, generator=generator), torch.randint(0, 9, (50,), generator=generator).float()
+    sums, counts = (
+        torch.rand(50, generator=generator),
+        torch.randint(0, 9, (50,), generator=generator).float(),
+    )
     for total, count in zip(sums, counts, strict=True):
         meter.add({"loss": (total, count), "twice": (2 * total, count)})
     expected = float(sums.double().sum() / counts.double().sum())
-    assert meter.reduce_and_reset() == pytest.approx({"loss": expected, "twice": 2 * expected}, rel=1e-12)
+    assert meter.reduce_and_reset() == pytest.approx(
+        {"loss": expected, "twice": 2 * expected}, rel=1e-12
+    )
 
 
 def test_a_maximum_is_of_all_that_were_counted() -> None:
     meter = MetricsAccumulator(ALONE)
     for value in (0.25, 3.0, 0.5):
-        meter.add({"gap/max": (torch.tensor(value), torch.tensor(4.0)), "loss": (torch.tensor(value), torch.tensor(1.0))})
+        meter.add(
+            {
+                "gap/max": (torch.tensor(value), torch.tensor(4.0)),
+                "loss": (torch.tensor(value), torch.tensor(1.0)),
+            }
+        )
     meter.add({"gap/max": (torch.tensor(9.0), torch.tensor(4.0))}, skip_if=torch.tensor(True))
     assert meter.reduce_and_reset() == {"gap/max": 3.0, "loss": 1.25}
 
@@ -93,7 +103,11 @@ def test_each_record_is_a_line_of_json_that_is_there_at_once(tmp_path: Path) -> 
     file = MetricsFile(tmp_path / "metrics.jsonl")
     for step in (1, 2):
         file.write({"step": step, "loss": 0.1, "mfu": None})
-        assert json.loads(lines(tmp_path / "metrics.jsonl")[-1]) == {"step": step, "loss": 0.1, "mfu": None}
+        assert json.loads(lines(tmp_path / "metrics.jsonl")[-1]) == {
+            "step": step,
+            "loss": 0.1,
+            "mfu": None,
+        }
     file.close()
 
 
@@ -109,7 +123,9 @@ def test_what_is_not_finite_is_null_because_json_has_no_word_for_it(tmp_path: Pa
 
 
 @pytest.mark.parametrize("left", ["", '{"step": 1}\n', '{"step": 1}\n{"step": 2, "lo'])
-def test_a_file_is_continued_after_whatever_a_killed_process_left(tmp_path: Path, left: str) -> None:
+def test_a_file_is_continued_after_whatever_a_killed_process_left(
+    tmp_path: Path, left: str
+) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(left)
     file = MetricsFile(path)
@@ -146,22 +162,32 @@ def test_time_never_shows_sixty_of_anything(seconds: float) -> None:
 def test_a_record_is_one_readable_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     teller = ConsoleLogger(ALONE, 1000, tmp_path / "rank-0.log")
     teller.log_metrics(RECORD)
-    teller.log_metrics({**RECORD, "step": 1000, "val/loss": 2.5, "val/bits_per_byte": 1.75, "mfu": None})
+    teller.log_metrics(
+        {**RECORD, "step": 1000, "val/loss": 2.5, "val/bits_per_byte": 1.75, "mfu": None}
+    )
     teller.close()
     first, last = capsys.readouterr().out.splitlines()
-    assert first == "step   30/1000  loss 2.3457  lr 3.00e-04  grad 0.50  12,346 tok/s  MFU 52%  1.2 GiB  3m05s left"
+    assert (
+        first
+        == "step   30/1000  loss 2.3457  lr 3.00e-04  grad 0.50  12,346 tok/s  MFU 52%  1.2 GiB "
+        " 3m05s left"
+    )
     assert last.startswith("step 1000/1000  loss 2.3457  val 2.5000 (1.750 bits/byte)  lr ")
     assert "MFU" not in last
     assert [line.split(" ", 1)[1] for line in lines(tmp_path / "rank-0.log")] == [first, last]
 
 
 def test_a_validation_without_a_log_step_is_logged_too(capsys: pytest.CaptureFixture[str]) -> None:
-    ConsoleLogger(ALONE, 10, None).log_metrics({"step": 5, "tokens": 99, "val/loss": 2.5, "val/bits_per_byte": 1.75})
+    ConsoleLogger(ALONE, 10, None).log_metrics(
+        {"step": 5, "tokens": 99, "val/loss": 2.5, "val/bits_per_byte": 1.75}
+    )
     assert capsys.readouterr().out == "step  5/10  val 2.5000 (1.750 bits/byte)\n"
 
 
 def test_only_the_first_rank_tells(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    teller = ConsoleLogger(DistributedContext(RankInfo(1, 2, 1, 2), CPU, None), 10, tmp_path / "rank-1.log")
+    teller = ConsoleLogger(
+        DistributedContext(RankInfo(1, 2, 1, 2), CPU, None), 10, tmp_path / "rank-1.log"
+    )
     teller.start_progress(0)
     teller.info("hello")
     teller.log_metrics(RECORD)

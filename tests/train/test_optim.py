@@ -81,23 +81,33 @@ def test_after_warm_up_each_step_has_the_rate_that_transformers_gives_it(
     from transformers import optimization as theirs
 
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=PEAK)
-    min_lr_ratio = 0.0 if name == "linear" else 0.2  # transformers' linear schedule has no other end
+    # transformers' linear schedule has no other end.
+    min_lr_ratio = 0.0 if name == "linear" else 0.2
     if name == "linear":
         scheduler = theirs.get_linear_schedule_with_warmup(optimizer, warmup, steps)
     elif name == "cosine":
-        scheduler = theirs.get_cosine_with_min_lr_schedule_with_warmup(optimizer, warmup, steps, min_lr_rate=min_lr_ratio)
+        scheduler = theirs.get_cosine_with_min_lr_schedule_with_warmup(
+            optimizer, warmup, steps, min_lr_rate=min_lr_ratio
+        )
     else:
         last = decay or max(1, steps // 5)
         stable = max(0, steps - warmup - last)
         scheduler = theirs.get_wsd_schedule(
-            optimizer, warmup, last, num_stable_steps=stable, decay_type="linear", min_lr_ratio=min_lr_ratio
+            optimizer,
+            warmup,
+            last,
+            num_stable_steps=stable,
+            decay_type="linear",
+            min_lr_ratio=min_lr_ratio,
         )
     expected = []
     for _ in range(steps):
         expected += scheduler.get_last_lr()
         optimizer.step()
         scheduler.step()
-    found = rates(steps, name=name, warmup_steps=warmup, decay_steps=decay, min_lr_ratio=min_lr_ratio)
+    found = rates(
+        steps, name=name, warmup_steps=warmup, decay_steps=decay, min_lr_ratio=min_lr_ratio
+    )
     assert found[warmup:] == pytest.approx(expected[warmup:], rel=1e-13)
 
 
@@ -107,12 +117,19 @@ def test_a_constant_rate_stays_at_the_peak() -> None:
 
 def test_a_run_may_be_all_warm_up() -> None:
     for name in FALLING:
-        assert rates(10, name=name, warmup_steps=10) == pytest.approx([PEAK * share / 11 for share in range(1, 11)])
+        assert rates(10, name=name, warmup_steps=10) == pytest.approx(
+            [PEAK * share / 11 for share in range(1, 11)]
+        )
 
 
 def model_of(shape: str) -> LanguageModel:
     seed = fresh_seed()
-    sizes: dict[str, Any] = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {
+        "vocab_size": 40,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     model = init_weights(build_model(ModelConfig(**sizes, **SHAPES[shape])), seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -152,7 +169,11 @@ def test_matrices_decay_and_vectors_do_not(shape: str, kind: str) -> None:
             continue
         decayed.add(name)
         torch.testing.assert_close(parameter.detach(), before[name] * (1 - 0.01 * 0.5))
-    assert decayed == {name for name in before if not name.endswith("bias") and "norm" not in name and ".ln_" not in name}
+    assert decayed == {
+        name
+        for name in before
+        if not name.endswith("bias") and "norm" not in name and ".ln_" not in name
+    }
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -160,21 +181,32 @@ def test_matrices_decay_and_vectors_do_not(shape: str, kind: str) -> None:
 def test_every_parameter_is_in_one_group_and_frozen_ones_in_none(shape: str, name: Any) -> None:
     model = model_of(shape)
     model.embeddings[0].weight.requires_grad_(False)
-    some = (GroupOptions(pattern="up_proj|c_fc", lr_ratio=2.0), GroupOptions(pattern="norm|ln_", weight_decay=1.0))
+    some = (
+        GroupOptions(pattern="up_proj|c_fc", lr_ratio=2.0),
+        GroupOptions(pattern="norm|ln_", weight_decay=1.0),
+    )
     optimizer = build_optimizer(model, OptimizerOptions(name=name, groups=some))
     grouped = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     assert len(grouped) == len(set(grouped))
-    assert set(grouped) == {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    assert set(grouped) == {
+        id(parameter) for parameter in model.parameters() if parameter.requires_grad
+    }
 
 
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("lot", [2**25, 50])
-def test_steps_are_those_of_adamw_as_published(own: bool, lot: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loshchilov and Hutter, algorithm 2, with the options' numbers; in lots that cut matrices as in ones that do not."""
+def test_steps_are_those_of_adamw_as_published(
+    own: bool, lot: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loshchilov and Hutter, algorithm 2, with the options' numbers; in lots that cut matrices as
+    in ones that do not.
+    """
     monkeypatch.setattr("lmforge.core.optim.adamw.MAX_CHUNK_NUMEL", lot)
     options = OptimizerOptions(lr=0.02, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.3)
     model = model_of("llama, tied")
-    reference = {name: parameter.detach().double().clone() for name, parameter in model.named_parameters()}
+    reference = {
+        name: parameter.detach().double().clone() for name, parameter in model.named_parameters()
+    }
     first = {name: torch.zeros_like(tensor) for name, tensor in reference.items()}
     second = {name: torch.zeros_like(tensor) for name, tensor in reference.items()}
     optimizer = build_optimizer(model, options)
@@ -187,20 +219,29 @@ def test_steps_are_those_of_adamw_as_published(own: bool, lot: int, monkeypatch:
             gradient = parameter.grad.double()
             first[name] = 0.8 * first[name] + 0.2 * gradient
             second[name] = 0.9 * second[name] + 0.1 * gradient**2
-            step_size = first[name] / (1 - 0.8**step) / ((second[name] / (1 - 0.9**step)).sqrt() + 1e-6)
+            step_size = (
+                first[name] / (1 - 0.8**step) / ((second[name] / (1 - 0.9**step)).sqrt() + 1e-6)
+            )
             decay = 0.3 if parameter.ndim >= 2 else 0.0
             reference[name] -= 0.02 * (step_size + decay * reference[name])
         optimizer.step()
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.detach().double(), reference[name], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            parameter.detach().double(), reference[name], rtol=1e-4, atol=1e-6
+        )
 
 
 def copied(state: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-    return {name: {key: tensor.detach().clone() for key, tensor in tensors.items()} for name, tensors in state.items()}
+    return {
+        name: {key: tensor.detach().clone() for key, tensor in tensors.items()}
+        for name, tensors in state.items()
+    }
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_state_is_named_after_parameters_and_filling_it_in_place_continues_bit_by_bit(kind: str) -> None:
+def test_state_is_named_after_parameters_and_filling_it_in_place_continues_bit_by_bit(
+    kind: str,
+) -> None:
     options = OptimizerOptions(lr=0.01, **KINDS[kind])
     model = model_of("gpt2")
     optimizer = build_optimizer(model, options)
@@ -214,7 +255,10 @@ def test_state_is_named_after_parameters_and_filling_it_in_place_continues_bit_b
     other = model_of("gpt2")
     fresh = build_optimizer(other, options)
     empty = named_optimizer_state(other, fresh)
-    kinds = [{name: (tensor.shape, tensor.dtype) for name, tensor in of.items()} for of in (*empty.values(), *saved.values())]
+    kinds = [
+        {name: (tensor.shape, tensor.dtype) for name, tensor in of.items()}
+        for of in (*empty.values(), *saved.values())
+    ]
     assert kinds[: len(empty)] == kinds[len(empty) :]
     assert all(not tensor.any() for tensors in empty.values() for tensor in tensors.values())
     with torch.no_grad():
@@ -244,12 +288,22 @@ def test_asking_for_the_state_before_the_first_step_changes_nothing(kind: str) -
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_the_rate_is_set_for_every_group_and_embedding_and_head_have_their_multiple(name: Any) -> None:
+def test_the_rate_is_set_for_every_group_and_embedding_and_head_have_their_multiple(
+    name: Any,
+) -> None:
     model = model_of("gpt2")
     optimizer = build_optimizer(model, OptimizerOptions(name=name, embedding_lr_ratio=4.0))
     set_learning_rate(optimizer, 0.125)
-    rates = {id(parameter): group["lr"] for group in optimizer.param_groups for parameter in group["params"]}
-    tables = {id(parameter) for module in (*model.embeddings, model.lm_head) for parameter in module.parameters()}
+    rates = {
+        id(parameter): group["lr"]
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    tables = {
+        id(parameter)
+        for module in (*model.embeddings, model.lm_head)
+        for parameter in module.parameters()
+    }
     for parameter in model.parameters():
         assert rates[id(parameter)] == (0.5 if id(parameter) in tables else 0.125)
 
@@ -261,10 +315,14 @@ def test_the_first_group_whose_pattern_matches_a_name_counts() -> None:
         GroupOptions(pattern="norm|embed", weight_decay=0.25),
         GroupOptions(pattern="lm_head", lr_ratio=0.0, weight_decay=0.0),
     )
-    optimizer = build_optimizer(model, OptimizerOptions(weight_decay=0.5, embedding_lr_ratio=4.0, groups=groups))
+    optimizer = build_optimizer(
+        model, OptimizerOptions(weight_decay=0.5, embedding_lr_ratio=4.0, groups=groups)
+    )
     set_learning_rate(optimizer, 0.125)
     numbers = {
-        id(parameter): (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for parameter in group["params"]
+        id(parameter): (group["lr"], group["weight_decay"])
+        for group in optimizer.param_groups
+        for parameter in group["params"]
     }
     expected = {
         "model.layers.0.input_layernorm.weight": (0.125, 0.25),
@@ -275,31 +333,47 @@ def test_the_first_group_whose_pattern_matches_a_name_counts() -> None:
         "lm_head.weight": (0.0, 0.0),
         "model.layers.1.mlp.up_proj.weight": (0.125, 0.5),
     }
-    result = {name: numbers[id(parameter)] for name, parameter in model.named_parameters() if name in expected}
+    result = {
+        name: numbers[id(parameter)]
+        for name, parameter in model.named_parameters()
+        if name in expected
+    }
     assert result == expected
 
 
 @pytest.mark.parametrize(
     ("patterns", "complaint"),
     [
-        (["up_porj"], "no tensor has up_porj in its name; nearest: model.layers.0.mlp.up_proj.weight, "),
+        (
+            ["up_porj"],
+            "no tensor has up_porj in its name; nearest: model.layers.0.mlp.up_proj.weight, ",
+        ),
         (["norm", "^norm"], "no tensor has ^norm in its name; nearest: model.norm.weight, "),
-        (["mlp", "up_proj"], "all tensors with up_proj in their name are in an earlier group; put it before"),
+        (
+            ["mlp", "up_proj"],
+            "all tensors with up_proj in their name are in an earlier group; put it before",
+        ),
     ],
 )
-def test_a_pattern_without_a_parameter_is_refused_with_the_nearest_names(patterns: list[str], complaint: str) -> None:
+def test_a_pattern_without_a_parameter_is_refused_with_the_nearest_names(
+    patterns: list[str], complaint: str
+) -> None:
     options = OptimizerOptions(groups=tuple(GroupOptions(pattern=pattern) for pattern in patterns))
     with pytest.raises(UserError, match="^" + re.escape(f"optimizer.groups: {complaint}")):
         build_optimizer(model_of("qwen3"), options)
 
 
 @pytest.mark.parametrize("shape", [(1, 24, 24), (3, 16, 48), (2, 48, 16), (1, 1, 7)])
-def test_orthogonalising_brings_all_singular_values_near_one_and_keeps_their_directions(shape: tuple[int, ...]) -> None:
+def test_orthogonalising_brings_all_singular_values_near_one_and_keeps_their_directions(
+    shape: tuple[int, ...],
+) -> None:
     seed = fresh_seed()
     generator = torch.Generator().manual_seed(seed)
     rows, columns = shape[1:]
     left, _ = torch.linalg.qr(torch.randn(shape[0], rows, min(rows, columns), generator=generator))
-    right, _ = torch.linalg.qr(torch.randn(shape[0], columns, min(rows, columns), generator=generator))
+    right, _ = torch.linalg.qr(
+        torch.randn(shape[0], columns, min(rows, columns), generator=generator)
+    )
     # A share of 1/50 of the length is what five iterations lift to where the others are.
     strengths = 0.1 + torch.rand(shape[0], 1, min(rows, columns), generator=generator)
     done = orthogonalize(left * strengths @ right.mT * 1000)
@@ -315,19 +389,34 @@ def test_orthogonalising_zero_gives_zero() -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_muon_steps_hidden_matrices_as_torch_does_and_all_else_as_adamw(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # torch's iteration runs in bf16 wherever it is: ours is made to here, and then the two differ by how products round.
+def test_muon_steps_hidden_matrices_as_torch_does_and_all_else_as_adamw(
+    shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # torch's iteration runs in bf16 wherever it is: ours is made to here, and then the two differ
+    # by how products round.
     monkeypatch.setattr("lmforge.core.optim.muon._compute_dtype", lambda device: torch.bfloat16)
     ours, theirs = model_of(shape), model_of(shape)
     theirs.load_state_dict(ours.state_dict())
     options: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.3}
     optimizer = build_optimizer(ours, OptimizerOptions(name="muon", momentum=0.9, **options))
     hidden = [parameter for parameter in theirs.blocks.parameters() if parameter.ndim == 2]
-    others = [parameter for parameter in theirs.parameters() if not any(parameter is matrix for matrix in hidden)]
+    others = [
+        parameter
+        for parameter in theirs.parameters()
+        if not any(parameter is matrix for matrix in hidden)
+    ]
     references = [
         torch.optim.Muon(hidden, momentum=0.9, adjust_lr_fn="match_rms_adamw", **options),
-        torch.optim.AdamW([p for p in others if p.ndim == 2], betas=(0.9, 0.95), eps=1e-8, **options),
-        torch.optim.AdamW([p for p in others if p.ndim == 1], betas=(0.9, 0.95), eps=1e-8, lr=0.01, weight_decay=0.0),
+        torch.optim.AdamW(
+            [p for p in others if p.ndim == 2], betas=(0.9, 0.95), eps=1e-8, **options
+        ),
+        torch.optim.AdamW(
+            [p for p in others if p.ndim == 1],
+            betas=(0.9, 0.95),
+            eps=1e-8,
+            lr=0.01,
+            weight_decay=0.0,
+        ),
     ]
     for step in range(5):
         for model in (ours, theirs):
@@ -337,7 +426,9 @@ def test_muon_steps_hidden_matrices_as_torch_does_and_all_else_as_adamw(shape: s
     for name, parameter in theirs.named_parameters():
         # Five steps of 0.01, of which 1/100 is bf16's rounding in five iterations.
         is_hidden = any(parameter is matrix for matrix in hidden)
-        torch.testing.assert_close(ours.get_parameter(name), parameter, rtol=1e-5, atol=1e-3 if is_hidden else 1e-6)
+        torch.testing.assert_close(
+            ours.get_parameter(name), parameter, rtol=1e-5, atol=1e-3 if is_hidden else 1e-6
+        )
 
 
 def test_moments_in_bf16_take_half_the_memory_and_steps_stay_close_to_those_of_fp32() -> None:
@@ -345,7 +436,9 @@ def test_moments_in_bf16_take_half_the_memory_and_steps_stay_close_to_those_of_f
     narrow.load_state_dict(wide.state_dict())
     before = {name: parameter.detach().clone() for name, parameter in wide.named_parameters()}
     optimizers = {
-        model: build_optimizer(model, OptimizerOptions(lr=0.01, weight_decay=0.0, state_dtype=dtype))
+        model: build_optimizer(
+            model, OptimizerOptions(lr=0.01, weight_decay=0.0, state_dtype=dtype)
+        )
         for model, dtype in ((wide, "fp32"), (narrow, "bf16"))
     }
     for step in range(20):
@@ -353,7 +446,12 @@ def test_moments_in_bf16_take_half_the_memory_and_steps_stay_close_to_those_of_f
             with_gradients(model, step)
             optimizer.step()
     state = named_optimizer_state(narrow, optimizers[narrow])
-    assert {tensor.dtype for tensors in state.values() for key, tensor in tensors.items() if key != "step"} == {torch.bfloat16}
+    assert {
+        tensor.dtype
+        for tensors in state.values()
+        for key, tensor in tensors.items()
+        if key != "step"
+    } == {torch.bfloat16}
     for name, parameter in wide.named_parameters():
         moved = (parameter - before[name]).norm()
         # Each step is off by some 2^-9 of itself, and they do not add up in one direction.
@@ -361,15 +459,22 @@ def test_moments_in_bf16_take_half_the_memory_and_steps_stay_close_to_those_of_f
 
 
 def test_the_second_moment_in_bf16_falls_as_it_does_in_fp32() -> None:
-    """A step of 1/1000 is less than bf16 tells apart: rounded to nearest, this moment would stay where it was."""
+    """A step of 1/1000 is less than bf16 tells apart: rounded to nearest, this moment would stay
+    where it was.
+    """
     parameter = torch.nn.Parameter(torch.zeros(4096))
-    optimizer = AdamW([{"params": [parameter]}], lr=0.0, betas=(0.9, 0.999), eps=1e-8, state_dtype=torch.bfloat16)
+    optimizer = AdamW(
+        [{"params": [parameter]}], lr=0.0, betas=(0.9, 0.999), eps=1e-8, state_dtype=torch.bfloat16
+    )
     for step in range(1500):
         parameter.grad = torch.full((4096,), 1.0 if step < 500 else 0.0)
         optimizer.step()
     expected = (1 - 0.999**500) * 0.999**1000
-    # The mean of 4096 numbers, each of which is off by some 1000 roundings of 2^-9 at random: 6 % of itself.
-    assert float(optimizer.state[parameter]["exp_avg_sq"].float().mean()) == pytest.approx(expected, rel=0.01)
+    # The mean of 4096 numbers, each of which is off by some 1000 roundings of 2^-9 at random: 6 %
+    # of itself.
+    assert float(optimizer.state[parameter]["exp_avg_sq"].float().mean()) == pytest.approx(
+        expected, rel=0.01
+    )
 
 
 def test_dithered_numbers_fit_bf16_and_are_right_on_average() -> None:
@@ -379,7 +484,8 @@ def test_dithered_numbers_fit_bf16_and_are_right_on_average() -> None:
     stochastic_round_([dithered], torch.tensor(float(seed % 2**20)))
     assert torch.equal(dithered, dithered.bfloat16().float())
     assert float((dithered / numbers - 1).abs().max()) <= 2**-7
-    # One is off by 2^-7 / 2 at most on average, the mean of 10,000 by 1/100 of it: five times that for luck.
+    # One is off by 2^-7 / 2 at most on average, the mean of 10,000 by 1/100 of it: five times that
+    # for luck.
     assert float((dithered.double().mean(1) / numbers[:, 0] - 1).abs().max()) < 5 * 2**-8 / 100
     exact = torch.tensor([0.0, -0.0, 1.5, -3.0, math.inf])
     kept = exact.clone()
@@ -388,7 +494,8 @@ def test_dithered_numbers_fit_bf16_and_are_right_on_average() -> None:
 
 
 def test_rounding_of_bf16_states_is_frozen() -> None:
-    # A resumed run goes on with the same bits only while these stay. 1 + 2^-8 lies half way between two numbers of bf16.
+    # A resumed run goes on with the same bits only while these stay. 1 + 2^-8 lies half way between
+    # two numbers of bf16.
     upper = {0: "0111100011011001", 7: "0110011110100110"}
     for step, expected in upper.items():
         numbers = torch.full((16,), 1 + 2**-8)
@@ -401,9 +508,13 @@ def test_the_host_waits_for_the_device_in_no_step_of_an_optimizer_of_ours(name: 
     assert registry.get("optimizer", name).facts["reads_found_inf"]
 
 
-def test_stochastic_rounding_is_refused_where_an_optimizer_would_not_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stochastic_rounding_is_refused_where_an_optimizer_would_not_do_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(registry, "_entries", dict(registry._entries))
     registry.register("optimizer", "plain", lambda groups, options, own: torch.optim.AdamW(groups))
     options = OptimizerOptions.model_construct(name="plain", stochastic_rounding=True)
-    with pytest.raises(UserError, match=r"stochastic_rounding: not with optimizer\.name = plain; use adamw or muon"):
+    with pytest.raises(
+        UserError, match=r"stochastic_rounding: not with optimizer\.name = plain; use adamw or muon"
+    ):
         build_optimizer(model_of(next(iter(SHAPES))), options)

@@ -1,4 +1,6 @@
-"""A run logs its prediction, and after its first steps the measured values; a prediction never ends or delays it."""
+"""A run logs its prediction, and after its first steps the measured values; a prediction never ends
+or delays it.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -35,12 +37,24 @@ WORDS: dict[str, object] = {
 }
 
 
-def trained(tokens: Path, folder: Path, capfd: pytest.CaptureFixture[str], **changes: object) -> tuple[Run, list[str]]:
+def trained(
+    tokens: Path, folder: Path, capfd: pytest.CaptureFixture[str], **changes: object
+) -> tuple[Run, list[str]]:
     """A run, and the lines that it printed about predictions."""
     words = WORDS | {"data.folder": tokens, "run.folder": folder, "run.name": "a"} | changes
-    assert run(["pretrain", *(str(part) for name, value in words.items() for part in (f"--{name}", value))]) == 0
+    assert (
+        run(
+            [
+                "pretrain",
+                *(str(part) for name, value in words.items() for part in (f"--{name}", value)),
+            ]
+        )
+        == 0
+    )
     printed = capfd.readouterr().out.splitlines()
-    return Run(folder / "a"), [line.removeprefix("predicted  ") for line in printed if line.startswith("predicted  ")]
+    return Run(folder / "a"), [
+        line.removeprefix("predicted  ") for line in printed if line.startswith("predicted  ")
+    ]
 
 
 def test_a_run_logs_its_prediction_and_then_what_it_needed_beside_it(
@@ -61,7 +75,9 @@ def test_a_run_logs_its_prediction_and_then_what_it_needed_beside_it(
         assert compared[name] > 0
     assert f"{compared['measured/tokens_per_second']:,.0f} tokens/s (predicted " in after
     shown = read_run(done)
-    assert shown["prediction"] == {name: value for name, value in compared.items() if "/" in name and "ed/" in name}
+    assert shown["prediction"] == {
+        name: value for name, value in compared.items() if "/" in name and "ed/" in name
+    }
     assert not any(name.startswith(("predicted/", "measured/")) for name in shown["series"])
 
 
@@ -69,7 +85,10 @@ def test_a_cpu_without_measurements_gets_memory_and_no_speed(
     tiny_tokens: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     done, (before, after) = trained(tiny_tokens, tmp_path, capfd, **{"train.steps": 3})
-    assert "per rank; no speed (no measurements of this CPU; lmforge bench --calibrate makes them" in before
+    assert (
+        "per rank; no speed (no measurements of this CPU; lmforge bench --calibrate makes them"
+        in before
+    )
     assert "(predicted " in after
     (compared,) = [record for record in done.read_metrics() if "predicted/memory_gib" in record]
     assert compared["step"] == 3  # the end of a run of fewer than 20 steps
@@ -78,7 +97,10 @@ def test_a_cpu_without_measurements_gets_memory_and_no_speed(
 
 
 def test_a_prediction_that_fails_ends_no_run(
-    tiny_tokens: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tiny_tokens: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(*arguments: Any) -> RunPrediction:
         raise ZeroDivisionError("of a prediction")
@@ -103,7 +125,10 @@ def test_a_comparison_that_fails_ends_no_run() -> None:
 
 
 def prediction(
-    step_config: StepConfig, *words: object, device: str | None = "NVIDIA H100 80GB HBM3", stage: str = "pretrain"
+    step_config: StepConfig,
+    *words: object,
+    device: str | None = "NVIDIA H100 80GB HBM3",
+    stage: str = "pretrain",
 ) -> Any:
     config = parse_config(STAGES[stage], list(map(str, words)))
     try:
@@ -119,10 +144,16 @@ def test_speed_is_predicted_for_known_hardware_only(tmp_path: Path) -> None:
     assert known.speed_source == "constants from data sheets: NVIDIA H100 data sheet (SXM)"
     assert known.memory_bytes < 80 * GIB
     for other, reason in (
-        (prediction(step_config, device="NVIDIA GeForce 8800"), "NVIDIA GeForce 8800 is not in the hardware file"),
+        (
+            prediction(step_config, device="NVIDIA GeForce 8800"),
+            "NVIDIA GeForce 8800 is not in the hardware file",
+        ),
         (prediction(step_config_of(gpus=16)), "no measurements of the network between hosts"),
         (prediction(step_config, "--log.calibration", tmp_path / "none.json"), "none.json"),
-        (prediction(step_config, "--log.calibration", measured), "A CPU, and the plan is for h100-80"),
+        (
+            prediction(step_config, "--log.calibration", measured),
+            "A CPU, and the plan is for h100-80",
+        ),
         (
             prediction(step_config_of(on_gpu=False), "--log.calibration", measured, device=None),
             "1 measured",
@@ -132,8 +163,15 @@ def test_speed_is_predicted_for_known_hardware_only(tmp_path: Path) -> None:
         assert other.tokens_per_second is None
         assert "; no speed (" in other.describe()
         assert other.memory_bytes > 0
-    lengths = ("--data.phases", "[{steps = 5, sequence_length = 512}, {}]", "--data.sequence_length", 1024)
-    assert prediction(step_config, *lengths).speed_source == "data.phases has several sequence lengths"
+    lengths = (
+        "--data.phases",
+        "[{steps = 5, sequence_length = 512}, {}]",
+        "--data.sequence_length",
+        1024,
+    )
+    assert (
+        prediction(step_config, *lengths).speed_source == "data.phases has several sequence lengths"
+    )
 
 
 def test_a_run_of_preferences_is_predicted_and_one_that_samples_is_not() -> None:

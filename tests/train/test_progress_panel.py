@@ -1,4 +1,6 @@
-"""The panel of a training: what it shows, what is printed above it, and that the terminal is left as it was."""
+"""The panel of a training: what it shows, what is printed above it, and that the terminal is left
+as it was.
+"""
 
 import faulthandler
 import os
@@ -61,7 +63,9 @@ def test_the_panel_shows_what_was_logged_last() -> None:
     ]
 
 
-def test_the_curve_is_of_the_reward_where_there_is_one_and_a_loss_that_is_not_finite_is_said() -> None:
+def test_the_curve_is_of_the_reward_where_there_is_one_and_a_loss_that_is_not_finite_is_said() -> (
+    None
+):
     panel = ProgressPanel(0, 60)
     for reward in (0.0, 1.0):
         panel.add_record({**RECORD, "reward": reward})
@@ -83,11 +87,15 @@ def test_a_long_curve_is_made_of_means_and_fits(columns: int) -> None:
 
 
 def shown_on_a_terminal(write: Callable[[], None], kind: str = "xterm", status: int = 0) -> str:
-    """What a terminal receives while `write` runs in a forked process whose output it is, and which ends with `status`."""
+    """What a terminal receives while `write` runs in a forked process whose output it is, and which
+    ends with `status`.
+    """
     process, ours = pty.fork()
     if process == 0:
         try:
-            sys.stdout, sys.stderr = (os.fdopen(number, "w", encoding="utf-8", closefd=False) for number in (1, 2))
+            sys.stdout, sys.stderr = (
+                os.fdopen(number, "w", encoding="utf-8", closefd=False) for number in (1, 2)
+            )
             faulthandler.disable()  # of pytest
             os.environ["TERM"] = kind
             for variable in ("NO_COLOR", "FORCE_COLOR", "COLUMNS", "TTY_COMPATIBLE"):
@@ -109,7 +117,9 @@ def shown_on_a_terminal(write: Callable[[], None], kind: str = "xterm", status: 
 
 
 def on_screen(received: str) -> list[str]:
-    """The lines that a terminal shows in the end: it moves up, returns, erases a line and writes over it."""
+    """The lines that a terminal shows in the end: it moves up, returns, erases a line and writes
+    over it.
+    """
     lines, row, column = [""], 0, 0
     for escape, text in re.findall(r"\x1b\[([\d;?]*[A-Za-z])|([^\x1b])", received):
         if escape.endswith("A"):
@@ -127,7 +137,9 @@ def on_screen(received: str) -> list[str]:
     return [line.rstrip() for line in lines if line.strip()]
 
 
-def test_everything_that_is_printed_is_above_the_panel_and_in_the_end_the_panel_is_gone(tmp_path: Path) -> None:
+def test_everything_that_is_printed_is_above_the_panel_and_in_the_end_the_panel_is_gone(
+    tmp_path: Path,
+) -> None:
     def write() -> None:
         log = RankLog(tmp_path / "rank-0.log", RankInfo(), 1)
         console = ConsoleLogger(ALONE, 60, log.path)
@@ -161,12 +173,24 @@ def test_everything_that_is_printed_is_above_the_panel_and_in_the_end_the_panel_
         "lmforge: STALL: no progress",
         "  rank 0",
         "unfinished",
-        "step 30/60  loss 2.3457  lr 3.00e-04  grad 0.50  12,346 tok/s  MFU 52%  1.2 GiB  3m05s left",
+        (
+            "step 30/60  loss 2.3457  lr 3.00e-04  grad 0.50  12,346 tok/s  MFU 52%  1.2 GiB  3m05s"
+            " left"
+        ),
         "trained 60 steps",
     ]
-    logged = [line.split(" ", 1)[1] for line in (tmp_path / "rank-0.log").read_text().splitlines()[1:]]
-    assert [line for line in logged if line.startswith(("step 30/60", "[bold]", "a warning", "  sample"))] == [
-        "step 30/60  loss 2.3457  lr 3.00e-04  grad 0.50  12,346 tok/s  MFU 52%  1.2 GiB  3m05s left",
+    logged = [
+        line.split(" ", 1)[1] for line in (tmp_path / "rank-0.log").read_text().splitlines()[1:]
+    ]
+    assert [
+        line
+        for line in logged
+        if line.startswith(("step 30/60", "[bold]", "a warning", "  sample"))
+    ] == [
+        (
+            "step 30/60  loss 2.3457  lr 3.00e-04  grad 0.50  12,346 tok/s  MFU 52%  1.2 GiB  3m05s"
+            " left"
+        ),
         "[bold]not markup[/bold] é",
         "a warning",
         "  sample: 'text'",
@@ -197,7 +221,16 @@ def test_what_is_written_past_python_is_above_the_panel_too_and_in_the_log(tmp_p
     shown = on_screen(received)
     last_step = shown.pop(-3)
     assert shown == [
-        *("before", "from C", "from a child", "from Python", "a warning", "never ended", "after", "after that"),
+        *(
+            "before",
+            "from C",
+            "from a child",
+            "from Python",
+            "a warning",
+            "never ended",
+            "after",
+            "after that",
+        ),
     ]
     assert last_step.startswith("step 30/60  loss 2.3457")
     logged = (tmp_path / "rank-0.log").read_text()
@@ -218,7 +251,9 @@ def test_the_last_words_of_a_process_that_aborts_are_in_its_log(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("kind", "panel"), [("dumb", True), ("xterm", False)])
-def test_a_dumb_terminal_and_one_without_the_panel_get_a_line_per_log_step(kind: str, panel: bool) -> None:
+def test_a_dumb_terminal_and_one_without_the_panel_get_a_line_per_log_step(
+    kind: str, panel: bool
+) -> None:
     def write() -> None:
         console = ConsoleLogger(ALONE, 60, None, panel=panel)
         console.start_progress(0)
@@ -233,22 +268,50 @@ def test_a_dumb_terminal_and_one_without_the_panel_get_a_line_per_log_step(kind:
 
 
 def start_training(terminal: Terminal, tiny_options: list[str], folder: Path) -> None:  # noqa: F811 - its fixture
-    words = [sys.executable, "-m", "lmforge", "pretrain", *tiny_options, "--run.folder", str(folder), "--run.name", "a"]
-    words += ["--train.steps", "100000", "--schedule.name", "constant", "--checkpoint.every_steps", "50000"]
-    words += ["--sample.every_steps", "20", "--sample.max_tokens", "4", "--sample.prompts", "def " + "x" * 120]
+    words = [
+        sys.executable,
+        "-m",
+        "lmforge",
+        "pretrain",
+        *tiny_options,
+        "--run.folder",
+        str(folder),
+        "--run.name",
+        "a",
+    ]
+    words += [
+        "--train.steps",
+        "100000",
+        "--schedule.name",
+        "constant",
+        "--checkpoint.every_steps",
+        "50000",
+    ]
+    words += [
+        "--sample.every_steps",
+        "20",
+        "--sample.max_tokens",
+        "4",
+        "--sample.prompts",
+        "def " + "x" * 120,
+    ]
     words[words.index("--data.sequence_length") + 1] = "256"
     command = f"env TERM=screen {shlex.join(words)}; echo status $?; exec cat"
     assert terminal("new-session", "-d", "-x", 160, "-y", 24, command).returncode == 0
 
 
 def is_whole(page: list[str]) -> None:
-    """The panel is there once, below the lines that were printed before, and no line is wider than 79 columns."""
+    """The panel is there once, below the lines that were printed before, and no line is wider than
+    79 columns.
+    """
     results = [at for at, line in enumerate(page) if line.startswith("step ")]
     assert len(results) == 1, "\n".join(page)
     panel, before = page[results[0] :], page[results[0] - 1]
     assert max(map(cell_len, panel)) <= 79
     starts = ["step ", "loss ", "lr ", "validation at step ", "sample at step ", "x"]
-    assert [line.startswith(start) for line, start in zip(panel, starts, strict=False)] == [True] * 6
+    assert [line.startswith(start) for line, start in zip(panel, starts, strict=False)] == [
+        True
+    ] * 6
     # What was sampled may take a third line.
     assert not panel[6] or panel[6].endswith("'")
     assert not any(panel[4 + MAX_TEXT_LINES :])
@@ -265,9 +328,15 @@ def test_the_panel_survives_other_widths_and_ctrl_c(
     for columns in (160, 80, 160):
         assert terminal("resize-window", "-x", columns, "-y", 24).returncode == 0
         terminal("clear-history")
-        before = wait_for_screen(terminal, r"(?m)^step [\d,]+ of 100,000 .*\n(.*\n)+sample at step ")
+        before = wait_for_screen(
+            terminal, r"(?m)^step [\d,]+ of 100,000 .*\n(.*\n)+sample at step "
+        )
         number = next(line.split()[1] for line in before if line.startswith("step "))
-        is_whole(wait_for_screen(terminal, rf"(?m)^step (?!{number} )[\d,]+ of 100,000 .*\n(.*\n)+sample at step "))
+        is_whole(
+            wait_for_screen(
+                terminal, rf"(?m)^step (?!{number} )[\d,]+ of 100,000 .*\n(.*\n)+sample at step "
+            )
+        )
     terminal("send-keys", "C-c")
     page = wait_for_screen(terminal, "(?m)^status")
     assert "status 130" in page
@@ -297,7 +366,10 @@ def test_a_terminal_that_becomes_narrower_than_the_lines_shows_them_cut_below_wh
     (tmp_path / "wide.py").write_text(WIDE)
     command = f"env TERM=screen {sys.executable} {tmp_path / 'wide.py'}"
     assert terminal("new-session", "-d", "-x", 80, "-y", 24, command).returncode == 0
-    assert wait_for_screen(terminal, "(?m)^2 y{70}$")[:4] == ["before", *(f"{at} {'y' * 70}" for at in range(3))]
+    assert wait_for_screen(terminal, "(?m)^2 y{70}$")[:4] == [
+        "before",
+        *(f"{at} {'y' * 70}" for at in range(3)),
+    ]
     assert terminal("resize-window", "-x", 50, "-y", 24).returncode == 0
     page = wait_for_screen(terminal, "(?m)^2 y{46}…$")
     at = page.index(f"0 {'y' * 46}…")
@@ -317,7 +389,8 @@ def test_after_a_run_was_killed_the_terminal_is_sane(
     result = re.search(r'"process": ?(\d+)', beat)
     assert result
     os.kill(int(result[1]), signal.SIGKILL)
-    assert "status 137" in wait_for_screen(terminal, "(?m)^status")  # a line of its own, below the panel
+    # A line of its own, below the panel.
+    assert "status 137" in wait_for_screen(terminal, "(?m)^status")
     terminal("send-keys", "hello", "Enter")
     assert wait_for_screen(terminal, "(?m)^hello\nhello$")
     assert terminal("display-message", "-p", "#{cursor_flag}").stdout.strip() == "1"

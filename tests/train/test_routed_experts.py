@@ -58,11 +58,16 @@ def mixture(byte_tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory)
 
 def sampled_batch(model: LanguageModel) -> Batch:
     """Two completions by an engine that returns their experts, laid out to be learned from."""
-    engine = Engine(model, vocab_size=261, max_batch_size=4, max_length=32, return_routed_experts=True)
+    engine = Engine(
+        model, vocab_size=261, max_batch_size=4, max_length=32, return_routed_experts=True
+    )
     prompts = [[5, 6, 7, 8], [9, 10]]
     completions = [SampledCompletion() for _ in prompts]
     experts: list[list[torch.Tensor]] = [[] for _ in prompts]
-    ids = [engine.add_request(GenerationRequest(each, 9, SamplingParams(1.0), 7, frozenset())) for each in prompts]
+    ids = [
+        engine.add_request(GenerationRequest(each, 9, SamplingParams(1.0), 7, frozenset()))
+        for each in prompts
+    ]
     while engine.num_unfinished:
         for token in engine.step():
             index = ids.index(token.request_id)
@@ -74,18 +79,24 @@ def sampled_batch(model: LanguageModel) -> Batch:
     return lay_out(prompts, completions, 16, experts_shape=(2, 2))
 
 
-def loss_and_gradients(model: LanguageModel, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def loss_and_gradients(
+    model: LanguageModel, batch: Batch
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     logprobs = apply_head(model, batch, partial(token_logprobs, labels=batch.labels))
     model.zero_grad()
     logprobs.sum().backward()
-    return logprobs.detach(), {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    return logprobs.detach(), {
+        name: each.grad for name, each in model.named_parameters() if each.grad is not None
+    }
 
 
 def without_experts(batch: Batch) -> Batch:
     return Batch(**batch.tensors, extras=Extras(old_logprobs=batch.extra("old_logprobs")))
 
 
-def test_the_experts_that_an_engine_returns_are_those_that_the_trainer_chooses_with_equal_weights() -> None:
+def test_the_experts_that_an_engine_returns_are_those_that_the_trainer_chooses_with_equal_weights() -> (
+    None
+):
     model = init_weights(build_model(CONFIG), 3)
     batch = sampled_batch(model)
     assert batch.extra("routed_experts").shape == (2, 16, 2, 2)
@@ -94,11 +105,15 @@ def test_the_experts_that_an_engine_returns_are_those_that_the_trainer_chooses_w
     assert torch.equal(own[0], replayed[0])
     assert all(torch.equal(gradient, replayed[1][name]) for name, gradient in own[1].items())
     scored = batch.labels >= 0
-    torch.testing.assert_close(own[0][scored], batch.extra("old_logprobs")[scored], rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        own[0][scored], batch.extra("old_logprobs")[scored], rtol=0, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective-ops"])
-def test_with_another_router_the_given_experts_are_used_and_the_router_learns(checkpointing: str) -> None:
+def test_with_another_router_the_given_experts_are_used_and_the_router_learns(
+    checkpointing: str,
+) -> None:
     model = init_weights(build_model(CONFIG), 3)
     batch = sampled_batch(model)
     other = copy.deepcopy(model)
@@ -108,7 +123,10 @@ def test_with_another_router_the_given_experts_are_used_and_the_router_learns(ch
     if checkpointing != "none":
         apply_activation_checkpointing(other, checkpointing)
     chosen: list[torch.Tensor] = []
-    hooks = [block.mlp.gate.register_forward_hook(lambda _, inputs, out: chosen.append(out[1])) for block in other.blocks]
+    hooks = [
+        block.mlp.gate.register_forward_hook(lambda _, inputs, out: chosen.append(out[1]))
+        for block in other.blocks
+    ]
     logprobs, gradients = loss_and_gradients(other, batch)
     is_token = (batch.document_ids >= 0).flatten()
     for layer in range(2):
@@ -136,23 +154,40 @@ def test_a_completion_without_a_sampled_token_leaves_the_experts_of_the_others()
     model = init_weights(build_model(CONFIG), 3)
     alone = sampled_batch(model)
     experts = [each[each[:, 0, 0] >= 0].numpy() for each in alone.extra("routed_experts")]
-    prompts = [row[: len(each) + 1 - 9].tolist() for row, each in zip(alone.tokens, experts, strict=True)]
+    prompts = [
+        row[: len(each) + 1 - 9].tolist() for row, each in zip(alone.tokens, experts, strict=True)
+    ]
     completions = [
         SampledCompletion([*labels[labels >= 0].tolist()], [0.0] * 9, [0] * 9, routed_experts=each)
         for labels, each in zip(alone.labels, experts, strict=True)
     ]
-    batch = lay_out([*prompts, [5, 6]], [*completions, SampledCompletion()], 16, experts_shape=(2, 2))
+    batch = lay_out(
+        [*prompts, [5, 6]], [*completions, SampledCompletion()], 16, experts_shape=(2, 2)
+    )
     assert torch.equal(batch.extra("routed_experts")[:2], alone.extra("routed_experts"))
     assert (batch.extra("routed_experts")[2] == -1).all()
     # All ranks have the tensor, also one whose completions all failed.
     failed = lay_out([[5, 6]], [SampledCompletion()], 16, experts_shape=(2, 2))
     assert failed.extra("routed_experts").shape == (1, 16, 2, 2)
-    assert torch.allclose(loss_and_gradients(model, batch)[0][:2], loss_and_gradients(model, alone)[0], rtol=0, atol=1e-6)
+    assert torch.allclose(
+        loss_and_gradients(model, batch)[0][:2],
+        loss_and_gradients(model, alone)[0],
+        rtol=0,
+        atol=1e-6,
+    )
 
 
 @pytest.fixture(scope="module")
 def mixture_server(serving: Callable[..., Server], mixture: Path) -> Server:
-    return serving(mixture, "--weight_updates", "--return_routed_experts", "--max_batch_size", 8, "--max_length", 32)
+    return serving(
+        mixture,
+        "--weight_updates",
+        "--return_routed_experts",
+        "--max_batch_size",
+        8,
+        "--max_length",
+        32,
+    )
 
 
 def encoded(array: np.ndarray) -> str:
@@ -165,7 +200,8 @@ def encoded(array: np.ndarray) -> str:
     "experts",
     [
         "",
-        encoded(np.zeros((4, 2, 2), np.int32)),  # 2 ids of the prompt and 2 sampled ones, of which the last is not read
+        # 2 ids of the prompt and 2 sampled ones, of which the last is not read.
+        encoded(np.zeros((4, 2, 2), np.int32)),
         encoded(np.zeros((3, 3, 2), np.int32)),
         encoded(np.zeros((3, 2, 2), np.float32)),
         encoded(np.full((3, 2, 2), 8)),
@@ -173,7 +209,9 @@ def encoded(array: np.ndarray) -> str:
     ],
     ids=["no array", "tokens", "layers", "fractions", "beyond the last", "below 0"],
 )
-def test_experts_that_are_not_those_of_each_token_are_a_problem_of_the_server(experts: str, mixture_server: Server) -> None:
+def test_experts_that_are_not_those_of_each_token_are_a_problem_of_the_server(
+    experts: str, mixture_server: Server
+) -> None:
     settings = SamplingSettings(1.0, 1.0, 261, 32, frozenset(), 1, CONFIG)
     with faulty(mixture_server.url, lambda choice: choice.update(routed_experts=experts)) as url:
         server = RolloutServer(url, "lmforge", settings, 20.0, *KEY.values())
@@ -182,9 +220,19 @@ def test_experts_that_are_not_those_of_each_token_are_a_problem_of_the_server(ex
 
 
 def test_runs_replay_the_experts_of_the_trainer_itself_and_of_a_server_and_resume_amid_a_set(
-    grpo: Callable[..., list[str]], mixture_server: Server, mixture: Path, lmforge: Command, tmp_path: Path
+    grpo: Callable[..., list[str]],
+    mixture_server: Server,
+    mixture: Path,
+    lmforge: Command,
+    tmp_path: Path,
 ) -> None:
-    words = ["--model.source", mixture, "--rollout.replay_routed_experts", "--rollout.num_iterations", 2]
+    words = [
+        "--model.source",
+        mixture,
+        "--rollout.replay_routed_experts",
+        "--rollout.num_iterations",
+        2,
+    ]
     words += ["--schedule.name", "constant", "--optimizer.eps", 1e-3]
     train_inside(grpo, *words, steps=4)
     done = lmforge(*grpo("outside", *words, *by(mixture_server.url), steps=4))
@@ -193,7 +241,8 @@ def test_runs_replay_the_experts_of_the_trainer_itself_and_of_a_server_and_resum
     assert command(grpo("parts", *words, "--train.steps", 3, steps=3)) == 0
     assert command(grpo("parts", *words, steps=4)) == 0
     whole, parts = (
-        load_model(tmp_path / name, torch.device("cpu"), torch.float32).model.state_dict() for name in ("inside", "parts")
+        load_model(tmp_path / name, torch.device("cpu"), torch.float32).model.state_dict()
+        for name in ("inside", "parts")
     )
     assert all(torch.equal(tensor, parts[name]) for name, tensor in whole.items())
 
@@ -202,11 +251,31 @@ def test_runs_replay_the_experts_of_the_trainer_itself_and_of_a_server_and_resum
 def test_experts_are_replayed_under_expert_parallelism_and_checkpointing(
     grpo: Callable[..., list[str]], mixture: Path, lmforge: Command, tmp_path: Path
 ) -> None:
-    words = ["--model.source", mixture, "--rollout.replay_routed_experts", "--rollout.num_iterations", 2]
-    words += ["--schedule.name", "constant", "--optimizer.eps", 1e-3, "--rollout.importance_sampling_mode", "token_truncate"]
+    words = [
+        "--model.source",
+        mixture,
+        "--rollout.replay_routed_experts",
+        "--rollout.num_iterations",
+        2,
+    ]
+    words += [
+        "--schedule.name",
+        "constant",
+        "--optimizer.eps",
+        1e-3,
+        "--rollout.importance_sampling_mode",
+        "token_truncate",
+    ]
     words += ["--parallel.activation_checkpointing", "full"]
     train_inside(grpo, *words, steps=4)
-    split = ["--parallel.engine", "fsdp2", "--parallel.expert_parallel_degree", 2, "--train.threads", 1]
+    split = [
+        "--parallel.engine",
+        "fsdp2",
+        "--parallel.expert_parallel_degree",
+        2,
+        "--train.threads",
+        1,
+    ]
     done = lmforge(*grpo("outside", *words, *split, steps=4), cwd=tmp_path, ranks=2)
     assert done.returncode == 0, done.stderr
     assert_learned_the_same(tmp_path)
@@ -215,8 +284,12 @@ def test_experts_are_replayed_under_expert_parallelism_and_checkpointing(
 def test_dense_models_and_servers_that_return_no_experts_are_refused(
     grpo: Callable[..., list[str]], serving: Callable[..., Server], mixture: Path, refused: Refusal
 ) -> None:
-    assert "this model is no mixture of experts" in refused(*grpo("dense", "--rollout.replay_routed_experts"))
+    assert "this model is no mixture of experts" in refused(
+        *grpo("dense", "--rollout.replay_routed_experts")
+    )
     server = serving(mixture, "--weight_updates", "--max_batch_size", 8, "--max_length", 32)
     words = ["--model.source", mixture, "--rollout.replay_routed_experts"]
-    line = refused(*grpo("run", *words, "--rollout.engine", "lmforge", "--rollout.engine_urls", server.url))
+    line = refused(
+        *grpo("run", *words, "--rollout.engine", "lmforge", "--rollout.engine_urls", server.url)
+    )
     assert f"{server.url}: returns no routed experts; start it with" in line

@@ -1,4 +1,6 @@
-"""Completions that are sampled while earlier ones are learned from: order, versions, and what a restart does."""
+"""Completions that are sampled while earlier ones are learned from: order, versions, and what a
+restart does.
+"""
 
 import json
 import shutil
@@ -29,13 +31,29 @@ def rollout_server(serving: Callable[..., Server], models: Path) -> Server:
 
 @pytest.fixture
 def ahead(grpo: Callable[..., list[str]], rollout_server: Server) -> Callable[..., list[str]]:
-    """`ahead(name, staleness, *words)`: the command with a server, and a checkpoint after every two steps."""
+    """`ahead(name, staleness, *words)`: the command with a server, and a checkpoint after every two
+    steps.
+    """
 
-    def words(name: str, staleness: int, *more: object, steps: int = STEPS, reward: str = "variety") -> list[str]:
-        options = {"rollout.engine": "lmforge", "rollout.engine_urls": rollout_server.url, "rollout.max_staleness": staleness}
-        options |= {"checkpoint.every_steps": 2, "checkpoint.keep_last": 20, "validation.every_steps": 100}
+    def words(
+        name: str, staleness: int, *more: object, steps: int = STEPS, reward: str = "variety"
+    ) -> list[str]:
+        options = {
+            "rollout.engine": "lmforge",
+            "rollout.engine_urls": rollout_server.url,
+            "rollout.max_staleness": staleness,
+        }
+        options |= {
+            "checkpoint.every_steps": 2,
+            "checkpoint.keep_last": 20,
+            "validation.every_steps": 100,
+        }
         return grpo(
-            name, *(word for pair in options.items() for word in (f"--{pair[0]}", pair[1])), *more, steps=steps, reward=reward
+            name,
+            *(word for pair in options.items() for word in (f"--{pair[0]}", pair[1])),
+            *more,
+            steps=steps,
+            reward=reward,
         )
 
     return words
@@ -52,7 +70,10 @@ def equal(one: Path, other: Path) -> bool:
 
 def prompts_by_set(run: Path) -> dict[str, list[str]]:
     tables = sorted((run / "completions").glob("set-*"))
-    return {table.name: [json.loads(line)["prompt"] for line in table.read_text().splitlines()] for table in tables}
+    return {
+        table.name: [json.loads(line)["prompt"] for line in table.read_text().splitlines()]
+        for table in tables
+    }
 
 
 def versions_of(file: Path) -> list[int]:
@@ -61,8 +82,12 @@ def versions_of(file: Path) -> list[int]:
     return [int(each) for each in versions.flatten().tolist() if each >= 0]
 
 
-def assert_equals_its_journal(run: Path, words: list[str], call: Callable[[list[str]], int]) -> None:
-    """From the first checkpoint again: the journal has all, nothing is sampled, and the weights become the same."""
+def assert_equals_its_journal(
+    run: Path, words: list[str], call: Callable[[list[str]], int]
+) -> None:
+    """From the first checkpoint again: the journal has all, nothing is sampled, and the weights
+    become the same.
+    """
     again = run.parent / "again"
     shutil.copytree(run, again / "run")
     for folder in (again / "run" / "checkpoints").iterdir():
@@ -79,7 +104,9 @@ def assert_not_older_than(staleness: int, run: Path, first: int = 0) -> None:
     """The tokens of each set that the journal has: from the first that a checkpoint needs."""
     journal = sorted((run / "rollouts").iterdir())
     numbers = range(first, STEPS)
-    assert [file.name for file in journal] == [f"set-{number:06d}-rank-0-of-1.safetensors" for number in numbers]
+    assert [file.name for file in journal] == [
+        f"set-{number:06d}-rank-0-of-1.safetensors" for number in numbers
+    ]
     for number, file in zip(numbers, journal, strict=True):
         assert max(0, number - staleness) <= min(versions_of(file))
         assert max(versions_of(file)) <= number
@@ -94,7 +121,9 @@ def test_groups_are_learned_once_in_the_order_of_the_data_from_tokens_that_are_n
     assert prompts_by_set(tmp_path / "run") == prompts_by_set(tmp_path / "inside")
     assert_not_older_than(staleness, tmp_path / "run")
     journal = sorted((tmp_path / "run" / "rollouts").iterdir())
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     for number, (file, record) in enumerate(zip(journal, records, strict=True)):
         assert record["staleness/max"] <= number - min(versions_of(file))
         assert 0 <= record["staleness"] <= staleness
@@ -113,7 +142,9 @@ def test_a_run_that_is_killed_resumes_as_its_journal_says_and_asks_for_no_set_tw
     assert 1 <= len(before) < STEPS
     assert command(words) == 0
     after = {file.name: file.read_bytes() for file in (run / "rollouts").iterdir()}
-    assert {name: content for name, content in after.items() if name in before}.items() <= before.items()
+    assert {
+        name: content for name, content in after.items() if name in before
+    }.items() <= before.items()
     assert_equals_its_journal(run, words, command)
 
 
@@ -134,7 +165,16 @@ def test_ranks_that_split_the_policy_sample_ahead_and_resume_as_their_journal_sa
     def call(words: list[str]) -> int:
         return lmforge(*words, ranks=2).returncode
 
-    words = ahead("run", 1, f"--parallel.{split}_parallel_degree", 2, "--train.micro_batch_size", 4, "--train.threads", 1)
+    words = ahead(
+        "run",
+        1,
+        f"--parallel.{split}_parallel_degree",
+        2,
+        "--train.micro_batch_size",
+        4,
+        "--train.threads",
+        1,
+    )
     assert call(words) == 0
     assert_not_older_than(1, tmp_path / "run", first=2)
     assert_equals_its_journal(tmp_path / "run", words, call)
@@ -144,7 +184,16 @@ def test_ranks_that_split_the_policy_sample_ahead_and_resume_as_their_journal_sa
 def test_servers_that_a_run_starts_sample_ahead_and_it_resumes_as_its_journal_says(
     grpo: Callable[..., list[str]], tmp_path: Path
 ) -> None:
-    words = grpo("run", *STARTED, "cpu", "--rollout.max_staleness", 1, "--checkpoint.every_steps", 2, steps=STEPS)
+    words = grpo(
+        "run",
+        *STARTED,
+        "cpu",
+        "--rollout.max_staleness",
+        1,
+        "--checkpoint.every_steps",
+        2,
+        steps=STEPS,
+    )
     words += ["--checkpoint.keep_last", "20", "--validation.every_steps", "100"]
     assert command(words) == 0
     assert_not_older_than(1, tmp_path / "run", first=2)
@@ -152,12 +201,16 @@ def test_servers_that_a_run_starts_sample_ahead_and_it_resumes_as_its_journal_sa
 
 
 def test_after_a_rollback_no_token_is_of_weights_that_were_left(
-    ahead: Callable[..., list[str]], grpo: Callable[..., list[str]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ahead: Callable[..., list[str]],
+    grpo: Callable[..., list[str]],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     assert command(grpo("inside", steps=STEPS)) == 0
     bad = prompts_by_set(tmp_path / "inside")["set-000005-rank-0.jsonl"]
     (tmp_path / "bad.json").write_text(json.dumps(bad))
-    # The bad step 6 is read when step 7 has begun: batch 6 had weights of step 5, and then has those of step 4.
+    # The bad step 6 is read when step 7 has begun: batch 6 had weights of step 5, and then has
+    # those of step 4.
     options = ["--faults.max_bad_steps", 1, "--log.every_steps", 10, "--checkpoint.every_steps", 4]
     options += ["--rollout.scale_rewards", "none"]
     assert command(ahead("run", 2, *options, reward="variety_and_bad_steps")) == 0
@@ -190,7 +243,14 @@ def test_a_server_that_is_restarted_while_nobody_asks_it_gets_the_weights_again(
         (tmp_path / "url").rename(tmp_path / "restarted")
         return again
 
-    words = ahead("run", 1, "--rollout.engine_urls", victim.url, steps=1, reward="variety_after_a_restart_of_an_idle_server")
+    words = ahead(
+        "run",
+        1,
+        "--rollout.engine_urls",
+        victim.url,
+        steps=1,
+        reward="variety_after_a_restart_of_an_idle_server",
+    )
     with ThreadPoolExecutor(1) as pool:
         restarting = pool.submit(restart)
         assert command(words) == 0
@@ -202,7 +262,9 @@ def test_a_server_that_is_restarted_while_nobody_asks_it_gets_the_weights_again(
 
 
 @pytest.mark.slow
-def test_a_journal_is_read_on_other_numbers_of_ranks(ahead: Callable[..., list[str]], lmforge: Command, tmp_path: Path) -> None:
+def test_a_journal_is_read_on_other_numbers_of_ranks(
+    ahead: Callable[..., list[str]], lmforge: Command, tmp_path: Path
+) -> None:
     even = ["--optimizer.eps", 1e-3, "--rollout.num_iterations", 2]
     done = lmforge(*ahead("run", 1, *even, "--parallel.engine", "ddp", steps=6), ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -211,7 +273,16 @@ def test_a_journal_is_read_on_other_numbers_of_ranks(ahead: Callable[..., list[s
         if folder.name != "step-00000002":
             shutil.rmtree(folder)
     files = {file.name for file in (tmp_path / "run" / "rollouts").iterdir()}
-    words = ahead("run", 1, *even, "--run.folder", tmp_path / "again", "--rollout.engine_timeout_seconds", 60, steps=6)
+    words = ahead(
+        "run",
+        1,
+        *even,
+        "--run.folder",
+        tmp_path / "again",
+        "--rollout.engine_timeout_seconds",
+        60,
+        steps=6,
+    )
     assert command(words) == 0
     assert {file.name for file in (tmp_path / "again" / "run" / "rollouts").iterdir()} <= files
     theirs = weights(tmp_path / "run")
@@ -230,12 +301,17 @@ def test_sets_that_are_damaged_or_of_other_options_are_sampled_again_with_one_li
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"!")
     capfd.readouterr()
     assert command(ahead("run", 1, steps=4)) == 0
-    assert f"{damaged}: damaged (checksum); what is missing is sampled again" in "".join(capfd.readouterr())
+    assert f"{damaged}: damaged (checksum); what is missing is sampled again" in "".join(
+        capfd.readouterr()
+    )
     shutil.rmtree(run / "checkpoints" / "step-00000004")
     assert command(ahead("run", 2, steps=4)) == 0
     assert "of another run, or of other options or data" in "".join(capfd.readouterr())
     rewards = tmp_path / "rewards.py"
-    for options, comment in ((["--optimizer.lr", 1e-3], ""), (["--optimizer.lr", 1e-3], "# others")):
+    for options, comment in (
+        (["--optimizer.lr", 1e-3], ""),
+        (["--optimizer.lr", 1e-3], "# others"),
+    ):
         rewards.write_text(rewards.read_text() + comment)
         shutil.rmtree(run / "checkpoints" / "step-00000004")
         assert command(ahead("run", 2, *options, steps=4)) == 0
@@ -245,6 +321,11 @@ def test_sets_that_are_damaged_or_of_other_options_are_sampled_again_with_one_li
     assert "of another run" not in "".join(capfd.readouterr())
 
 
-def test_a_trainer_that_samples_itself_does_not_sample_ahead(grpo: Callable[..., list[str]], refused: Refusal) -> None:
+def test_a_trainer_that_samples_itself_does_not_sample_ahead(
+    grpo: Callable[..., list[str]], refused: Refusal
+) -> None:
     line = refused(*grpo("run", "--rollout.max_staleness", 1))
-    assert "rollout.max_staleness: a trainer that samples itself cannot train meanwhile; give rollout.engine" in line
+    assert (
+        "rollout.max_staleness: a trainer that samples itself cannot train meanwhile; give"
+        " rollout.engine" in line
+    )

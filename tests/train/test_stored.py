@@ -1,4 +1,6 @@
-"""Optimizer states in 8 bits and stochastically rounded weights: by the numbers, not by where ranks cut them."""
+"""Optimizer states in 8 bits and stochastically rounded weights: by the numbers, not by where ranks
+cut them.
+"""
 
 from typing import Any
 
@@ -24,18 +26,26 @@ NUMBERS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8}
 
 
 def in_8bit(parameter: Tensor) -> AdamW:
-    return AdamW([{"params": [parameter], "stores_8bit": True, "weight_decay": 0.1}], state_dtype=torch.uint8, **NUMBERS)
+    return AdamW(
+        [{"params": [parameter], "stores_8bit": True, "weight_decay": 0.1}],
+        state_dtype=torch.uint8,
+        **NUMBERS,
+    )
 
 
 @pytest.mark.parametrize("codes", ["int8", "uint8"])
 def test_rows_are_packed_as_in_the_whole_and_packing_rounds_by_less_than_a_code(codes: Any) -> None:
     draw = fresh_random()
     rows, columns = draw.randrange(2, 40), draw.randrange(1, 700)
-    numbers = torch.randn(rows, columns, generator=torch.Generator().manual_seed(draw.randrange(1000)))
+    numbers = torch.randn(
+        rows, columns, generator=torch.Generator().manual_seed(draw.randrange(1000))
+    )
     numbers = numbers.abs() if codes == "uint8" else numbers
     packed, cut = pack_rows(numbers, codes), draw.randrange(rows)
     assert packed.shape == (rows, row_bytes(columns))
-    assert torch.equal(torch.cat([pack_rows(numbers[:cut], codes), pack_rows(numbers[cut:], codes)]), packed)
+    assert torch.equal(
+        torch.cat([pack_rows(numbers[:cut], codes), pack_rows(numbers[cut:], codes)]), packed
+    )
     again = unpack_rows(packed, columns, codes)
     # The widest gap between two codes is 0.0141 of a block's largest number.
     assert float((again - numbers).abs().max()) <= 0.0071 * float(numbers.abs().max())
@@ -53,19 +63,24 @@ def test_steps_are_those_of_torchao_but_for_the_codes_that_rounding_chooses_othe
     )
     with torch.compiler.set_stance("force_eager"):
         for _ in range(100):
-            gradient = torch.randn(64, 512, generator=generator) * torch.rand(64, 1, generator=generator)
+            gradient = torch.randn(64, 512, generator=generator) * torch.rand(
+                64, 1, generator=generator
+            )
             for parameter, optimizer in zip((ours, theirs, full), optimizers, strict=True):
                 parameter.grad = gradient.clone()
                 optimizer.step()
     changed = float((theirs - full).norm())
     assert 0.005 < changed / float((full - start).norm()) < 0.1
-    # Rounding of fp32 chooses another code now and then, once in many seeds that of a block's scale.
+    # Rounding of fp32 chooses another code now and then, once in many seeds that of a block's
+    # scale.
     apart = (ours - theirs).detach()
     assert float((apart.abs() > 1e-6).float().mean()) < 0.05
     assert float(apart.norm()) < 0.2 * changed
 
 
-def test_a_step_in_8_bits_is_the_same_wherever_rows_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_in_8_bits_is_the_same_wherever_rows_are_cut(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("lmforge.core.optim.adamw.MAX_CHUNK_NUMEL", 700)
     start = torch.randn(30, 300, generator=torch.Generator().manual_seed(fresh_seed()))
     whole = torch.nn.Parameter(start.clone())
@@ -85,31 +100,42 @@ def test_a_step_in_8_bits_is_the_same_wherever_rows_are_cut(monkeypatch: pytest.
 
 def test_a_rounded_weight_is_right_on_average_and_the_same_for_any_part_of_it() -> None:
     key, step, skip = fresh_seed(), torch.tensor(5.0), torch.tensor(False)
-    numbers = torch.randn(64, 1, generator=torch.Generator().manual_seed(key)).expand(64, 5000).contiguous()
+    numbers = (
+        torch.randn(64, 1, generator=torch.Generator().manual_seed(key))
+        .expand(64, 5000)
+        .contiguous()
+    )
 
     def stored(first: int, last: int, step: Tensor) -> Tensor:
         weight = torch.zeros(5000 * (last - first), dtype=torch.bfloat16)
         part = StochasticBF16(weight, key, step, torch.tensor([5000 * first]), len(weight))
-        for chunk, new in zip(part.split(1234), numbers[first:last].reshape(-1).split(1234), strict=True):
+        for chunk, new in zip(
+            part.split(1234), numbers[first:last].reshape(-1).split(1234), strict=True
+        ):
             chunk.store(new, skip)
         return weight.view(-1, 5000)
 
     whole = stored(0, 64, step)
     assert torch.equal(torch.cat([stored(0, 23, step), stored(23, 64, step)]), whole)
     assert not torch.equal(stored(0, 64, step + 1), whole)
-    # One is off by 2^-7 / 2 at most on average, the mean of 5,000 by 1/70 of it: five times that for luck.
+    # One is off by 2^-7 / 2 at most on average, the mean of 5,000 by 1/70 of it: five times that
+    # for luck.
     assert float((whole.double().mean(1) / numbers[:, 0] - 1).abs().max()) < 5 * 2**-8 / 70
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_steps_below_the_spacing_of_bf16_add_up_only_where_they_are_rounded_at_random(name: Any) -> None:
+def test_steps_below_the_spacing_of_bf16_add_up_only_where_they_are_rounded_at_random(
+    name: Any,
+) -> None:
     moved = {}
     for rounding in (False, True):
         model = init_weights(build_model(SMALL_MODEL), 0).to(torch.bfloat16)
         weight = model.get_parameter("model.layers.0.mlp.up_proj.weight")
         with torch.no_grad():
             weight.fill_(1.0)
-        options = OptimizerOptions(name=name, lr=1e-4, weight_decay=0.5, stochastic_rounding=rounding)
+        options = OptimizerOptions(
+            name=name, lr=1e-4, weight_decay=0.5, stochastic_rounding=rounding
+        )
         optimizer = build_optimizer(model, options)
         for _ in range(100):
             for parameter in model.parameters():
@@ -130,20 +156,35 @@ def test_matrices_of_blocks_take_2_1_bytes_and_all_others_stay_in_fp32() -> None
         in_block = name.startswith("model.layers") and parameter.ndim == 2
         assert {each.dtype for each in moments} == {torch.uint8 if in_block else torch.float32}
         scales = 2 * 4 * parameter.shape[0] if in_block else 0  # the rows are shorter than a block
-        assert sum(each.nbytes for each in moments) == (2 if in_block else 8) * parameter.numel() + scales
+        assert (
+            sum(each.nbytes for each in moments)
+            == (2 if in_block else 8) * parameter.numel() + scales
+        )
     wide = torch.nn.Parameter(torch.zeros(8, 2048))
-    states = [each for key, each in in_8bit(wide).get_or_init_state(wide, {"stores_8bit": True}).items() if key != "step"]
+    states = [
+        each
+        for key, each in in_8bit(wide).get_or_init_state(wide, {"stores_8bit": True}).items()
+        if key != "step"
+    ]
     assert sum(each.nbytes for each in states) <= 2.1 * wide.numel()
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"optimizer": {"state_dtype": "8bit"}, "parallel": {"tensor_parallel_degree": 2}}, "8bit: not with parallel.tensor"),
-        ({"optimizer": {"state_dtype": "8bit"}, "parallel": {"engine": "fsdp1"}}, "8bit: not with parallel.engine = fsdp1"),
+        (
+            {"optimizer": {"state_dtype": "8bit"}, "parallel": {"tensor_parallel_degree": 2}},
+            "8bit: not with parallel.tensor",
+        ),
+        (
+            {"optimizer": {"state_dtype": "8bit"}, "parallel": {"engine": "fsdp1"}},
+            "8bit: not with parallel.engine = fsdp1",
+        ),
         ({"optimizer": {"stochastic_rounding": True}}, "only with train.master_dtype = bf16"),
     ],
 )
-def test_what_does_not_go_together_is_refused_in_a_line(options: dict[str, Any], message: str) -> None:
+def test_what_does_not_go_together_is_refused_in_a_line(
+    options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         validate_options(PretrainConfig, options)

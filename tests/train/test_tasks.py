@@ -1,4 +1,6 @@
-"""Tasks scored while a run trains: the same scores as for its checkpoints, in any stage; unusable tasks are refused before."""
+"""Tasks scored while a run trains: the same scores as for its checkpoints, in any stage; unusable
+tasks are refused before.
+"""
 
 import json
 from collections.abc import Sequence
@@ -16,7 +18,11 @@ from tests.conftest import Command, Refusal
 from tests.rounding import OTHER_ROUNDING, assert_rounding_apart, each_apart
 
 CHOICES = [
-    {"question": "Who speaks?", "choices": ["the king", "a very long answer that nobody would give", "x"], "answer": 0},
+    {
+        "question": "Who speaks?",
+        "choices": ["the king", "a very long answer that nobody would give", "x"],
+        "answer": 0,
+    },
     {"prompt": "First Citizen:\n", "choices": ["Before we proceed", "zzzz qqqq"], "answer": 0},
     {"prompt": "What is", "choices": ["it", "the matter", "7"], "answer": "B"},
 ]
@@ -31,36 +37,72 @@ def write_lines(path: Path, records: Sequence[Any]) -> Path:
 
 @pytest.fixture(scope="module")
 def files(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Questions of either kind; one of those to be answered in writing is so by the model that `tiny_run` ends with alone."""
+    """Questions of either kind; one of those to be answered in writing is so by the model that
+    `tiny_run` ends with alone.
+    """
     folder = tmp_path_factory.mktemp("questions")
     opened = load_model(tiny_run, torch.device("cpu"), torch.float32)
-    how: dict[str, Any] = {"max_tokens": 64, "sampling": SamplingParams(0.0), "seed": 0, "stop_strings": ["\n"]}
+    how: dict[str, Any] = {
+        "max_tokens": 64,
+        "sampling": SamplingParams(0.0),
+        "seed": 0,
+        "stop_strings": ["\n"],
+    }
     [answer] = generate(opened.model, opened.tokenizer, ["The king"], **how)
     written = [
         {"prompt": "The king", "answer": answer.text},
         {"prompt": "My lord,", "answer": "nobody says this", "pattern": "[a-z]"},
     ]
-    return [write_lines(folder / "chosen.jsonl", CHOICES), write_lines(folder / "written.jsonl", written)]
+    return [
+        write_lines(folder / "chosen.jsonl", CHOICES),
+        write_lines(folder / "written.jsonl", written),
+    ]
 
 
-def assert_scores(scores: dict[str, float], lmforge: Command, model: Path, files: Sequence[Path], *words: object) -> None:
-    """Scores of a run are those that `lmforge evaluate MODEL --tasks` prints. Its batches are of another size."""
+def assert_scores(
+    scores: dict[str, float], lmforge: Command, model: Path, files: Sequence[Path], *words: object
+) -> None:
+    """Scores of a run are those that `lmforge evaluate MODEL --tasks` prints.
+
+    Its batches are of another size.
+    """
 
     def of_the_verb(**variables: str) -> dict[str, float]:
-        done = lmforge("evaluate", model, "--tasks", *files, "--device", "cpu", "--output", "json", *words, **variables)
+        done = lmforge(
+            "evaluate",
+            model,
+            "--tasks",
+            *files,
+            "--device",
+            "cpu",
+            "--output",
+            "json",
+            *words,
+            **variables,
+        )
         assert done.returncode == 0, done.stderr
         results = json.loads(done.stdout)
-        return {f"val/{each['task']}/{name}": score for each in results for name, score in each["metrics"].items()}
+        return {
+            f"val/{each['task']}/{name}": score
+            for each in results
+            for name, score in each["metrics"].items()
+        }
 
     printed = of_the_verb()
-    assert_rounding_apart(each_apart(scores, printed), each_apart(of_the_verb(**OTHER_ROUNDING), printed))
+    assert_rounding_apart(
+        each_apart(scores, printed), each_apart(of_the_verb(**OTHER_ROUNDING), printed)
+    )
 
 
 def scores_by_step(run: Run) -> dict[int, dict[str, float]]:
     """What a run's metrics have of tasks."""
     results = {}
     for record in run.read_metrics():
-        if scores := {name: score for name, score in record.items() if name.startswith("val/") and name.count("/") == 2}:
+        if scores := {
+            name: score
+            for name, score in record.items()
+            if name.startswith("val/") and name.count("/") == 2
+        }:
             results[record["step"]] = scores
     return results
 
@@ -68,9 +110,24 @@ def scores_by_step(run: Run) -> dict[int, dict[str, float]]:
 def test_scores_while_training_are_those_of_the_checkpoints_and_the_best_can_be_kept(
     tiny_options: list[str], files: list[Path], tmp_path: Path, lmforge: Command
 ) -> None:
-    words = [*tiny_options, "--run.folder", tmp_path, "--run.name", "run", "--validation.tasks", *files]
+    words = [
+        *tiny_options,
+        "--run.folder",
+        tmp_path,
+        "--run.name",
+        "run",
+        "--validation.tasks",
+        *files,
+    ]
     words += ["--validation.at_start", "--validation.num_fewshot", 1, "--validation.task_limit", 2]
-    words += ["--checkpoint.keep_best", 1, "--checkpoint.keep_last", 1, "--checkpoint.best_metric", "val/chosen/acc"]
+    words += [
+        "--checkpoint.keep_best",
+        1,
+        "--checkpoint.keep_last",
+        1,
+        "--checkpoint.best_metric",
+        "val/chosen/acc",
+    ]
     done = lmforge("pretrain", *words)
     assert done.returncode == 0, done.stderr
     run = Run(tmp_path / "run")
@@ -79,14 +136,31 @@ def test_scores_while_training_are_those_of_the_checkpoints_and_the_best_can_be_
     best = max((2, 4, 6), key=lambda step: (scores[step]["val/chosen/acc"], -step))
     assert run.checkpoint_steps() == sorted({best, 6})
     for step in run.checkpoint_steps():
-        assert_scores(scores[step], lmforge, run.checkpoint_path(step), files, "--num_fewshot", 1, "--limit", 2)
+        assert_scores(
+            scores[step],
+            lmforge,
+            run.checkpoint_path(step),
+            files,
+            "--num_fewshot",
+            1,
+            "--limit",
+            2,
+        )
     assert f"  chosen: acc {scores[6]['val/chosen/acc']:.4f}, acc_norm " in done.stdout
 
 
 def test_questions_change_nothing_of_the_training_and_tell_models_apart(
     tiny_options: list[str], tiny_run: Path, files: list[Path], tmp_path: Path, lmforge: Command
 ) -> None:
-    words = [*tiny_options, "--run.folder", tmp_path, "--run.name", "run", "--validation.tasks", *files]
+    words = [
+        *tiny_options,
+        "--run.folder",
+        tmp_path,
+        "--run.name",
+        "run",
+        "--validation.tasks",
+        *files,
+    ]
     done = lmforge("pretrain", *words, "--validation.at_start")
     assert done.returncode == 0, done.stderr
     run = Run(tmp_path / "run")
@@ -102,7 +176,17 @@ def test_questions_change_nothing_of_the_training_and_tell_models_apart(
     [
         ("sft", ["--data.files", "chats.jsonl"]),
         ("align", ["--data.files", "pairs.jsonl"]),
-        ("align", ["--method", "grpo", "--data.files", "prompts.jsonl", "--rollout.reward_functions", "rewards.py:long"]),
+        (
+            "align",
+            [
+                "--method",
+                "grpo",
+                "--data.files",
+                "prompts.jsonl",
+                "--rollout.reward_functions",
+                "rewards.py:long",
+            ],
+        ),
     ],
     ids=["sft", "dpo", "grpo"],
 )
@@ -110,7 +194,9 @@ def test_every_stage_asks_as_its_checkpoints_are_asked(
     verb: str, words: list[str], tiny_run: Path, files: list[Path], tmp_path: Path, lmforge: Command
 ) -> None:
     write_lines(tmp_path / "chats.jsonl", [{"messages": TURNS}] * 8)
-    write_lines(tmp_path / "pairs.jsonl", [{"prompt": TURNS[:1], "chosen": TURNS[1:], "rejected": NO}] * 8)
+    write_lines(
+        tmp_path / "pairs.jsonl", [{"prompt": TURNS[:1], "chosen": TURNS[1:], "rejected": NO}] * 8
+    )
     write_lines(tmp_path / "prompts.jsonl", [{"prompt": TURNS[:1]}] * 8)
     (tmp_path / "rewards.py").write_text(
         "def long(prompts, completions, **columns):\n    return [len(c) for c in completions]\n"
@@ -126,7 +212,11 @@ def test_every_stage_asks_as_its_checkpoints_are_asked(
         "train.compile": "off",
         "train.threads": 1,
         "optimizer.lr": 1e-2,
-        **({"rollout.num_generations": 4, "rollout.max_completion_length": 8} if "grpo" in words else {}),
+        **(
+            {"rollout.num_generations": 4, "rollout.max_completion_length": 8}
+            if "grpo" in words
+            else {}
+        ),
     }
     line = [word for name, value in few.items() for word in (f"--{name}", value)]
     done = lmforge(verb, *line, *words, "--validation.tasks", *files, cwd=tmp_path)
@@ -152,18 +242,30 @@ def test_every_stage_asks_as_its_checkpoints_are_asked(
         ),
         (["long.jsonl"], "long.jsonl, record 2: prompt and answer take "),
         (["choices.jsonl"], "choices.jsonl, record 1: prompt and answer take "),
-        (["fine.jsonl", "other/fine.jsonl"], "fine.jsonl and other/fine.jsonl would both be logged as val/fine/…; rename one"),
-        (["rewards.jsonl"], "rewards.jsonl: val/rewards/… are metrics of alignment; give the file another name"),
+        (
+            ["fine.jsonl", "other/fine.jsonl"],
+            "fine.jsonl and other/fine.jsonl would both be logged as val/fine/…; rename one",
+        ),
+        (
+            ["rewards.jsonl"],
+            "rewards.jsonl: val/rewards/… are metrics of alignment; give the file another name",
+        ),
         (
             ["fine.jsonl", "--parallel.tensor_parallel_degree", "2", "--launch.processes", "2"],
             (
-                "validation.tasks: with tensor_parallel_degree or pipeline_parallel_degree no rank has the full model;"
-                " leave it out, and evaluate"
+                "validation.tasks: with tensor_parallel_degree or pipeline_parallel_degree no rank"
+                " has the full model; leave it out, and evaluate"
             ),
         ),
         (["fine.jsonl", "--validation.task_limit", "0"], "validation.task_limit"),
-        (["--validation.num_fewshot", "1"], "validation.num_fewshot: only with validation.tasks; leave it out"),
-        (["--validation.task_limit", "1"], "validation.task_limit: only with validation.tasks; leave it out"),
+        (
+            ["--validation.num_fewshot", "1"],
+            "validation.num_fewshot: only with validation.tasks; leave it out",
+        ),
+        (
+            ["--validation.task_limit", "1"],
+            "validation.task_limit: only with validation.tasks; leave it out",
+        ),
     ],
 )
 def test_unusable_tasks_are_refused_in_one_line_and_no_file_is_written(
@@ -185,15 +287,39 @@ def test_unusable_tasks_are_refused_in_one_line_and_no_file_is_written(
     write_lines(tmp_path / "long.jsonl", [fine[0], {"prompt": long, "answer": "d"}])
     write_lines(tmp_path / "choices.jsonl", [{"prompt": "a", "choices": ["b", long], "answer": 0}])
     requested = words if words[0].startswith("-") else ["--validation.tasks", *words]
-    assert said in refused("pretrain", *tiny_options, "--run.folder", tmp_path / "runs", "--run.name", "run", *requested)
+    assert said in refused(
+        "pretrain",
+        *tiny_options,
+        "--run.folder",
+        tmp_path / "runs",
+        "--run.name",
+        "run",
+        *requested,
+    )
     assert not any(path.name != ".lock" for path in tmp_path.glob("runs/*/*"))
 
 
 def test_a_long_prompt_beyond_the_questions_that_are_asked_is_no_trouble(
     tiny_options: list[str], tmp_path: Path, lmforge: Command
 ) -> None:
-    task = write_lines(tmp_path / "a.jsonl", [{"prompt": "a", "answer": "b"}, {"prompt": "word " * 3000, "answer": "d"}])
-    words = [*tiny_options, "--train.steps", 3, "--run.folder", tmp_path, "--run.name", "run", "--validation.tasks", task]
+    task = write_lines(
+        tmp_path / "a.jsonl",
+        [{"prompt": "a", "answer": "b"}, {"prompt": "word " * 3000, "answer": "d"}],
+    )
+    words = [
+        *tiny_options,
+        "--train.steps",
+        3,
+        "--run.folder",
+        tmp_path,
+        "--run.name",
+        "run",
+        "--validation.tasks",
+        task,
+    ]
     done = lmforge("pretrain", *words, "--validation.task_limit", 1)
     assert done.returncode == 0, done.stderr
-    assert scores_by_step(Run(tmp_path / "run"))[3].keys() == {"val/a/exact_match", "val/a/contains"}
+    assert scores_by_step(Run(tmp_path / "run"))[3].keys() == {
+        "val/a/exact_match",
+        "val/a/contains",
+    }

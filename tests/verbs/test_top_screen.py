@@ -12,17 +12,51 @@ from lmforge.ops.monitor.usage.host import HostUsage, ProcessUsage
 from lmforge.ops.monitor.usage.remote_hosts import HostAnswer
 from lmforge.ops.verbs.running.top_screen import Snapshot, render_screen
 
-GPU = DeviceUsage(0, "NVIDIA H100 80GB HBM3", 98.0, 70 * 2**30, 80 * 2**30, 650.0, 700.0, 65.0, "", [4711])
-HOST = HostUsage("node1", 1e9, 64, 12.0, 8.0, 2**37, 2**40, 1e9, 2e9, [GPU], [ProcessUsage(1, "python", 99.0, 2**33)], [])
+GPU = DeviceUsage(
+    0, "NVIDIA H100 80GB HBM3", 98.0, 70 * 2**30, 80 * 2**30, 650.0, 700.0, 65.0, "", [4711]
+)
+HOST = HostUsage(
+    "node1",
+    1e9,
+    64,
+    12.0,
+    8.0,
+    2**37,
+    2**40,
+    1e9,
+    2e9,
+    [GPU],
+    [ProcessUsage(1, "python", 99.0, 2**33)],
+    [],
+)
 RANK = RankStatus(0, "node1", 4711, "running", 120, "forward", 0.4, 1e9, 0.5, "", False, "")
-METRICS = {"loss": 2.5, "val/loss": 2.6, "tokens_per_second": 1e6, "mfu": 0.43, "step_seconds": 0.5, "data_seconds": 0.05}
+METRICS = {
+    "loss": 2.5,
+    "val/loss": 2.6,
+    "tokens_per_second": 1e6,
+    "mfu": 0.43,
+    "step_seconds": 0.5,
+    "data_seconds": 0.05,
+}
 
 
 def run_of(ranks: list[RankStatus]) -> RunStatus:
-    return RunStatus("runs/a", run_state(ranks), 2, 1000, 121, {**METRICS, "seconds_left": 3725.0}, 3.0, ranks, [])
+    return RunStatus(
+        "runs/a",
+        run_state(ranks),
+        2,
+        1000,
+        121,
+        {**METRICS, "seconds_left": 3725.0},
+        3.0,
+        ranks,
+        [],
+    )
 
 
-def drawn(hosts: list[HostAnswer], runs: list[RunStatus], columns: int = 80, lines: int | None = None) -> list[str]:
+def drawn(
+    hosts: list[HostAnswer], runs: list[RunStatus], columns: int = 80, lines: int | None = None
+) -> list[str]:
     """The page as lines; none is wider than the screen."""
     console = Console(width=columns, height=lines, color_system=None, force_terminal=False)
     with console.capture() as capture:
@@ -37,8 +71,13 @@ def row_of(lines: list[str], first_word: str) -> str:
 
 
 @pytest.mark.parametrize(("columns", "lines"), [(80, 24), (160, 50)])
-def test_a_run_of_a_thousand_ranks_fits_and_its_worst_ranks_come_first(columns: int, lines: int) -> None:
-    ranks = [replace(RANK, rank=rank, host=f"node{rank // 8}.cluster.example.org") for rank in range(1024)]
+def test_a_run_of_a_thousand_ranks_fits_and_its_worst_ranks_come_first(
+    columns: int, lines: int
+) -> None:
+    ranks = [
+        replace(RANK, rank=rank, host=f"node{rank // 8}.cluster.example.org")
+        for rank in range(1024)
+    ]
     ranks[700] = replace(ranks[700], state="silent", heartbeat_age_seconds=95.0)
     ranks[33] = replace(ranks[33], slow="data", phase="data")
     ranks[512] = replace(ranks[512], step=118)
@@ -64,7 +103,10 @@ def test_what_does_not_answer_is_in_no_mean_and_comes_first() -> None:
         HostAnswer("node4", None, None, "ssh: connect to host node4 port 22: No route to host"),
     ]
     page = drawn(hosts, [], 120)
-    assert "2 of 4 hosts answer   CPU 12 % (least 12 %)   2 of 3 GPUs answer   use 98 % (least 98 %)   1.3 kW" in page
+    assert (
+        "2 of 4 hosts answer   CPU 12 % (least 12 %)   2 of 3 GPUs answer   use 98 % (least 98 %)  "
+        " 1.3 kW" in page
+    )
     table = next(at for at, line in enumerate(page) if line.startswith("host") and "CPU" in line)
     assert [line.split()[0] for line in page[table + 1 : table + 3]] == ["node3", "node4"]
     assert page[table + 1].endswith("as it was 2m05s ago")
@@ -82,7 +124,13 @@ def test_a_gpu_that_is_busy_at_little_power_is_said_to_wait_and_its_rank_is_name
 
 
 def test_unknown_values_are_question_marks() -> None:
-    unknown = replace(HOST, cpu_percent=None, received_bytes_per_second=None, sent_bytes_per_second=None, processes=[])
+    unknown = replace(
+        HOST,
+        cpu_percent=None,
+        received_bytes_per_second=None,
+        sent_bytes_per_second=None,
+        processes=[],
+    )
     page = drawn([HostAnswer("node1", replace(unknown, devices=[DeviceUsage(0)]), 0.0)], [])
     assert row_of(page, "node1").split() == ["node1", "?", "8.0/64", "128/1,024", "?/?"]
     assert page[-1].split() == ["node1", "0", "?", "?/?", "?/?", "?"]
@@ -93,7 +141,11 @@ def test_unknown_values_are_question_marks() -> None:
     [
         ({"state": "gone"}, "lost", "process 4711 is gone; last heartbeat 0.5 s ago"),
         ({"state": "stopped"}, "degraded", "process 4711 is stopped (SIGSTOP)"),
-        ({"state": "missing", "phase": "", "host": ""}, "not started", "no heartbeat: it never joined"),
+        (
+            {"state": "missing", "phase": "", "host": ""},
+            "not started",
+            "no heartbeat: it never joined",
+        ),
         ({"state": "ended", "phase": "failed"}, "failed", ""),
         ({"state": "ended", "phase": "done"}, "done", ""),
         ({"stalled": True, "verdict": "stuck"}, "stalled", "stuck"),
@@ -101,7 +153,9 @@ def test_unknown_values_are_question_marks() -> None:
         ({"slow": "data, forward"}, "running", "slow: data, forward"),
     ],
 )
-def test_each_state_of_a_rank_is_said_in_words(changed: dict[str, object], state: str, note: str) -> None:
+def test_each_state_of_a_rank_is_said_in_words(
+    changed: dict[str, object], state: str, note: str
+) -> None:
     rank = replace(RANK, **changed)  # type: ignore[arg-type]
     assert run_state([rank]) == state
     page = drawn([], [run_of([rank])])
@@ -110,6 +164,14 @@ def test_each_state_of_a_rank_is_said_in_words(changed: dict[str, object], state
 
 
 def test_what_a_host_calls_itself_and_its_processes_does_not_drive_the_terminal() -> None:
-    bad = replace(HOST, host="\x1b[2Jnode", notes=["\x1b]0;x\x07"], processes=[ProcessUsage(1, "\x1b[31mevil", 5.0, 0)])
-    page = drawn([HostAnswer("\x1b[2Jnode", bad, 0.0)], [run_of([replace(RANK, host="\x1b[2J", phase="\x1b[1m")])])
+    bad = replace(
+        HOST,
+        host="\x1b[2Jnode",
+        notes=["\x1b]0;x\x07"],
+        processes=[ProcessUsage(1, "\x1b[31mevil", 5.0, 0)],
+    )
+    page = drawn(
+        [HostAnswer("\x1b[2Jnode", bad, 0.0)],
+        [run_of([replace(RANK, host="\x1b[2J", phase="\x1b[1m")])],
+    )
     assert not any("\x1b" in line for line in page)

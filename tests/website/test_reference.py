@@ -1,4 +1,6 @@
-"""The reference of options has every option with its default and its help, and the navigation has every page."""
+"""The reference of options has every option with its default and its help, and the navigation has
+every page.
+"""
 
 import html
 import json
@@ -20,13 +22,21 @@ from website.options_page import STAGES, run_page, verbs_page
 from website.results_page import newest_results, results
 
 ROOT = Path(__file__).parents[2]
-ENTRY = re.compile(r'<h3 class="option" id="([^"]*)"><code>([^<]*)</code></h3>\n<p class="facts">(.*)</p>\n<p>(.*)</p>')
+ENTRY = re.compile(
+    r'<h3 class="option" id="([^"]*)"><code>([^<]*)</code></h3>\n<p'
+    r' class="facts">(.*)</p>\n<p>(.*)</p>'
+)
 
 
 def options(tree: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every option below a class, as the page names it: those of sections, and the keys of lists of tables."""
+    """Every option below a class, as the page names it: those of sections, and the keys of lists of
+    tables.
+    """
     for name, field in tree.model_fields.items():
-        item = next((each for each in getattr(field.annotation, "__args__", ()) if isinstance(each, type)), None)
+        item = next(
+            (each for each in getattr(field.annotation, "__args__", ()) if isinstance(each, type)),
+            None,
+        )
         inner: Any = field.annotation if isinstance(field.annotation, type) else item
         holds_options = isinstance(inner, type) and issubclass(inner, BaseModel)
         if inner is not field.annotation or not holds_options:
@@ -57,11 +67,23 @@ def lacking(page: str, names: dict[str, FieldInfo], verb: str | None = None) -> 
     ]
     wrong = []
     for name, field in names.items():
-        result = [each for each in entries if each[0] == name and (verb is None or each[1].startswith(f"{verb}."))]
+        result = [
+            each
+            for each in entries
+            if each[0] == name and (verb is None or each[1].startswith(f"{verb}."))
+        ]
         description, default = (field.description or "").replace("`", ""), default_of(field)
-        said = [f"{text} ({facts})" if default is None else facts for _, _, facts, text in result if text in description]
+        said = [
+            f"{text} ({facts})" if default is None else facts
+            for _, _, facts, text in result
+            if text in description
+        ]
         words = re.sub(r"\W+", " ", description.partition("(default: ")[2])
-        right = [each for each in said if (words.strip() in re.sub(r"\W+", " ", each) if default is None else default in each)]
+        right = [
+            each
+            for each in said
+            if (words.strip() in re.sub(r"\W+", " ", each) if default is None else default in each)
+        ]
         wrong += [] if right else [name]
     return wrong
 
@@ -91,10 +113,14 @@ def test_an_option_that_is_changed_is_missed() -> None:
 
 
 def test_every_page_stands_in_the_navigation_once_and_every_entry_is_a_page() -> None:
-    entries = re.findall(r"^ +- (?:.*: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M)
+    entries = re.findall(
+        r"^ +- (?:.*: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.M
+    )
     written = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
     made = {page for path, page in PAGES.items() if path.endswith(".md") or path == "LICENSE"}
-    assert sorted(entries) == sorted(written | made | {"glossary.md", "reference/options.md", "reference/verbs.md"})
+    assert sorted(entries) == sorted(
+        written | made | {"glossary.md", "reference/options.md", "reference/verbs.md"}
+    )
 
 
 def test_every_package_that_others_use_has_a_page() -> None:
@@ -110,5 +136,8 @@ def test_the_newest_result_of_each_benchmark_is_shown() -> None:
     named = {re.match(r"[a-z_]+", path.name)[0] for path in stamped}  # type: ignore[index]
     assert newest_results().keys() == named
     for name, path in newest_results().items():
-        assert path == max((each for each in stamped if each.name.startswith(f"{name}-")), key=lambda each: each.name[-18:])
+        assert path == max(
+            (each for each in stamped if each.name.startswith(f"{name}-")),
+            key=lambda each: each.name[-18:],
+        )
         assert path.name in results()

@@ -1,5 +1,6 @@
-"""The site: built without a warning, opened from disk and from a server in a real browser, at the widths of a desk and of a
-phone, clicked through and searched."""
+"""The site: built without a warning, opened from disk and from a server in a real browser, at the
+widths of a desk and of a phone, clicked through and searched.
+"""
 
 import os
 import re
@@ -28,13 +29,17 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("docs") / "site"
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     variables = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=550)
+    done = subprocess.run(
+        command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=550
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "WARNING" not in done.stdout + done.stderr
     return folder
 
 
-def opened(browser: Browser, address: str, size: dict[str, int], scheme: str = "light") -> Iterator[Page]:
+def opened(
+    browser: Browser, address: str, size: dict[str, int], scheme: str = "light"
+) -> Iterator[Page]:
     """A page of the site, which loads nothing from elsewhere."""
     here = address.partition("/index.html")[0]
     yield from open_page(browser, address, within=here, viewport=size, color_scheme=scheme)
@@ -82,7 +87,10 @@ def test_every_link_and_picture_of_a_page_is_there(site: Path) -> None:
             if re.match(r"\w+:", target) or path.name == "404.html":
                 continue
             if not file.exists() or (
-                anchor and file in anchors and anchor not in anchors[file] and not anchor.startswith("__")
+                anchor
+                and file in anchors
+                and anchor not in anchors[file]
+                and not anchor.startswith("__")
             ):
                 dead.append(f"{path.relative_to(site)}: {target}")
     assert len(pages) > 60
@@ -109,7 +117,9 @@ def test_every_page_of_the_navigation_opens_by_clicking(desk: Page) -> None:
     seen = set()
     for name in tabs.all_inner_texts():
         click_through(desk, tabs.filter(has_text=name))
-        menu = desk.locator(".md-sidebar--primary .md-nav__item--active.md-nav__item--section > .md-nav > ul > li")
+        menu = desk.locator(
+            ".md-sidebar--primary .md-nav__item--active.md-nav__item--section > .md-nav > ul > li"
+        )
         for number in range(menu.count()):
             link = menu.nth(number).locator("a.md-nav__link").first
             if not link.is_visible():
@@ -120,7 +130,9 @@ def test_every_page_of_the_navigation_opens_by_clicking(desk: Page) -> None:
     assert len(seen) > 40
 
 
-def test_below_a_long_command_the_page_shows_how_the_tests_cut_it_down(desk: Page, site: Path) -> None:
+def test_below_a_long_command_the_page_shows_how_the_tests_cut_it_down(
+    desk: Page, site: Path
+) -> None:
     desk.goto((site / "tutorials" / "pretrain-124m.html").as_uri())
     note = desk.locator("details.example").first
     expect(note.locator("code")).not_to_be_visible()
@@ -140,7 +152,9 @@ def test_search_finds_an_option_and_goes_there(where: str, request: pytest.Fixtu
     assert page.url.partition("?")[0].endswith("reference/options.html")
 
 
-def test_on_a_phone_the_menu_leads_to_a_tutorial_and_nothing_is_cut_off(phone: Page, site: Path) -> None:
+def test_on_a_phone_the_menu_leads_to_a_tutorial_and_nothing_is_cut_off(
+    phone: Page, site: Path
+) -> None:
     phone.locator("label.md-header__button[for=__drawer]").click()
     phone.locator("label.md-nav__title").filter(has_text="Start").click()
     phone.locator(".md-nav--primary a.md-nav__link").filter(has_text="Tutorials").click()

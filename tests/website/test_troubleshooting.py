@@ -18,14 +18,19 @@ def quoted(node: ast.AST) -> str | None:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value.replace("{", "…").replace("}", "…") if "{" in node.value else node.value
     if isinstance(node, ast.JoinedStr):
-        return "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+        return "".join(
+            str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values
+        )
     return None
 
 
 @cache
 def texts() -> list[str]:
     """All texts of the package; fields of `str.format` are … too."""
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "lmforge").rglob("*.py"))]
+    trees = [
+        ast.parse(path.read_text(encoding="utf-8"))
+        for path in sorted((ROOT / "lmforge").rglob("*.py"))
+    ]
     results = [quoted(node) for tree in trees for node in ast.walk(tree)]
     return [re.sub(r"…\w+…", "…", text) for text in results if text]
 

@@ -1,8 +1,10 @@
-"""The files of a checkpoint: hashed block by block as they are written, and verified block by block as they are read.
+"""The files of a checkpoint: hashed block by block as they are written, and verified block by block
+as they are read.
 
-PyTorch's own reader does not detect a flipped bit. This reader verifies the blocks of each part that it reads, so that an
-intact checkpoint is read only once and a corrupt one is never used. These are file systems for PyTorch Distributed Checkpoint,
-on anything that behaves like a `pathlib.Path`: a local folder, or an address through fsspec.
+PyTorch's own reader does not detect a flipped bit. This reader verifies the blocks of each part
+that it reads, so that an intact checkpoint is read only once and a corrupt one is never used. These
+are file systems for PyTorch Distributed Checkpoint, on anything that behaves like a `pathlib.Path`:
+a local folder, or an address through fsspec.
 """
 
 import io
@@ -74,10 +76,15 @@ class _HashingFile(io.RawIOBase):
 
 
 class _VerifiedFile(ChecksummedFile, io.RawIOBase):
-    """A file that is read in any order, with every block verified. Raises CorruptCheckpoint, naming the file."""
+    """A file that is read in any order, with every block verified.
+
+    Raises CorruptCheckpoint, naming the file.
+    """
 
     def __init__(self, raw: Any, name: str, digests: FileDigests) -> None:
-        super().__init__(digests["bytes"], parse_checksums(digests["xxh3"]), BLOCK_BYTES, remember=False)
+        super().__init__(
+            digests["bytes"], parse_checksums(digests["xxh3"]), BLOCK_BYTES, remember=False
+        )
         self._raw, self._name, self._position = raw, name, 0
 
     def readable(self) -> bool:
@@ -87,7 +94,9 @@ class _VerifiedFile(ChecksummedFile, io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        self._position = (
+            offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        )
         return self._position
 
     def readinto(self, buffer: Any) -> int:
@@ -95,7 +104,9 @@ class _VerifiedFile(ChecksummedFile, io.RawIOBase):
         try:
             self._read_verified(out, self._position)
         except DamagedFile as problem:
-            raise CorruptCheckpoint(f"{self._name} does not hold what was written ({problem.strerror})") from None
+            raise CorruptCheckpoint(
+                f"{self._name} does not hold what was written ({problem.strerror})"
+            ) from None
         except OSError as problem:
             raise CorruptCheckpoint(describe_os_error(problem, self._name)) from None
         self._position += len(out)
@@ -125,7 +136,8 @@ class _PathFileSystem(FileSystem):
 class HashingFileSystem(_PathFileSystem):
     """Hashes files as they are written; `files` has the digests of finished ones, by name.
 
-    `first_error` is the first error of the storage: PyTorch's zip writer reports it as an unexpected position.
+    `first_error` is the first error of the storage: PyTorch's zip writer reports it as an
+    unexpected position.
     """
 
     def __init__(self) -> None:
@@ -135,7 +147,10 @@ class HashingFileSystem(_PathFileSystem):
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
         # Unbuffered on a disk: writes are large.
-        with self.record_error(), path.open(mode, **({"buffering": 0} if is_local(path) else {})) as raw:
+        with (
+            self.record_error(),
+            path.open(mode, **({"buffering": 0} if is_local(path) else {})) as raw,
+        ):
             file = _HashingFile(raw, self)
             yield file
             self.files[path.name] = file.file_digests()
@@ -173,8 +188,9 @@ class VerifyingFileSystem(_PathFileSystem):
 
 
 def check_writable(run: Run) -> None:
-    """Raise UserError where a run's checkpoints cannot be written, before it trains instead of at its first save. A separate
-    folder for checkpoints is created. The one in the run's directory is created later, and is checked only if it exists.
+    """Raise UserError where a run's checkpoints cannot be written, before it trains instead of at
+    its first save. A separate folder for checkpoints is created. The one in the run's directory is
+    created later, and is checked only if it exists.
     """
     folder = run.checkpoints_folder
     if run.external_checkpoints is None and not folder.is_dir():
@@ -191,7 +207,10 @@ def check_writable(run: Run) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and its parents. Object stores have no folders, and would make a bucket instead."""
+    """Make a folder and its parents.
+
+    Object stores have no folders, and would make a bucket instead.
+    """
     if getattr(path, "protocol", "") not in OBJECT_STORES:
         path.mkdir(parents=True, exist_ok=True)
 
@@ -219,7 +238,10 @@ class CheckpointWriter(dcp.FileSystemWriter):
 
 @contextmanager
 def translate_storage_errors(where: str, files: HashingFileSystem) -> Iterator[None]:
-    """Any error of the storage as RunFailed with one line. PyTorch's own checksums are off: ours are checked by block."""
+    """Any error of the storage as RunFailed with one line.
+
+    PyTorch's own checksums are off: ours are checked by block.
+    """
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:

@@ -1,6 +1,8 @@
-"""Sample number → packed sequence, without state. Sample n belongs to epoch n div sequences_per_epoch, and a keyed permutation
-of that epoch gives the index of its sequence. This module does not depend on ranks, batches or threads: loader.py decides which
-samples are in a batch. A mixture of several such datasets is in mixture.py.
+"""Sample number → packed sequence, without state.
+
+Sample n belongs to epoch n div sequences_per_epoch, and a keyed permutation of that epoch gives the
+index of its sequence. This module does not depend on ranks, batches or threads: loader.py decides
+which samples are in a batch. A mixture of several such datasets is in mixture.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,15 +13,30 @@ from typing import Any, Literal
 import numpy as np
 
 from lmforge.core.data.best_fit_index import BEST_FIT_VERSION, GROUP_SEQUENCES, BestFitIndex
-from lmforge.core.data.order import Lanes, Permutation, derive_key, permutation, windowed_permutation
-from lmforge.core.data.packing import BestFitPacking, ConcatPacking, Extra, MapRows, PackedSequence, PackedSequences, Packing
+from lmforge.core.data.order import (
+    Lanes,
+    Permutation,
+    derive_key,
+    permutation,
+    windowed_permutation,
+)
+from lmforge.core.data.packing import (
+    BestFitPacking,
+    ConcatPacking,
+    Extra,
+    MapRows,
+    PackedSequence,
+    PackedSequences,
+    Packing,
+)
 from lmforge.core.data.shards.folder import TokenFolder
 from lmforge.core.data.shards.format import TRAIN_SPLIT
 from lmforge.core.errors import UserError
 from lmforge.core.files.checksums import hash_json
 from lmforge.core.records.manifests import DataPlan
 
-# Incremented whenever the same plan would give other sequences, so that a run is never silently resumed on other data.
+# Incremented whenever the same plan would give other sequences, so that a run is never silently
+# resumed on other data.
 PACKING_VERSION = 2
 # A piece of a remote shard (remote_storage.py) at two bytes per token.
 CHUNK_TOKENS = 2**21
@@ -28,12 +45,14 @@ TokenPacking = Literal["concat", "best-fit"]
 
 @dataclass(eq=False)
 class PackedDataset:
-    """The sequences of a packing: reshuffled each epoch without end, or (`shuffle=False`) once, in order.
+    """The sequences of a packing: reshuffled each epoch without end, or (`shuffle=False`) once, in
+    order.
 
-    Without shuffling, sequences beyond the last are all padding, so an evaluation can read full batches and still count every
-    sequence once. `plan` lists all that sequences depend on, except the seed; `name` keys the order: of stored tokens it is
-    their digest, so that the order does not depend on where they lie. What is in quarantine is no part of the plan: a run may
-    be resumed with another one.
+    Without shuffling, sequences beyond the last are all padding, so an evaluation can read full
+    batches and still count every sequence once. `plan` lists all that sequences depend on, except
+    the seed; `name` keys the order: of stored tokens it is their digest, so that the order does not
+    depend on where they lie. What is in quarantine is no part of the plan: a run may be resumed
+    with another one.
     """
 
     packing: Packing
@@ -44,7 +63,8 @@ class PackedDataset:
     sequence_length: int
     seed: int = 0
     shuffle: bool = True
-    window: tuple[int, int] | None = None  # (sequences of a chunk, chunks that are shuffled together); None: all
+    # (sequences of a chunk, chunks that are shuffled together); None: all.
+    window: tuple[int, int] | None = None
     lanes: Lanes | None = None  # with a window: each has windows of its own
     read_threads: int = 1  # how many sequences to read at once: several for remote shards
     source_names: tuple[str, ...] = ()  # where it is joined of several sources
@@ -62,7 +82,14 @@ class PackedDataset:
     def plan_at(self, n: int) -> DataPlan:
         """What samples before n depend on, as JSON; here the same for every n. See MixedDataset."""
         lanes = (self.lanes.count, str(self.lanes.period)) if self.lanes else ()
-        return {"dataset": [*self.plan, self.seed if self.shuffle else None, *(self.window or ()), *lanes]}
+        return {
+            "dataset": [
+                *self.plan,
+                self.seed if self.shuffle else None,
+                *(self.window or ()),
+                *lanes,
+            ]
+        }
 
     def plan_hash_at(self, n: int) -> str:
         """A hash of `plan_at(n)`."""
@@ -80,19 +107,30 @@ class PackedDataset:
         """Sample `n`: a pure function of (data, sequence_length, seed, n)."""
         return self.read([n])[0]
 
-    def sequences(self, start: int, stop: int, *, padding: int = 0, map_rows: MapRows = map) -> PackedSequences:
+    def sequences(
+        self, start: int, stop: int, *, padding: int = 0, map_rows: MapRows = map
+    ) -> PackedSequences:
         """Samples start … stop − 1. See `read`."""
         return self.read(range(start, stop), padding=padding, map_rows=map_rows)
 
-    def read(self, samples: Sequence[int], *, padding: int = 0, map_rows: MapRows = map) -> PackedSequences:
-        """These samples, followed by this many rows of padding. Raises UserError naming shard, offset and sample that cannot be
-        read.
+    def read(
+        self, samples: Sequence[int], *, padding: int = 0, map_rows: MapRows = map
+    ) -> PackedSequences:
+        """These samples, followed by this many rows of padding.
+
+        Raises UserError naming shard, offset and sample that cannot be read.
 
         `map_rows` may read rows in several threads.
         """
         count, with_sources = len(samples) + padding, bool(self.source_names)
-        out = PackedSequences.empty(count, self.sequence_length, self.packing.extras, with_sources=with_sources)
-        out.fill(samples, [(self.packing, n) for n in self.indices_of(np.asarray(samples, np.int64)).tolist()], map_rows)
+        out = PackedSequences.empty(
+            count, self.sequence_length, self.packing.extras, with_sources=with_sources
+        )
+        out.fill(
+            samples,
+            [(self.packing, n) for n in self.indices_of(np.asarray(samples, np.int64)).tolist()],
+            map_rows,
+        )
         return out
 
     def indices(self, start: int, stop: int) -> np.ndarray:
@@ -117,11 +155,15 @@ class PackedDataset:
         if self.window is None:
             return permutation(count, key)
         chunk, window = self.window
-        return windowed_permutation(count, key, chunk=chunk, window=window, lanes=self.lanes, start=epoch * count)
+        return windowed_permutation(
+            count, key, chunk=chunk, window=window, lanes=self.lanes, start=epoch * count
+        )
 
     @property
     def order_plan(self) -> list[int]:
-        """What the order depends on besides seed and name, for the plan of a mixture, which has the period of lanes."""
+        """What the order depends on besides seed and name, for the plan of a mixture, which has the
+        period of lanes.
+        """
         return [*(self.window or ()), *([self.lanes.count] if self.lanes else [])]
 
 
@@ -140,22 +182,27 @@ class TokenDataset(PackedDataset):
         lanes: Lanes | None = None,
         packing: TokenPacking = "concat",
     ):
-        """Shuffled within each `window` chunks of CHUNK_TOKENS tokens (of best fit: of about a group), by default over all.
+        """Shuffled within each `window` chunks of CHUNK_TOKENS tokens (of best fit: of about a
+        group), by default over all.
 
         With `lanes` each of these has windows of its own.
 
-        Raises UserError if the folder has no such split, or it has too few tokens to train on, or (best fit) no index for this
-        length; only the training split has one.
+        Raises UserError if the folder has no such split, or it has too few tokens to train on, or
+        (best fit) no index for this length; only the training split has one.
         """
         tokens, chunk = folder.split(split), max(1, CHUNK_TOKENS // sequence_length)
         packed: Packing = ConcatPacking(tokens, sequence_length, tokens.quarantined.overlap)
         version = PACKING_VERSION
         if packing == "best-fit":
             assert split == TRAIN_SPLIT
-            packed = BestFitPacking(tokens, BestFitIndex.open(folder, sequence_length), sequence_length)
+            packed = BestFitPacking(
+                tokens, BestFitIndex.open(folder, sequence_length), sequence_length
+            )
             version, chunk = BEST_FIT_VERSION, GROUP_SEQUENCES
         if shuffle and not packed.num_sequences:
-            raise UserError(f"{folder.path}: {split}: no token to predict from another; prepare more text")
+            raise UserError(
+                f"{folder.path}: {split}: no token to predict from another; prepare more text"
+            )
         super().__init__(
             packed,
             name=tokens.digest,

@@ -20,7 +20,8 @@ from lmforge.core.distributed.distributed import use_device_in_thread
 
 log = logging.getLogger(__name__)
 
-# Reading a step takes milliseconds; a stall of the storage is reported long before a collective times out.
+# Reading a step takes milliseconds; a stall of the storage is reported long before a collective
+# times out.
 SLOW_BATCH_WARNING_SECONDS = 10.0
 # One read that a shared file system answers late is not noticed.
 READ_AHEAD_STEPS = 4
@@ -30,14 +31,16 @@ READ_AHEAD_STEPS = 4
 class BatchLoader(AbstractContextManager["BatchLoader"]):
     """This data-parallel rank's part of every global batch.
 
-    Global batch k is the samples k·B … (k + 1)·B − 1 of the dataset, B = `global_batch_size`. Data-parallel rank r of W
-    (`data_parallel_rank_and_size` in core/parallel/dims.py) takes the r-th of W contiguous parts of it, in micro-batches of
-    `micro_batch_size`. So the global batch is the same for any number of ranks. Where it does not divide, the first parts
-    have one sequence more, and all ranks have the same number of micro-batches of one size; the rest is padding, which is not
-    scored. With `rng_seed` batches have keys to draw randomness from. Raises ValueError for a rank without a sequence.
+    Global batch k is the samples k·B … (k + 1)·B − 1 of the dataset, B = `global_batch_size`.
+    Data-parallel rank r of W (`data_parallel_rank_and_size` in core/parallel/dims.py) takes the
+    r-th of W contiguous parts of it, in micro-batches of `micro_batch_size`. So the global batch is
+    the same for any number of ranks. Where it does not divide, the first parts have one sequence
+    more, and all ranks have the same number of micro-batches of one size; the rest is padding,
+    which is not scored. With `rng_seed` batches have keys to draw randomness from. Raises
+    ValueError for a rank without a sequence.
 
-    `first` is the number of this rank's first sample in a batch; `data_wait_seconds` the total time for which callers of
-    `batches` waited. Close it, or use it in a `with`.
+    `first` is the number of this rank's first sample in a batch; `data_wait_seconds` the total time
+    for which callers of `batches` waited. Close it, or use it in a `with`.
     """
 
     dataset: TrainingDataset
@@ -60,9 +63,13 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
         base_size, num_larger = divmod(size, ranks)
         self.first = rank * base_size + min(rank, num_larger)
         self._num_sequences = base_size + (rank < num_larger)
-        self._local_batch_size = math.ceil(math.ceil(size / ranks) / self.micro_batch_size) * self.micro_batch_size
+        self._local_batch_size = (
+            math.ceil(math.ceil(size / ranks) / self.micro_batch_size) * self.micro_batch_size
+        )
         self.data_wait_seconds = 0.0
-        self._thread = ThreadPoolExecutor(1, "loader", use_device_in_thread, (torch.device(self.device),))
+        self._thread = ThreadPoolExecutor(
+            1, "loader", use_device_in_thread, (torch.device(self.device),)
+        )
         threads = self.dataset.read_threads
         self._readers = ThreadPoolExecutor(threads, "loader-read") if threads > 1 else None
         # The batches that are being read, in order.
@@ -71,8 +78,8 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
     def batches(self, batch_index: int) -> list[Batch]:
         """The micro-batches of global batch `batch_index` (from 0), in order, on the device.
 
-        Reading of the next READ_AHEAD_STEPS batches starts before this returns. Any other may be requested, at the cost of
-        one wait. Exceptions of the reading thread are raised here.
+        Reading of the next READ_AHEAD_STEPS batches starts before this returns. Any other may be
+        requested, at the cost of one wait. Exceptions of the reading thread are raised here.
         """
         began = time.perf_counter()
         if batch_index not in self._read_ahead:
@@ -82,7 +89,12 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
         future = self._read_ahead.pop(batch_index)
         while not wait([future], timeout=SLOW_BATCH_WARNING_SECONDS).done:
             waited, file = time.perf_counter() - began, slow_read(SLOW_BATCH_WARNING_SECONDS / 2)
-            log.warning("batch %d: no data for %.0f s from %s", batch_index, waited, file or self.dataset.location)
+            log.warning(
+                "batch %d: no data for %.0f s from %s",
+                batch_index,
+                waited,
+                file or self.dataset.location,
+            )
         batch = future.result()
         self._read_ahead = {
             later: self._read_ahead.get(later) or self._thread.submit(self._read, later)
@@ -97,11 +109,17 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
         start = batch_index * self.global_batch_size + self.first
         stop, padding = start + self._num_sequences, self._local_batch_size - self._num_sequences
         map_rows = map if self._readers is None else self._readers.map
-        batch = Batch.from_sequences(self.dataset.sequences(start, stop, padding=padding, map_rows=map_rows))
+        batch = Batch.from_sequences(
+            self.dataset.sequences(start, stop, padding=padding, map_rows=map_rows)
+        )
         if self.rng_seed is not None:
             keys = token_rng_keys(self.rng_seed, start, stop + padding, batch.sequence_length)
             batch = replace(batch, rng_keys=torch.from_numpy(keys))
-        return batch.with_document_starts().pin_memory() if torch.device(self.device).type == "cuda" else batch
+        return (
+            batch.with_document_starts().pin_memory()
+            if torch.device(self.device).type == "cuda"
+            else batch
+        )
 
     def close(self) -> None:
         """Wait for the reading threads to end."""

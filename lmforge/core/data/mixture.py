@@ -1,12 +1,16 @@
-"""Mixtures of sources in phases: which source each sample comes from, and which of its sequences; from integers, no state.
+"""Mixtures of sources in phases: which source each sample comes from, and which of its sequences;
+from integers, no state.
 
-A phase has a weight for each source. Its samples are numbered in blocks: the end of a block n samples into the phase has
-⌊n·W_j⌋ − ⌊n·W_(j−1)⌋ samples of source j, W being the cumulative weights, which are exact fractions. So every source is within
-one sample of its proportion at every block end. A keyed permutation orders the samples within a block. The order of a phase
-does not depend on where it ends, so that a phase can be cut or lengthened anywhere after the samples that were used.
+A phase has a weight for each source. Its samples are numbered in blocks: the end of a block n
+samples into the phase has ⌊n·W_j⌋ − ⌊n·W_(j−1)⌋ samples of source j, W being the cumulative
+weights, which are exact fractions. So every source is within one sample of its proportion at every
+block end. A keyed permutation orders the samples within a block. The order of a phase does not
+depend on where it ends, so that a phase can be cut or lengthened anywhere after the samples that
+were used.
 
-The samples of a source are numbered through all phases: nothing is read twice before all of it has been read. With another
-sequence length its tokens are other sequences: such a phase begins a new epoch of every source.
+The samples of a source are numbered through all phases: nothing is read twice before all of it has
+been read. With another sequence length its tokens are other sequences: such a phase begins a new
+epoch of every source.
 """
 
 import math
@@ -31,7 +35,8 @@ MIXTURE_VERSION = 1
 # A block has at least one sample of every source, and a table of its size is kept.
 MIN_PROPORTION = Fraction(1, 1_000_000)
 CACHED_BLOCKS = 4
-# The limit of blocks that lanes make longer: larger ones take seconds and hundreds of megabytes in every rank.
+# The limit of blocks that lanes make longer: larger ones take seconds and hundreds of megabytes in
+# every rank.
 MAX_BLOCK_SIZE = 1 << 22
 
 
@@ -56,7 +61,8 @@ class Phase:
 def proportions_of(
     weights: Mapping[str, Fraction], tokens_per_sample: Sequence[Fraction] | None = None
 ) -> tuple[Fraction, ...]:
-    """Proportions of the samples, from weights by source: of the samples, or with `tokens_per_sample` of the tokens.
+    """Proportions of the samples, from weights by source: of the samples, or with
+    `tokens_per_sample` of the tokens.
 
     Raises UserError for a source with less than MIN_PROPORTION.
     """
@@ -65,39 +71,57 @@ def proportions_of(
     proportions = tuple(each / sum(of_samples) for each in of_samples)
     for name, proportion in zip(weights, proportions, strict=True):
         if 0 < proportion < MIN_PROPORTION:
-            raise UserError(f"{name}: its weight gives it less than one sample in a million; raise it, or leave the source out")
+            raise UserError(
+                f"{name}: its weight gives it less than one sample in a million; raise it, or leave"
+                " the source out"
+            )
     return proportions
 
 
 class BlockOrder:
-    """The order of the sources in one phase, whose samples are numbered from 0: blocks of a multiple of `unit` samples.
+    """The order of the sources in one phase, whose samples are numbered from 0: blocks of a
+    multiple of `unit` samples.
 
     Each of `parts` equal parts of a unit has the proportions too, as lanes (order.py) need it.
 
     Raises UserError where that needs blocks of more than MAX_BLOCK_SIZE samples.
     """
 
-    def __init__(self, proportions: Sequence[Fraction], unit: int, seed: int, phase: int, parts: int = 1) -> None:
+    def __init__(
+        self, proportions: Sequence[Fraction], unit: int, seed: int, phase: int, parts: int = 1
+    ) -> None:
         denominator = math.lcm(*(proportion.denominator for proportion in proportions))
-        self._bounds = [int(bound * denominator) for bound in accumulate(proportions, initial=Fraction(0))]
-        self._denominator, self._key, self._unit, self._parts = denominator, (seed, "mixture", phase), unit, parts
+        self._bounds = [
+            int(bound * denominator) for bound in accumulate(proportions, initial=Fraction(0))
+        ]
+        self._denominator, self._key, self._unit, self._parts = (
+            denominator,
+            (seed, "mixture", phase),
+            unit,
+            parts,
+        )
         needed = math.ceil(1 / min(proportion for proportion in proportions if proportion))
-        # With fewer samples than `needed` the count of a source could decrease, so every part of a block has at least this
-        # many.
+        # With fewer samples than `needed` the count of a source could decrease, so every part of a
+        # block has at least this many.
         self.block_size = -(-needed // max(1, unit // parts)) * unit
         if parts > 1 and self.block_size > max(unit, MAX_BLOCK_SIZE):
             raise UserError(
-                f"data.num_canonical_nodes = {parts:,}: with a source of one sample in {needed:,} the order has blocks"
-                f" of {self.block_size:,} samples, more than {MAX_BLOCK_SIZE:,}; raise its weight or take fewer nodes"
+                f"data.num_canonical_nodes = {parts:,}: with a source of one sample in {needed:,}"
+                f" the order has blocks of {self.block_size:,} samples, more than"
+                f" {MAX_BLOCK_SIZE:,}; raise its weight or take fewer nodes"
             )
         self._cached_block = lru_cache(CACHED_BLOCKS)(self._order_of_block)
         self._lock = Lock()
 
     def assign(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """The source of samples start … stop − 1, start < stop, and how many of that source come before each; int64 each."""
+        """The source of samples start … stop − 1, start < stop, and how many of that source come
+        before each; int64 each.
+        """
         size = self.block_size
         blocks = range(start // size, (stop - 1) // size + 1)
-        sources, ranks = (np.concatenate(arrays) for arrays in zip(*map(self._block, blocks), strict=True))
+        sources, ranks = (
+            np.concatenate(arrays) for arrays in zip(*map(self._block, blocks), strict=True)
+        )
         inside = slice(start - blocks[0] * size, stop - blocks[0] * size)
         return sources[inside].astype(np.int64), ranks[inside]
 
@@ -127,8 +151,12 @@ class BlockOrder:
             slots = np.flatnonzero(part_of_slot == part)
             start += len(slots)
             so_far, counts = counts, self._counts_at(start)
-            order = permutation(len(slots), derive_key(*self._key, block, *([part] if part else [])))(np.arange(len(slots)))
-            sources[slots] = np.repeat(np.arange(len(counts), dtype=np.int16), counts - so_far)[order]
+            order = permutation(
+                len(slots), derive_key(*self._key, block, *([part] if part else []))
+            )(np.arange(len(slots)))
+            sources[slots] = np.repeat(np.arange(len(counts), dtype=np.int16), counts - so_far)[
+                order
+            ]
         quotas = counts - before
         ranks = np.empty(size, np.int64)
         first = np.repeat(np.cumsum(quotas) - quotas - before, quotas)
@@ -138,9 +166,11 @@ class BlockOrder:
 
 @dataclass(frozen=True)
 class _PhaseStart:
-    """Where a phase begins: its first sample, and for each source the samples and epochs before the phase.
+    """Where a phase begins: its first sample, and for each source the samples and epochs before the
+    phase.
 
-    `samples` counts from where the sequence length changed last; `epochs` are those begun before that.
+    `samples` counts from where the sequence length changed last; `epochs` are those begun before
+    that.
     """
 
     sample: int
@@ -150,7 +180,10 @@ class _PhaseStart:
 
 @dataclass(frozen=True)
 class SourceUse:
-    """What samples up to some number use of a source. `epochs` counts in sequences of the length in use then."""
+    """What samples up to some number use of a source.
+
+    `epochs` counts in sequences of the length in use then.
+    """
 
     samples: int
     tokens: int
@@ -158,20 +191,27 @@ class SourceUse:
 
 
 class MixedDataset:
-    """The samples of phases of mixed sources, without end: a pure function of (phases, unit, seed, n).
+    """The samples of phases of mixed sources, without end: a pure function of (phases, unit, seed,
+    n).
 
-    `names` are those of the sources. `unit` divides the length of every phase but the last: the global batch size, so that a
-    batch has one sequence length. `parts` is the number of lanes of the datasets.
+    `names` are those of the sources. `unit` divides the length of every phase but the last: the
+    global batch size, so that a batch has one sequence length. `parts` is the number of lanes of
+    the datasets.
     """
 
-    def __init__(self, names: Sequence[str], phases: Sequence[Phase], *, unit: int, seed: int, parts: int = 1) -> None:
+    def __init__(
+        self, names: Sequence[str], phases: Sequence[Phase], *, unit: int, seed: int, parts: int = 1
+    ) -> None:
         self.names, self.phases = tuple(names), tuple(phases)
         self._unit, self._seed, self._parts = unit, seed, parts
-        # Blocks are laid out by digest, so that the order in which a recipe lists the sources does not matter.
+        # Blocks are laid out by digest, so that the order in which a recipe lists the sources does
+        # not matter.
         digests = [dataset.name for dataset in phases[0].datasets]
         self._by_digest = np.array(sorted(range(len(names)), key=digests.__getitem__), np.int64)
         self._orders = [
-            BlockOrder([phase.proportions[source] for source in self._by_digest], unit, seed, number, parts)
+            BlockOrder(
+                [phase.proportions[source] for source in self._by_digest], unit, seed, number, parts
+            )
             for number, phase in enumerate(phases)
         ]
         self._starts = list(self._phase_starts())
@@ -191,7 +231,9 @@ class MixedDataset:
             yield start
 
     def _counts(self, order: BlockOrder, n: int) -> np.ndarray:
-        """How many of the first n samples of a phase are of each source, in the order of `names`."""
+        """How many of the first n samples of a phase are of each source, in the order of
+        `names`.
+        """
         counts = np.empty(len(self.names), np.int64)
         counts[self._by_digest] = order.counts(n)
         return counts
@@ -207,41 +249,66 @@ class MixedDataset:
         return sum(dataset.sequences_per_epoch for dataset in self.phases[0].datasets)
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """(phase, first sample, sample after the last one) of each phase that samples start … stop − 1 touch."""
+        """(phase, first sample, sample after the last one) of each phase that samples start … stop
+        − 1 touch.
+        """
         ends = [begin.sample for begin in self._starts[1:]]
         for number, (begin, end) in enumerate(zip(self._starts, [*ends, stop], strict=True)):
             if (first := max(start, begin.sample)) < (last := min(stop, end)):
                 yield number, first, last
 
     def assign(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """The source of samples start … stop − 1, and the index of the sequence in it; int64 [samples] each."""
+        """The source of samples start … stop − 1, and the index of the sequence in it; int64
+        [samples] each.
+        """
         if not 0 <= start <= stop:
             raise ValueError(f"samples {start} to {stop}")
         sources, indices = np.zeros(stop - start, np.int64), np.zeros(stop - start, np.int64)
         for number, first, last in self._pieces(start, stop):
-            begin, phase, piece = self._starts[number], self.phases[number], slice(first - start, last - start)
-            positions, ranks = self._orders[number].assign(first - begin.sample, last - begin.sample)
+            begin, phase, piece = (
+                self._starts[number],
+                self.phases[number],
+                slice(first - start, last - start),
+            )
+            positions, ranks = self._orders[number].assign(
+                first - begin.sample, last - begin.sample
+            )
             sources[piece] = self._by_digest[positions]
             ranks += begin.samples[sources[piece]]
             for source in np.unique(sources[piece]):
                 of_source = sources[piece] == source
                 dataset, skipped = phase.datasets[source], int(begin.epochs[source])
-                indices[piece][of_source] = dataset.indices_of(ranks[of_source] + skipped * dataset.sequences_per_epoch)
+                indices[piece][of_source] = dataset.indices_of(
+                    ranks[of_source] + skipped * dataset.sequences_per_epoch
+                )
         return sources, indices
 
-    def sequences(self, start: int, stop: int, *, padding: int = 0, map_rows: MapRows = map) -> PackedSequences:
-        """Samples start … stop − 1, all of one sequence length, with their sources. See `PackedDataset.read`."""
+    def sequences(
+        self, start: int, stop: int, *, padding: int = 0, map_rows: MapRows = map
+    ) -> PackedSequences:
+        """Samples start … stop − 1, all of one sequence length, with their sources.
+
+        See `PackedDataset.read`.
+        """
         sources, indices = self.assign(start, stop)
-        phases = [self.phases[number] for number, first, last in self._pieces(start, stop) for _ in range(first, last)]
+        phases = [
+            self.phases[number]
+            for number, first, last in self._pieces(start, stop)
+            for _ in range(first, last)
+        ]
         if len(lengths := {phase.sequence_length for phase in phases}) != 1:
             raise ValueError(f"samples {start} to {stop} have sequences of {lengths} tokens")
         [sequence_length], [datasets, *_] = lengths, [phase.datasets for phase in phases]
-        extras = sorted({extra for dataset in datasets for extra in dataset.packing.extras}, key=str)
+        extras = sorted(
+            {extra for dataset in datasets for extra in dataset.packing.extras}, key=str
+        )
         sequences = [
             (phase.datasets[source].packing, index)
             for phase, source, index in zip(phases, sources.tolist(), indices.tolist(), strict=True)
         ]
-        out = PackedSequences.empty(len(sequences) + padding, sequence_length, extras, with_sources=len(self.names) > 1)
+        out = PackedSequences.empty(
+            len(sequences) + padding, sequence_length, extras, with_sources=len(self.names) > 1
+        )
         out.fill(range(start, stop), sequences, map_rows)
         if out.source_ids is not None:
             out.source_ids[: len(sequences)] = sources[:, None]
@@ -259,11 +326,18 @@ class MixedDataset:
     def describe_sample(self, n: int) -> str:
         """Where sample n is from, for people."""
         [source], [index] = self.assign(n, n + 1)
-        return f"{self.names[source]}, sequence {index}" if len(self.names) > 1 else f"sequence {index}"
+        return (
+            f"{self.names[source]}, sequence {index}"
+            if len(self.names) > 1
+            else f"sequence {index}"
+        )
 
     def tokens_until(self, n: int) -> int:
         """The tokens in the samples before n, padding included."""
-        return sum((last - first) * self.phases[number].sequence_length for number, first, last in self._pieces(0, n))
+        return sum(
+            (last - first) * self.phases[number].sequence_length
+            for number, first, last in self._pieces(0, n)
+        )
 
     def use_until(self, n: int) -> list[SourceUse]:
         """What the samples before n use of each source."""
@@ -275,10 +349,15 @@ class MixedDataset:
             samples, tokens = samples + counts, tokens + counts * phase.sequence_length
             sizes = np.array([dataset.sequences_per_epoch for dataset in phase.datasets])
             epochs = begin.epochs + (begin.samples + counts) / sizes
-        return [SourceUse(int(a), int(b), float(c)) for a, b, c in zip(samples, tokens, epochs, strict=True)]
+        return [
+            SourceUse(int(a), int(b), float(c))
+            for a, b, c in zip(samples, tokens, epochs, strict=True)
+        ]
 
     def describe_phases(self) -> list[str]:
-        """A line per phase: its steps, mixture and sequence length, and the tokens that its change of length leaves unread."""
+        """A line per phase: its steps, mixture and sequence length, and the tokens that its change
+        of length leaves unread.
+        """
         lines = []
         for number, (phase, start) in enumerate(zip(self.phases, self._starts, strict=True)):
             first = start.sample // self._unit
@@ -288,37 +367,61 @@ class MixedDataset:
                 else (f"steps {first:,} to {first + phase.num_samples // self._unit - 1:,}")
             )
             mixture = ", ".join(
-                f"{name} {float(each):.4g}" for name, each in zip(self.names, phase.proportions, strict=True) if each
+                f"{name} {float(each):.4g}"
+                for name, each in zip(self.names, phase.proportions, strict=True)
+                if each
             )
-            words = f"phase {number + 1}, {steps}: sequences of {phase.sequence_length:,} tokens; {mixture}"
+            words = (
+                f"phase {number + 1}, {steps}: sequences of {phase.sequence_length:,} tokens;"
+                f" {mixture}"
+            )
             lines.append(f"{words}{self._describe_unread(number)}")
         return lines
 
     def _describe_unread(self, number: int) -> str:
         """What a phase with another sequence length leaves unread of the epochs before it."""
-        if number == 0 or self.phases[number].sequence_length == self.phases[number - 1].sequence_length:
+        if (
+            number == 0
+            or self.phases[number].sequence_length == self.phases[number - 1].sequence_length
+        ):
             return ""
         before, start = self.phases[number - 1], self._starts[number - 1]
         assert before.num_samples is not None
         read = start.samples + self._counts(self._orders[number - 1], before.num_samples)
         sizes = [dataset.sequences_per_epoch for dataset in before.datasets]
-        unread = [(name, -int(n) % size, size) for name, n, size in zip(self.names, read, sizes, strict=True)]
+        unread = [
+            (name, -int(n) % size, size)
+            for name, n, size in zip(self.names, read, sizes, strict=True)
+        ]
         listed = ", ".join(f"{name} {left:,} of {size:,}" for name, left, size in unread if left)
         return f"; new epochs begin, sequences left unread: {listed or 'none'}"
 
-    # --- what a checkpoint remembers -----------------------------------------------------------------------------------
+    # --- what a checkpoint remembers --------------------------------------------------------------
 
     def plan_at(self, n: int) -> DataPlan:
-        """All that the samples before n depend on, as JSON: their phases, without later ones, and the names of sources."""
+        """All that the samples before n depend on, as JSON: their phases, without later ones, and
+        the names of sources.
+        """
         digests = [dataset.name for dataset in self.phases[0].datasets]
         plan = DataPlan(version=MIXTURE_VERSION, seed=self._seed, unit=self._unit, phases=[])
         for number, first, last in self._pieces(0, n):
             phase = self.phases[number]
-            used = {name: str(each) for name, each in zip(digests, phase.proportions, strict=True) if each}
-            length, packing = phase.sequence_length, [*phase.datasets[0].plan[:2], *phase.datasets[0].order_plan]
+            used = {
+                name: str(each)
+                for name, each in zip(digests, phase.proportions, strict=True)
+                if each
+            }
+            length, packing = (
+                phase.sequence_length,
+                [*phase.datasets[0].plan[:2], *phase.datasets[0].order_plan],
+            )
             if self._parts > 1 and len(used) > 1:
                 packing.append(self._orders[number].block_size)
-            plan["phases"].append(PhasePlan(samples=last - first, sequence_length=length, proportions=used, packing=packing))
+            plan["phases"].append(
+                PhasePlan(
+                    samples=last - first, sequence_length=length, proportions=used, packing=packing
+                )
+            )
         return {**plan, "names": dict(zip(digests, self.names, strict=True))}
 
     def plan_hash_at(self, n: int) -> str:
@@ -333,19 +436,34 @@ TrainingDataset = PackedDataset | MixedDataset
 
 
 def describe_plan_change(then: DataPlan, now: DataPlan) -> str | None:
-    """How the phases up to a sample differ from an earlier `plan_at` of that sample; None if they are the same."""
-    if "phases" not in then or "phases" not in now or [then.get(name) for name in FIXED] != [now.get(name) for name in FIXED]:
+    """How the phases up to a sample differ from an earlier `plan_at` of that sample; None if they
+    are the same.
+    """
+    if (
+        "phases" not in then
+        or "phases" not in now
+        or [then.get(name) for name in FIXED] != [now.get(name) for name in FIXED]
+    ):
         return None
     for number, (old, new) in enumerate(zip(then["phases"], now["phases"], strict=False), start=1):
         if gone := [digest for digest in old["proportions"] if digest not in now["names"]]:
-            return f"source {then.get('names', {}).get(gone[0], gone[0])} is missing or has other tokens now"
+            return (
+                f"source {then.get('names', {}).get(gone[0], gone[0])} is missing or has other"
+                " tokens now"
+            )
         for digest in {**old["proportions"], **new["proportions"]}:
             before, after = (Fraction(phase["proportions"].get(digest, 0)) for phase in (old, new))
             if before != after:
-                change = f"{now['names'][digest]} was {float(before):.4g} of its samples, here {float(after):.4g}"
+                change = (
+                    f"{now['names'][digest]} was {float(before):.4g} of its samples, here"
+                    f" {float(after):.4g}"
+                )
                 return f"phase {number}: {change} (data.phases keep the weights of the past)"
         if old["sequence_length"] != new["sequence_length"]:
-            return f"phase {number}: its sequences had {old['sequence_length']} tokens, here {new['sequence_length']}"
+            return (
+                f"phase {number}: its sequences had {old['sequence_length']} tokens, here"
+                f" {new['sequence_length']}"
+            )
         if old["samples"] != new["samples"]:
             unit, used = then["unit"], sum(phase["samples"] for phase in then["phases"])
             was, is_now = (phase["samples"] // unit for phase in (old, new))

@@ -1,7 +1,8 @@
-"""`DistributedContext`: this rank, its device and its process groups, and how ranks decide together.
+"""`DistributedContext`: this rank, its device and its process groups, and how ranks decide
+together.
 
-Training uses the default process group. Decisions and errors use a gloo group of their own with a long time-out, so that
-they never pair with a gradient's collective; checkpoints have a third group.
+Training uses the default process group. Decisions and errors use a gloo group of their own with a
+long time-out, so that they never pair with a gradient's collective; checkpoints have a third group.
 """
 
 import ctypes
@@ -22,7 +23,11 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from lmforge.core.distributed.environment import LAUNCHER_PID_VARIABLE, check_local_ranks, count_by_host
+from lmforge.core.distributed.environment import (
+    LAUNCHER_PID_VARIABLE,
+    check_local_ranks,
+    count_by_host,
+)
 from lmforge.core.distributed.folder_marker import FolderMarker
 from lmforge.core.distributed.joining import (
     JOIN_SECONDS,
@@ -47,9 +52,12 @@ T = TypeVar("T")
 
 
 def choose_device(requested: str, local_rank: int = 0) -> torch.device:
-    """`auto`, `cpu` or `cuda` as a device of this process. Raises UserError where CUDA is requested but not available.
+    """`auto`, `cpu` or `cuda` as a device of this process.
 
-    Where the launcher shows each process only its own GPU (Slurm's --gpus-per-task=1), that is device 0.
+    Raises UserError where CUDA is requested but not available.
+
+    Where the launcher shows each process only its own GPU (Slurm's --gpus-per-task=1), that is
+    device 0.
     """
     if requested == "cuda" and not torch.cuda.is_available():
         raise UserError("device = cuda: no CUDA device is visible to torch here; use cpu or auto")
@@ -59,17 +67,25 @@ def choose_device(requested: str, local_rank: int = 0) -> torch.device:
 
 
 def device_index(local_rank: int, num_visible: int) -> int:
-    """The index of this process's GPU among the `num_visible` that it sees. Raises UserError where there are too few."""
+    """The index of this process's GPU among the `num_visible` that it sees.
+
+    Raises UserError where there are too few.
+    """
     if num_visible == 1:
         return 0
     if local_rank >= num_visible:
-        raise UserError(f"local rank {local_rank} has no GPU of its own: this host shows {num_visible}; start fewer ranks")
+        raise UserError(
+            f"local rank {local_rank} has no GPU of its own: this host shows {num_visible}; start"
+            " fewer ranks"
+        )
     return local_rank
 
 
 @dataclass
 class DistributedContext:
-    """This process among the ranks of a run. With one rank there are no process groups, and every method returns at once.
+    """This process among the ranks of a run.
+
+    With one rank there are no process groups, and every method returns at once.
 
     At the end of a `with` block the process groups are destroyed.
 
@@ -122,7 +138,9 @@ class DistributedContext:
         self._communicate(dist.broadcast_object_list, received, src=0)
         return received[0]
 
-    def _communicate(self, collective: Callable[..., object], *arguments: Any, **options: Any) -> None:
+    def _communicate(
+        self, collective: Callable[..., object], *arguments: Any, **options: Any
+    ) -> None:
         if self.control_group is not None:
             with self.wait_context() if self.wait_context is not None else nullcontext():
                 collective(*arguments, **options, group=self.control_group)
@@ -135,24 +153,43 @@ class DistributedContext:
 
     @contextmanager
     def raise_on_all(self, *, names_host: bool = True) -> Iterator[None]:
-        """The block succeeds on all ranks, or raises on all ranks the exception of the lowest rank that failed.
+        """The block succeeds on all ranks, or raises on all ranks the exception of the lowest rank
+        that failed.
 
-        The block must not communicate: a rank that raises inside it would leave the others waiting. Where other hosts have not
-        failed, the message begins with the host (`names_host`).
+        The block must not communicate: a rank that raises inside it would leave the others waiting.
+        Where other hosts have not failed, the message begins with the host (`names_host`).
         """
         problem: BaseException | None = None
         try:
             yield
         except (UserError, RunFailed, OSError) as raised:
             problem = raised
-        outcomes = self.all_gather((platform.node(), None if problem is None else (type(problem), str(problem))))
-        first = next(((rank, host, failure) for rank, (host, failure) in enumerate(outcomes) if failure is not None), None)
+        outcomes = self.all_gather(
+            (platform.node(), None if problem is None else (type(problem), str(problem)))
+        )
+        first = next(
+            (
+                (rank, host, failure)
+                for rank, (host, failure) in enumerate(outcomes)
+                if failure is not None
+            ),
+            None,
+        )
         if first is None:
             return
         rank, host, (error_class, message) = first
         is_foreseen = issubclass(error_class, (UserError, RunFailed))
-        hosts, failed = {each for each, _ in outcomes}, {each for each, failure in outcomes if failure is not None}
-        where = f"{host}: " if names_host and failed < hosts else "" if is_foreseen or rank == 0 else f"rank {rank}: "
+        hosts, failed = (
+            {each for each, _ in outcomes},
+            {each for each, failure in outcomes if failure is not None},
+        )
+        where = (
+            f"{host}: "
+            if names_host and failed < hosts
+            else ""
+            if is_foreseen or rank == 0
+            else f"rank {rank}: "
+        )
         if problem is not None and rank == self.rank_info.rank and not (where and is_foreseen):
             raise problem
         raised_as: Any = error_class if is_foreseen else RunFailed
@@ -161,18 +198,23 @@ class DistributedContext:
         raise copy from problem
 
     def run_once_per_host(self, fn: Callable[[], object]) -> None:
-        """Call `fn`, which must not communicate, on one rank of each host while the others wait, however long it takes.
+        """Call `fn`, which must not communicate, on one rank of each host while the others wait,
+        however long it takes.
 
         What `fn` raises on any host is raised on every rank.
         """
         self._run_while_others_wait(fn, self.rank_info.local_rank == 0)
 
     def run_once_per_folder(self, fn: Callable[[], object], folder: Path) -> None:
-        """As `run_once_per_host`, but only the first of the hosts that share `folder` calls `fn`, which fills it."""
+        """As `run_once_per_host`, but only the first of the hosts that share `folder` calls `fn`,
+        which fills it.
+        """
         self._run_while_others_wait(fn, self._is_first_with(folder))
 
     def _is_first_with(self, folder: Path) -> bool:
-        """Whether this rank is the first one of its host, and its host the first of those that share `folder`."""
+        """Whether this rank is the first one of its host, and its host the first of those that
+        share `folder`.
+        """
         info = self.rank_info
         first_of_host = info.local_rank == 0
         if info.local_world_size == info.world_size:
@@ -180,7 +222,9 @@ class DistributedContext:
         marker = FolderMarker(folder) if first_of_host else None
         try:
             names = self.all_gather(marker and marker.shared_name)
-            sees_another = marker is not None and any(marker.sees(name) for name in names[: info.rank] if name)
+            sees_another = marker is not None and any(
+                marker.sees(name) for name in names[: info.rank] if name
+            )
             self.all_gather(None)  # every rank looks before the markers are removed
         finally:
             if marker is not None:
@@ -208,16 +252,19 @@ class DistributedContext:
         return self.broadcast(result)
 
 
-def init_distributed(device: str = "auto", threads: int | None = None, timeout: timedelta | None = None) -> DistributedContext:
-    """Join the other ranks as the launcher's variables say (`environment.py`); a process that was not launched is alone.
+def init_distributed(
+    device: str = "auto", threads: int | None = None, timeout: timedelta | None = None
+) -> DistributedContext:
+    """Join the other ranks as the launcher's variables say (`environment.py`); a process that was
+    not launched is alone.
 
     device: auto, cpu or cuda.
     threads: CPU threads of this rank; by default its part of the cores.
-    timeout: after which a collective of the training group fails, and with NCCL aborts the process; by default torch's (10
-        minutes with NCCL, 30 with gloo).
+    timeout: after which a collective of the training group fails, and with NCCL aborts the process;
+        by default torch's (10 minutes with NCCL, 30 with gloo).
 
-    Raises UserError for a device that is not there or that ranks share, for many more threads than cores, and for variables
-    that are no launcher's; RunFailed where rank 0 does not answer.
+    Raises UserError for a device that is not there or that ranks share, for many more threads than
+    cores, and for variables that are no launcher's; RunFailed where rank 0 does not answer.
     """
     info = read_rank_info()
     _terminate_with_launcher()
@@ -227,18 +274,19 @@ def init_distributed(device: str = "auto", threads: int | None = None, timeout: 
         set_allocator_defaults()
         torch.cuda.set_device(chosen)
     _check_threads(threads)
-    # torchrun sets OMP_NUM_THREADS=1 for every rank, which leaves cores idle on a CPU, and, with cpu_offload, in the
-    # optimizer of a rank on a GPU.
+    # torchrun sets OMP_NUM_THREADS=1 for every rank, which leaves cores idle on a CPU, and, with
+    # cpu_offload, in the optimizer of a rank on a GPU.
     torch.set_num_threads(threads or threads_per_rank(info.local_world_size))
     if not on_gpu:
         keep_freed_memory()
     if info.world_size == 1:
         return DistributedContext(info, chosen, None)
     global _store, _init_count, _reports_errors
-    # Flight recorder: the last collectives of each rank, for the report of a stall. It costs 5 µs a collective, and is read
-    # when the first group is made.
+    # Flight recorder: the last collectives of each rank, for the report of a stall. It costs 5 µs a
+    # collective, and is read when the first group is made.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000" if on_gpu else "64")
-    # Each initialization in the same processes has its own prefix, so that it does not find the keys of an earlier one.
+    # Each initialization in the same processes has its own prefix, so that it does not find the
+    # keys of an earlier one.
     _init_count, _reports_errors = _init_count + 1, None
     allow_open_connections(info.world_size)
     find_rank0(info)
@@ -254,7 +302,8 @@ def init_distributed(device: str = "auto", threads: int | None = None, timeout: 
             if "failed to listen" not in str(problem):
                 raise
             raise UserError(
-                f"environment: MASTER_PORT = {os.environ['MASTER_PORT']}: rank 0 cannot listen on it; choose a free port"
+                f"environment: MASTER_PORT = {os.environ['MASTER_PORT']}: rank 0 cannot listen on"
+                " it; choose a free port"
             ) from None
         _store = dist.PrefixStore(f"lmforge-{_init_count}", store)
         # A launcher may have counted some of the ranks: they tell the others.
@@ -262,15 +311,26 @@ def init_distributed(device: str = "auto", threads: int | None = None, timeout: 
         if places := exchange("host", _store, rank, world_size, place, reads=not info.is_counted):
             check_local_ranks(places)
             info = count_by_host(info, [host for host, _ in places])
-            os.environ |= {"LOCAL_WORLD_SIZE": f"{info.local_world_size}", "GROUP_RANK": f"{info.node}"}
+            os.environ |= {
+                "LOCAL_WORLD_SIZE": f"{info.local_world_size}",
+                "GROUP_RANK": f"{info.node}",
+            }
             torch.set_num_threads(threads or threads_per_rank(info.local_world_size))
         choose_gloo_interface(several_hosts=info.local_world_size < info.world_size)
-        if on_gpu:  # before NCCL connects the ranks: its own error for two ranks on one GPU is unclear
+        # Before NCCL connects the ranks: its own error for two ranks on one GPU is unclear.
+        if on_gpu:
             identity = platform.node(), str(torch.cuda.get_device_properties(chosen).uuid)
             check_gpus_differ(exchange("gpu", _store, rank, world_size, identity))
         # On GPUs gloo too, for tensors in host memory.
         backend, device_id = ("cpu:gloo,cuda:nccl", chosen) if on_gpu else ("gloo", None)
-        dist.init_process_group(backend, store=_store, rank=rank, world_size=world_size, device_id=device_id, timeout=timeout)
+        dist.init_process_group(
+            backend,
+            store=_store,
+            rank=rank,
+            world_size=world_size,
+            device_id=device_id,
+            timeout=timeout,
+        )
     with report_missing_ranks(info.rank, info.world_size, f"{_init_count}-groups"):
         control = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT, group_desc="control")
         saving = dist.new_group(backend="gloo", timeout=CONTROL_TIMEOUT, group_desc="saving")
@@ -278,7 +338,9 @@ def init_distributed(device: str = "auto", threads: int | None = None, timeout: 
 
 
 def code_digest() -> str:
-    """Hexadecimal digits that differ where the code of lmforge does: a clone on each host may be another commit."""
+    """Hexadecimal digits that differ where the code of lmforge does: a clone on each host may be
+    another commit.
+    """
     folder = Path(__file__).parents[2]  # the whole package
     digest = xxhash.xxh3_64()
     for path in sorted(folder.rglob("*.py")):
@@ -294,35 +356,56 @@ def describe_other_code(dist_ctx: DistributedContext) -> list[str]:
     differing = [f"{host} has {digest}" for host, digest in others if digest != usual]
     if not differing:
         return []
-    return [f"the code of lmforge differs: {first} has {usual}, {name_some(differing)}; install the same on all hosts"]
+    return [
+        (
+            f"the code of lmforge differs: {first} has {usual}, {name_some(differing)}; install the"
+            " same on all hosts"
+        )
+    ]
 
 
 def use_device_in_thread(device: torch.device) -> None:
-    """Make a rank's GPU the current one of this thread. A new thread begins with GPU 0, and would open a context on it."""
+    """Make a rank's GPU the current one of this thread.
+
+    A new thread begins with GPU 0, and would open a context on it.
+    """
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
 
 
 def exchange(
-    what: str, store: dist.Store, rank: int, world_size: int, value: tuple[Any, ...], *, reads: bool = True
+    what: str,
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    value: tuple[Any, ...],
+    *,
+    reads: bool = True,
 ) -> list[Any]:
-    """`value`, of JSON's types, of every rank, by rank. Every rank calls it; it waits for the others as `store.get` does.
-    One that does not read waits for none, and gets none."""
+    """`value`, of JSON's types, of every rank, by rank.
+
+    Every rank calls it; it waits for the others as `store.get` does. One that does not read waits
+    for none, and gets none.
+    """
     store.set(f"{what}-{rank}", json.dumps(value))
     values = store.multi_get([f"{what}-{number}" for number in range(world_size)]) if reads else []
     store.set(f"{what}-read-{rank}", "")
-    if reads and rank == 0:  # rank 0 serves the store, so it must not end before the others have read
+    # Rank 0 serves the store, so it must not end before the others have read.
+    if reads and rank == 0:
         store.wait([f"{what}-read-{number}" for number in range(world_size)])
     return [tuple(json.loads(each)) for each in values]
 
 
 def check_gpus_differ(gpus: Sequence[tuple[str, str]]) -> None:
-    """Raise UserError where two ranks have the same (host, GPU). NCCL would fail with a message that names neither."""
+    """Raise UserError where two ranks have the same (host, GPU).
+
+    NCCL would fail with a message that names neither.
+    """
     for rank, gpu in enumerate(gpus):
         if (first := gpus.index(gpu)) < rank:
             raise UserError(
-                f"ranks {first} and {rank} have the same GPU of {gpu[0]}; start one rank for each GPU,"
-                " or let the launcher show each rank a GPU of its own"
+                f"ranks {first} and {rank} have the same GPU of {gpu[0]}; start one rank for each"
+                " GPU, or let the launcher show each rank a GPU of its own"
             )
 
 
@@ -330,17 +413,27 @@ def _check_threads(threads: int | None) -> None:
     cores = threads_per_rank(1)
     most = max(MIN_THREADS_LIMIT, THREADS_PER_CORE * cores)
     if threads and threads > most:
-        raise UserError(f"train.threads = {threads}: this process may use {cores} cores; leave it out, or give at most {most}")
+        raise UserError(
+            f"train.threads = {threads}: this process may use {cores} cores; leave it out, or give"
+            f" at most {most}"
+        )
 
 
 def _terminate_with_launcher() -> None:
-    """Make the kernel send SIGTERM when the launcher is killed. Otherwise ranks would continue to train, and keep the run
-    locked."""
+    """Make the kernel send SIGTERM when the launcher is killed.
+
+    Otherwise ranks would continue to train, and keep the run locked.
+    """
     global _launcher
     library = ctypes.CDLL(None)
     # Removed, because processes that a rank starts have another parent.
     launcher = os.environ.pop(LAUNCHER_PID_VARIABLE, None)
-    if launcher is None or not launcher.isdecimal() or "RANK" not in os.environ or not hasattr(library, "prctl"):
+    if (
+        launcher is None
+        or not launcher.isdecimal()
+        or "RANK" not in os.environ
+        or not hasattr(library, "prctl")
+    ):
         return
     _launcher, parent_death_signal = int(launcher), 1
     library.prctl(parent_death_signal, signal.SIGTERM)
@@ -361,8 +454,9 @@ def launcher_is_lost() -> bool:
 def keep_freed_memory() -> None:
     """Let glibc keep the memory of freed tensors, as the GPU allocator does.
 
-    By default it returns large blocks to the kernel, which then maps and zeroes memory for every activation of every step:
-    5 to 8 % of a training step on a CPU. On macOS and musl this does nothing.
+    By default it returns large blocks to the kernel, which then maps and zeroes memory for every
+    activation of every step: 5 to 8 % of a training step on a CPU. On macOS and musl this does
+    nothing.
     """
     library = ctypes.CDLL(None)
     if not (hasattr(library, "mallopt") and hasattr(library, "gnu_get_libc_version")):
@@ -379,9 +473,9 @@ def destroy_distributed() -> None:
         release_standby(dist.get_rank())
         dist.destroy_process_group()
         if "torch.distributed.tensor" in sys.modules:
-            # Results are kept by the shape of their mesh: a later run of this process would be given groups that are gone.
-            # Private to torch; checked with 2.11 and 2.13.0. torch.distributed.tensor.debug has it too, but its import takes a
-            # second.
+            # Results are kept by the shape of their mesh: a later run of this process would be
+            # given groups that are gone. Private to torch; checked with 2.11 and 2.13.0.
+            # torch.distributed.tensor.debug has it too, but its import takes a second.
             from torch.distributed.tensor import DTensor, _redistribute
 
             DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
@@ -389,7 +483,8 @@ def destroy_distributed() -> None:
             _redistribute._gen_transform_infos.cache_clear()
 
 
-# The store outlives the groups: it still answers when another rank has died and every collective fails.
+# The store outlives the groups: it still answers when another rank has died and every collective
+# fails.
 _store: dist.Store | None = None
 _init_count = 0
 _launcher: int | None = None

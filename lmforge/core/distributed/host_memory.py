@@ -1,4 +1,7 @@
-"""How much of the host's memory this process may still allocate, by the limits of Linux. This module does not import torch."""
+"""How much of the host's memory this process may still allocate, by the limits of Linux.
+
+This module does not import torch.
+"""
 
 import re
 import resource
@@ -21,7 +24,8 @@ class AvailableMemory:
 
 
 def available_host_memory(local_world_size: int) -> AvailableMemory | None:
-    """The tightest limit on this process's part of the host's memory; None where the system does not report it.
+    """The tightest limit on this process's part of the host's memory; None where the system does
+    not report it.
 
     Memory that the ranks of a host have in common is divided equally.
     """
@@ -38,7 +42,9 @@ def available_host_memory(local_world_size: int) -> AvailableMemory | None:
     ):
         limit, _ = resource.getrlimit(which)
         if limit != resource.RLIM_INFINITY:
-            limits.append(AvailableMemory(used, max(0, limit - used), f"{format_memory(limit)} of {words}"))
+            limits.append(
+                AvailableMemory(used, max(0, limit - used), f"{format_memory(limit)} of {words}")
+            )
     for limit, used in _container_limits():
         free = max(0, limit - used) // local_world_size
         limits.append(AvailableMemory(resident, free, f"{format_memory(limit)} of this container"))
@@ -46,7 +52,10 @@ def available_host_memory(local_world_size: int) -> AvailableMemory | None:
 
 
 def _container_limits() -> Iterator[tuple[int, int]]:
-    """(limit, bytes in use) of this process's container. Cached files do not count: the kernel drops them when it must."""
+    """(limit, bytes in use) of this process's container.
+
+    Cached files do not count: the kernel drops them when it must.
+    """
     for folder, limit_name, used_name, cached in (
         (CGROUP_FOLDER, "memory.max", "memory.current", ("active_file", "inactive_file")),
         (
@@ -58,7 +67,9 @@ def _container_limits() -> Iterator[tuple[int, int]]:
     ):
         try:
             limit, used = (int(Path(folder, name).read_text()) for name in (limit_name, used_name))
-            statistics = dict(re.findall(r"^(\w+) (\d+)$", Path(folder, "memory.stat").read_text(), re.M))
+            statistics = dict(
+                re.findall(r"^(\w+) (\d+)$", Path(folder, "memory.stat").read_text(), re.M)
+            )
         except (OSError, ValueError):  # "max"
             continue
         yield limit, used - sum(int(statistics.get(name, 0)) for name in cached)
@@ -72,6 +83,9 @@ def format_memory(count: float) -> str:
 def read_kib_table(path: Path) -> dict[str, int]:
     """Bytes by name, from a file in the form of /proc/meminfo; empty where there is none."""
     try:
-        return {name: int(kib) * 2**10 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB$", path.read_text(), re.M)}
+        return {
+            name: int(kib) * 2**10
+            for name, kib in re.findall(r"^(\w+):\s+(\d+) kB$", path.read_text(), re.M)
+        }
     except OSError:
         return {}

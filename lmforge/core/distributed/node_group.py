@@ -1,8 +1,10 @@
-"""The nodes of one run: how their launchers connect, which nodes are missing or lost, and how all end with one exit status.
+"""The nodes of one run: how their launchers connect, which nodes are missing or lost, and how all
+end with one exit status.
 
-On each node one launcher (`lmforge pretrain …` with NODES_VARIABLE and its neighbours set) starts the ranks of that node. The
-first one serves a store for the others. torch's launcher, which starts the ranks, does not name a missing node, and does not
-distinguish an interruption from invalid input. This store serves both. Ranks themselves are in `distributed.py`.
+On each node one launcher (`lmforge pretrain …` with NODES_VARIABLE and its neighbours set) starts
+the ranks of that node. The first one serves a store for the others. torch's launcher, which starts
+the ranks, does not name a missing node, and does not distinguish an interruption from invalid
+input. This store serves both. Ranks themselves are in `distributed.py`.
 """
 
 import json
@@ -21,11 +23,27 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from lmforge import __version__
-from lmforge.core.distributed.environment import ADDRESS_VARIABLE, NODE_RANK_VARIABLE, NODES_VARIABLE, STATUS_VARIABLE
-from lmforge.core.distributed.launch import Rendezvous, launcher_environment, print_restart, start_ranks
+from lmforge.core.distributed.environment import (
+    ADDRESS_VARIABLE,
+    NODE_RANK_VARIABLE,
+    NODES_VARIABLE,
+    STATUS_VARIABLE,
+)
+from lmforge.core.distributed.launch import (
+    Rendezvous,
+    launcher_environment,
+    print_restart,
+    start_ranks,
+)
 from lmforge.core.distributed.processes import INTERRUPTED_STATUSES
 from lmforge.core.distributed.rendezvous import answer_with_port, ask_rank0, free_port
-from lmforge.core.distributed.waiting import await_listener, call_bounded, describe_connection_error, print_line, wait_until
+from lmforge.core.distributed.waiting import (
+    await_listener,
+    call_bounded,
+    describe_connection_error,
+    print_line,
+    wait_until,
+)
 from lmforge.core.errors import EXIT_PEER_LOST, PeerLost, UserError, name_some
 from lmforge.core.files.atomic_files import atomic_write_text
 from lmforge.core.files.untrusted import cut, quoted
@@ -34,22 +52,26 @@ from lmforge.core.options.operation import MAX_PORT
 JOIN_SECONDS = 600.0
 # These distinguish the starts of a job, which is queued again.
 START_VARIABLES = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "PBS_JOBID")
-# After this time a node whose launcher sends no heartbeat is lost, and so is the first node if it does not answer.
+# After this time a node whose launcher sends no heartbeat is lost, and so is the first node if it
+# does not answer.
 LOST_AFTER_SECONDS = 60.0
 BEAT_SECONDS = 2.0
-# The time that ranks get to end by themselves after another node's have failed; and again after SIGTERM.
+# The time that ranks get to end by themselves after another node's have failed; and again after
+# SIGTERM.
 PATIENCE_SECONDS = 30.0
 # The first node waits this long for the others to read its decision.
 READ_SECONDS = 10.0
-# The precedence of statuses where nodes end with different ones: invalid input, interrupted, failed, a lost peer.
+# The precedence of statuses where nodes end with different ones: invalid input, interrupted,
+# failed, a lost peer.
 PRECEDENCE = [2, *INTERRUPTED_STATUSES, 1, EXIT_PEER_LOST]
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class NodeGroup:
-    """The nodes of a run, by name; `rank` is this one's index, `address` and `port` are of the first. Where the port is 0, it
-    takes a free one."""
+    """The nodes of a run, by name; `rank` is this one's index, `address` and `port` are of the
+    first. Where the port is 0, it takes a free one.
+    """
 
     names: tuple[str, ...]
     rank: int
@@ -66,7 +88,8 @@ class NodeGroup:
 
 
 def read_node_group() -> NodeGroup | None:
-    """The nodes from the variables of a launcher script; None where there is no such script, or this process is a rank.
+    """The nodes from the variables of a launcher script; None where there is no such script, or
+    this process is a rank.
 
     Raises UserError where the variables do not fit together.
     """
@@ -77,8 +100,8 @@ def read_node_group() -> NodeGroup | None:
     host, _, port = address.rpartition(":")
     if not names or not host or not port.isdecimal() or int(port) > MAX_PORT:
         raise UserError(
-            f"environment: {NODES_VARIABLE} = {cut(nodes)!r}, {ADDRESS_VARIABLE} = {cut(address)!r}: expected"
-            " comma-separated names, and HOST:PORT"
+            f"environment: {NODES_VARIABLE} = {cut(nodes)!r}, {ADDRESS_VARIABLE} ="
+            f" {cut(address)!r}: expected comma-separated names, and HOST:PORT"
         )
     return NodeGroup(names, _node_rank(names), host, int(port))
 
@@ -87,14 +110,19 @@ def _node_rank(names: tuple[str, ...]) -> int:
     text = os.environ.get(NODE_RANK_VARIABLE, os.environ.get("SLURM_NODEID", ""))
     if text:
         if not text.isdecimal() or int(text) >= len(names):
-            raise UserError(f"environment: {NODE_RANK_VARIABLE} = {quoted(text)}: expected a number below {len(names)}")
+            raise UserError(
+                f"environment: {NODE_RANK_VARIABLE} = {quoted(text)}: expected a number below"
+                f" {len(names)}"
+            )
         return int(text)
     own = socket.gethostname()
     short = [name.partition(".")[0] for name in names]
     if len(names) == 1:
         return 0
     if own.partition(".")[0] not in short:
-        raise UserError(f"environment: {NODES_VARIABLE} names {cut(', '.join(names))}, and this host is {own}")
+        raise UserError(
+            f"environment: {NODES_VARIABLE} names {cut(', '.join(names))}, and this host is {own}"
+        )
     return short.index(own.partition(".")[0])
 
 
@@ -107,11 +135,12 @@ def launch_on_node(
     restart_arguments: Sequence[str],
     has_begun: Callable[[], bool],
 ) -> int:
-    """As `launch_local`, together with the launchers of the other nodes: all return the same status. Where STATUS_VARIABLE
-    names a file, the first node writes it there.
+    """As `launch_local`, together with the launchers of the other nodes: all return the same
+    status. Where STATUS_VARIABLE names a file, the first node writes it there.
 
-    Returns EXIT_PEER_LOST where a node was lost: the program that started the launchers may start them again. Raises UserError
-    where the nodes do not fit together or the port is taken, PeerLost where some nodes do not join.
+    Returns EXIT_PEER_LOST where a node was lost: the program that started the launchers may start
+    them again. Raises UserError where the nodes do not fit together or the port is taken, PeerLost
+    where some nodes do not join.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
@@ -122,12 +151,16 @@ def launch_on_node(
             for number in range(max_restarts + 1):
                 words = [*arguments, *(restart_arguments if number else ())]
                 with StartAttempt(node_store, number) as attempt:
-                    attempt.status, attempt.reason = start_ranks(num_processes, words, interruption, attempt.rendezvous)
+                    attempt.status, attempt.reason = start_ranks(
+                        num_processes, words, interruption, attempt.rendezvous
+                    )
                 if attempt.ended_by_watcher:
                     interruption.status = 0  # the signal was our own
                 attempt.was_interrupted = interruption.status != 0
                 status, again = attempt.agree(number < max_restarts and has_begun())
-                if group.rank == 0 and (again or (status == EXIT_PEER_LOST and number == max_restarts)):
+                if group.rank == 0 and (
+                    again or (status == EXIT_PEER_LOST and number == max_restarts)
+                ):
                     print_restart(number, max_restarts, attempt.reason, arguments)
                 if not again:
                     write_status(group, status)
@@ -157,20 +190,27 @@ class NodeStore:
         self.lost: set[int] = set()
 
     def call(self, fn: Callable[[Any], T]) -> T:
-        """`fn` of the store. Raises PeerLost where the first node, which serves it, does not answer."""
+        """`fn` of the store.
+
+        Raises PeerLost where the first node, which serves it, does not answer.
+        """
         if not self._is_cut_off:
             try:
                 if self.group.rank == 0:
                     return fn(self._store)
                 return call_bounded(partial(fn, self._store), LOST_AFTER_SECONDS)
             except (RuntimeError, TimeoutError):
-                # A call that has not returned blocks the store's client: later calls would wait for it.
+                # A call that has not returned blocks the store's client: later calls would wait for
+                # it.
                 self._is_cut_off = True
         raise self.group.first_lost()
 
     def check_in(self, num_processes: int) -> None:
-        """Wait for all nodes, and report which are missing. Raises PeerLost after the time limit, UserError where the versions
-        or numbers of processes differ."""
+        """Wait for all nodes, and report which are missing.
+
+        Raises PeerLost after the time limit, UserError where the versions or numbers of processes
+        differ.
+        """
         group = self.group
         own = {"lmforge": __version__, "processes": num_processes}
         self.put(f"node/{group.rank}", json.dumps(own))
@@ -191,7 +231,10 @@ class NodeStore:
             return not missing
 
         def line(waited: float) -> str:
-            reason = f"not started, or cannot reach {group.address}{f':{group.port}' if group.port else ''}"
+            reason = (
+                "not started, or cannot reach"
+                f" {group.address}{f':{group.port}' if group.port else ''}"
+            )
             return f"waiting for {group.describe(missing)}: {reason} ({waited:.0f} s)"
 
         if wait_until(are_all_here, JOIN_SECONDS, line):
@@ -204,7 +247,10 @@ class NodeStore:
             theirs = json.loads(self._store.get(f"node/{rank}"))
             for what, value in own.items():
                 if theirs.get(what) != value:
-                    return f"{name} has {what} {theirs.get(what)}, {self.group.names[0]} has {value}; use the same on all nodes"
+                    return (
+                        f"{name} has {what} {theirs.get(what)}, {self.group.names[0]} has {value};"
+                        " use the same on all nodes"
+                    )
         return None
 
     def put(self, key: str, value: str) -> None:
@@ -219,11 +265,17 @@ class NodeStore:
 
 
 class StartAttempt:
-    """One start of all ranks, a context that every node enters. In it, a thread watches the other nodes and ends this node's
-    ranks if another one fails."""
+    """One start of all ranks, a context that every node enters.
+
+    In it, a thread watches the other nodes and ends this node's ranks if another one fails.
+    """
 
     def __init__(self, node_store: NodeStore, number: int) -> None:
-        self._node_store, self._group, self._prefix = node_store, node_store.group, f"attempt/{number}"
+        self._node_store, self._group, self._prefix = (
+            node_store,
+            node_store.group,
+            f"attempt/{number}",
+        )
         self.status = EXIT_PEER_LOST
         self.reason = ""
         self.ended_by_watcher = self.was_interrupted = False
@@ -235,7 +287,10 @@ class StartAttempt:
         else:
             port = node_store.get(f"{self._prefix}/port", JOIN_SECONDS)
         self.rendezvous = Rendezvous(
-            len(self._group.names), self._group.rank, f"{self._group.address}:{port}", f"lmforge-{number}"
+            len(self._group.names),
+            self._group.rank,
+            f"{self._group.address}:{port}",
+            f"lmforge-{number}",
         )
 
     def __enter__(self) -> Self:
@@ -258,14 +313,20 @@ class StartAttempt:
             status, again = json.loads(node_store.get(f"{prefix}/verdict", math.inf))
             node_store.call(lambda store: store.add(f"{prefix}/read", 1))
         except PeerLost as problem:
-            for line in ([self.reason] if self.reason else []) + ([] if self.ended_by_watcher else [str(problem)]):
+            for line in ([self.reason] if self.reason else []) + (
+                [] if self.ended_by_watcher else [str(problem)]
+            ):
                 print_line(line)
             return (self.status if self.status in INTERRUPTED_STATUSES else EXIT_PEER_LOST), False
         return int(status), bool(again)
 
     def _decide(self, may_restart: bool, store: Any) -> tuple[int, bool]:
         """The result of `agree` for all nodes, from the status of each; on the first node."""
-        node_store, num_nodes, heartbeats = self._node_store, len(self._group.names), _PeerHeartbeats()
+        node_store, num_nodes, heartbeats = (
+            self._node_store,
+            len(self._group.names),
+            _PeerHeartbeats(),
+        )
         statuses, reasons = {0: self.status}, [self.reason]
         store.set(f"{self._prefix}/status/0", str(self.status))
 
@@ -284,7 +345,9 @@ class StartAttempt:
         for reason in filter(None, reasons):
             print_line(reason)
             self.reason = reason
-        status = next((each for each in PRECEDENCE if each in statuses.values()), max(statuses.values()))
+        status = next(
+            (each for each in PRECEDENCE if each in statuses.values()), max(statuses.values())
+        )
         if node_store.lost and status in INTERRUPTED_STATUSES and not self.was_interrupted:
             status = EXIT_PEER_LOST  # the ranks of a lost launcher have made all of them save
         again = status == EXIT_PEER_LOST and may_restart and not node_store.lost
@@ -295,7 +358,9 @@ class StartAttempt:
         return status, again
 
     def _watch(self) -> None:
-        """Send heartbeats of this node; end its ranks when another node is lost or its ranks have failed."""
+        """Send heartbeats of this node; end its ranks when another node is lost or its ranks have
+        failed.
+        """
         heartbeats, failed_at = _PeerHeartbeats(), None
         while not self._stop.wait(BEAT_SECONDS):
             try:
@@ -304,7 +369,9 @@ class StartAttempt:
                 self._end_ranks(str(problem))
                 return
             if lost:
-                self._end_ranks(f"{self._group.describe(lost)}: no heartbeat for {LOST_AFTER_SECONDS:.0f} s")
+                self._end_ranks(
+                    f"{self._group.describe(lost)}: no heartbeat for {LOST_AFTER_SECONDS:.0f} s"
+                )
                 return
             if has_failed and failed_at is None:
                 failed_at = time.monotonic()
@@ -317,7 +384,9 @@ class StartAttempt:
         group, prefix = self._group, self._prefix
         store.set(f"beat/{group.rank}", str(time.monotonic()))
         others = [rank for rank in range(len(group.names)) if rank != group.rank]
-        if group.rank == 0 and (lost := [rank for rank in others if heartbeats.is_lost(store, rank)]):
+        if group.rank == 0 and (
+            lost := [rank for rank in others if heartbeats.is_lost(store, rank)]
+        ):
             self._node_store.lost |= set(lost)
             store.set(f"{prefix}/lost", json.dumps(lost))
         if store.check([f"{prefix}/lost"]):
@@ -346,7 +415,9 @@ class _PeerHeartbeats:
         self._seen: dict[int, tuple[bytes, float]] = {}
 
     def is_lost(self, store: Any, rank: int) -> bool:
-        """Whether a node has sent no heartbeat for LOST_AFTER_SECONDS, as seen in calls to this object."""
+        """Whether a node has sent no heartbeat for LOST_AFTER_SECONDS, as seen in calls to this
+        object.
+        """
         key, now = f"beat/{rank}", time.monotonic()
         value = store.get(key) if store.check([key]) else b""
         last, since = self._seen.get(rank, (None, now))
@@ -357,8 +428,9 @@ class _PeerHeartbeats:
 
 
 def agree_on_address(group: NodeGroup, seconds: float = JOIN_SECONDS) -> tuple[str, int]:
-    """The host and port where the others reach the first node; where the port is 0, it takes a free one, for which the others
-    ask it. Raises PeerLost where it does not answer in so many seconds."""
+    """The host and port where the others reach the first node; where the port is 0, it takes a free
+    one, for which the others ask it. Raises PeerLost where it does not answer in so many seconds.
+    """
     if group.port:
         return group.address, group.port
     identity = "-".join([*group.names, *(os.environ.get(name, "") for name in START_VARIABLES)])
@@ -370,7 +442,10 @@ def agree_on_address(group: NodeGroup, seconds: float = JOIN_SECONDS) -> tuple[s
 
 
 def _open_store(group: NodeGroup) -> Any:
-    """The store that the first node serves. Raises UserError where it cannot, PeerLost where it is not reached."""
+    """The store that the first node serves.
+
+    Raises UserError where it cannot, PeerLost where it is not reached.
+    """
     import torch.distributed as dist
 
     address, port = agree_on_address(group)
@@ -381,14 +456,24 @@ def _open_store(group: NodeGroup) -> Any:
         except dist.DistNetworkError as problem:
             if "failed to listen" in str(problem) or "in use" in str(problem):
                 raise UserError(
-                    f"port {port} of {group.names[0]} is in use: by another run? no other is taken, since --launch.port"
-                    " names this one: give another, or none for any that is free"
+                    f"port {port} of {group.names[0]} is in use: by another run? no other is taken,"
+                    " since --launch.port names this one: give another, or none for any that is"
+                    " free"
                 ) from None
-            raise UserError(f"{where}: this is not an address of {group.names[0]}; give its --launch.address") from None
+            raise UserError(
+                f"{where}: this is not an address of {group.names[0]}; give its --launch.address"
+            ) from None
     silence = f"{group.names[group.rank]} cannot reach {group.names[0]} at {where}"
     try:
-        await_listener(address, port, JOIN_SECONDS, lambda reason, waited: f"{silence} yet: {reason} ({waited:.0f} s)")
-        return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=LOST_AFTER_SECONDS))
+        await_listener(
+            address,
+            port,
+            JOIN_SECONDS,
+            lambda reason, waited: f"{silence} yet: {reason} ({waited:.0f} s)",
+        )
+        return dist.TCPStore(
+            address, port, is_master=False, timeout=timedelta(seconds=LOST_AFTER_SECONDS)
+        )
     except OSError as problem:
         raise PeerLost(f"{silence}: {describe_connection_error(problem)}") from None
     except RuntimeError:

@@ -1,9 +1,11 @@
-"""How the ranks of Slurm and MPI connect: the hosts of the job, and the free port that rank 0 sends to the others.
+"""How the ranks of Slurm and MPI connect: the hosts of the job, and the free port that rank 0 sends
+to the others.
 
-torchrun sets MASTER_ADDR and MASTER_PORT. Elsewhere rank 0 takes a free port for the store, and answers on one of a few ports
-that follow from the job's identity; the others ask there, on the first hosts of the job. Answers for other jobs are ignored, so
-two jobs on one host do not mix. Where a batch script has set both variables, they are used unchanged. This module does not
-import torch.
+torchrun sets MASTER_ADDR and MASTER_PORT. Elsewhere rank 0 takes a free port for the store, and
+answers on one of a few ports that follow from the job's identity; the others ask there, on the
+first hosts of the job. Answers for other jobs are ignored, so two jobs on one host do not mix.
+Where a batch script has set both variables, they are used unchanged. This module does not import
+torch.
 """
 
 import hashlib
@@ -23,7 +25,8 @@ from lmforge.core.errors import PeerLost, RunFailed, UserError, prefix_errors
 from lmforge.core.files.untrusted import describe_os_error, quoted, read_bounded
 
 NUM_CANDIDATE_PORTS = 8
-# Below the ports that systems use for outgoing connections. docs/clusters.md lists them for firewalls.
+# Below the ports that systems use for outgoing connections. docs/clusters.md lists them for
+# firewalls.
 PORTS = range(20_000, 32_000)
 # The host of rank 0 is the first one, unless ranks were distributed in another order.
 MAX_HOSTS_ASKED = 16
@@ -38,11 +41,16 @@ JOB_VARIABLES = {
 
 
 def list_hosts(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """The hosts of this job as Slurm or PBS names them, the first one first, each once; empty outside of a job.
+    """The hosts of this job as Slurm or PBS names them, the first one first, each once; empty
+    outside of a job.
 
     Raises UserError where the list cannot be read.
     """
-    if nodes := environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST"):
+    if (
+        nodes := environ.get("SLURM_STEP_NODELIST")
+        or environ.get("SLURM_JOB_NODELIST")
+        or environ.get("SLURM_NODELIST")
+    ):
         return _expand_slurm_hosts(nodes)
     if file := environ.get("PBS_NODEFILE"):
         return _read_hosts("PBS_NODEFILE", file)
@@ -55,11 +63,15 @@ def _expand_slurm_hosts(nodes: str) -> list[str]:
     status, printed, message = try_call(["scontrol", "show", "hostnames", nodes])
     if status == NOT_INSTALLED:
         raise UserError(
-            f"environment: the hosts of this job, {quoted(nodes)}: scontrol is not here (in a container?); set MASTER_ADDR in"
-            ' the batch script: export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1)'
+            f"environment: the hosts of this job, {quoted(nodes)}: scontrol is not here (in a"
+            " container?); set MASTER_ADDR in the batch script: export MASTER_ADDR=$(scontrol show"
+            ' hostnames "$SLURM_JOB_NODELIST" | head -n1)'
         )
     if status or not printed.split():
-        raise UserError(f"environment: scontrol show hostnames {quoted(nodes)} failed ({quoted(message)}); set MASTER_ADDR")
+        raise UserError(
+            f"environment: scontrol show hostnames {quoted(nodes)} failed ({quoted(message)}); set"
+            " MASTER_ADDR"
+        )
     return printed.split()
 
 
@@ -68,7 +80,11 @@ def _read_hosts(variable: str, file: str) -> list[str]:
         with prefix_errors(f"environment: {variable}"):
             hosts = list(dict.fromkeys(read_bounded(Path(file)).decode().split()))
     except (OSError, UnicodeDecodeError) as problem:
-        reason = describe_os_error(problem, file) if isinstance(problem, OSError) else f"{file}: not text"
+        reason = (
+            describe_os_error(problem, file)
+            if isinstance(problem, OSError)
+            else f"{file}: not text"
+        )
         raise UserError(f"environment: {variable}: {reason}") from None
     if not hosts:
         raise UserError(f"environment: {variable} = {quoted(file)}: this file names no host")
@@ -76,19 +92,26 @@ def _read_hosts(variable: str, file: str) -> list[str]:
 
 
 def job_identity(info: RankInfo, environ: Mapping[str, str] = os.environ) -> str:
-    """A name of this job that all its ranks know and no other job has. Raises UserError where the launcher gives none."""
+    """A name of this job that all its ranks know and no other job has.
+
+    Raises UserError where the launcher gives none.
+    """
     if info.environment == MPICH.name:
         return _identity_from_hydra()
     names = JOB_VARIABLES[info.environment]
     if missing := [name for name in names if not environ.get(name)]:
-        raise UserError(_set_both_hint(f"{LAUNCHERS[info.environment].command} sets no {missing[0]}"))
+        raise UserError(
+            _set_both_hint(f"{LAUNCHERS[info.environment].command} sets no {missing[0]}")
+        )
     return "-".join([info.environment, *(environ[name] for name in names)])
 
 
 def _identity_from_hydra() -> str:
-    """MPICH's mpiexec has no variable for it. On each host a proxy process starts the ranks, and its arguments contain the
-    address of mpiexec. The socket that ranks inherit would tell too, but then mpiexec takes the end of a rank for a crash, and
-    kills the others.
+    """MPICH's mpiexec has no variable for it.
+
+    On each host a proxy process starts the ranks, and its arguments contain the address of mpiexec.
+    The socket that ranks inherit would tell too, but then mpiexec takes the end of a rank for a
+    crash, and kills the others.
     """
     process = os.getpid()
     while process > 1 and (stat := read_process_stat(process)):
@@ -103,7 +126,10 @@ def _identity_from_hydra() -> str:
 
 
 def _set_both_hint(reason: str) -> str:
-    flags = "-x MASTER_ADDR=HOST -x MASTER_PORT=PORT with Open MPI, -genv MASTER_ADDR HOST -genv MASTER_PORT PORT with MPICH"
+    flags = (
+        "-x MASTER_ADDR=HOST -x MASTER_PORT=PORT with Open MPI, -genv MASTER_ADDR HOST -genv"
+        " MASTER_PORT PORT with MPICH"
+    )
     return f"environment: {reason}; set MASTER_ADDR, the host of rank 0, and MASTER_PORT ({flags})"
 
 
@@ -124,29 +150,41 @@ def hosts_to_ask(info: RankInfo, environ: Mapping[str, str] = os.environ) -> lis
 def candidate_ports(identity: str) -> list[int]:
     """The ports on which rank 0 of a job may answer, in order."""
     digest = hashlib.sha256(identity.encode()).digest()
-    numbers = [int.from_bytes(digest[at : at + 4], "big") for at in range(0, 4 * NUM_CANDIDATE_PORTS, 4)]
+    numbers = [
+        int.from_bytes(digest[at : at + 4], "big") for at in range(0, 4 * NUM_CANDIDATE_PORTS, 4)
+    ]
     return [PORTS[number % len(PORTS)] for number in numbers]
 
 
 def listen(port: int) -> socket.socket:
-    """A socket that listens on a port of all interfaces; 0 for any free one. Raises OSError where it is taken."""
+    """A socket that listens on a port of all interfaces; 0 for any free one.
+
+    Raises OSError where it is taken.
+    """
     if socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096)
+        return socket.create_server(
+            ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096
+        )
     return socket.create_server(("", port), backlog=4096)
 
 
 def free_port() -> int:
-    """A free port for a process that will listen on it later. It is not one that systems use for outgoing connections, which
-    could take it until then. Raises RunFailed.
+    """A free port for a process that will listen on it later.
+
+    It is not one that systems use for outgoing connections, which could take it until then. Raises
+    RunFailed.
     """
     for port in random.SystemRandom().sample(PORTS, 100):
         with suppress(OSError), listen(port):
             return port
-    raise RunFailed(f"none of a hundred ports between {PORTS.start:,} and {PORTS.stop:,} is free on this host")
+    raise RunFailed(
+        f"none of a hundred ports between {PORTS.start:,} and {PORTS.stop:,} is free on this host"
+    )
 
 
 def answer_with_port(identity: str, world_size: int, port: int) -> None:
-    """On rank 0, send the port of the store to every other rank, in a thread that ends when all have it.
+    """On rank 0, send the port of the store to every other rank, in a thread that ends when all
+    have it.
 
     Raises UserError where none of the job's ports is free.
     """
@@ -157,7 +195,10 @@ def answer_with_port(identity: str, world_size: int, port: int) -> None:
             break
     else:
         tried = ", ".join(map(str, ports))
-        raise UserError(f"environment: rank 0 can listen on none of the ports {tried}; set MASTER_ADDR and MASTER_PORT")
+        raise UserError(
+            f"environment: rank 0 can listen on none of the ports {tried}; set MASTER_ADDR and"
+            " MASTER_PORT"
+        )
     waiting = set(range(1, world_size))
 
     def answer() -> None:
@@ -186,9 +227,12 @@ def _read_line(connection: socket.socket) -> str:
     return received.decode(errors="replace").strip()
 
 
-def ask_rank0(identity: str, rank: int, hosts: list[str], name: str = "", seconds: float = MAX_WAIT_SECONDS) -> tuple[str, int]:
-    """Ask rank 0 for the port of its store, repeatedly until it answers. Returns its host too. `name` of this rank is for
-    messages.
+def ask_rank0(
+    identity: str, rank: int, hosts: list[str], name: str = "", seconds: float = MAX_WAIT_SECONDS
+) -> tuple[str, int]:
+    """Ask rank 0 for the port of its store, repeatedly until it answers.
+
+    Returns its host too. `name` of this rank is for messages.
 
     Raises PeerLost after so many seconds.
     """
@@ -205,16 +249,22 @@ def ask_rank0(identity: str, rank: int, hosts: list[str], name: str = "", second
     others = f" and {len(hosts) - 1} other hosts" if len(hosts) > 1 else ""
 
     def silence(waited: float) -> str:
-        asker, asked = (f"rank {rank}", f"rank 0 on {hosts[0]}{others}") if not name else (name, hosts[0])
+        asker, asked = (
+            (f"rank {rank}", f"rank 0 on {hosts[0]}{others}") if not name else (name, hosts[0])
+        )
         return f"{asker}: {asked} does not answer after {waited:.0f} s"
 
     if not wait_until(has_answered, seconds, silence):
-        raise PeerLost(f"{silence(seconds)}; was it started, and may it be reached over the network?")
+        raise PeerLost(
+            f"{silence(seconds)}; was it started, and may it be reached over the network?"
+        )
     return answers[0]
 
 
 def own_address(hosts: list[str]) -> str:
-    """This machine's name in `hosts`, by which the others know it; its own name if it is not in `hosts`."""
+    """This machine's name in `hosts`, by which the others know it; its own name if it is not in
+    `hosts`.
+    """
     for host in hosts:
         with suppress(OSError):
             family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]

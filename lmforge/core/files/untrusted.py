@@ -1,9 +1,10 @@
 """The one reader of content from outside: JSON and TOML from a user, a disk or the network.
 
-`read_json`, `parse_json`, `read_toml` and `parse_toml` bound the size of the content; pydantic parses JSON, bounds its nesting,
-and checks it against a declared schema. They fail in one line that names the file and the field. A schema is anything that
-pydantic can check: a model, a dataclass, a TypedDict, or a type such as `dict[str, str]`. Binary headers are bounded by
-their readers and parsed here. Messages between our own processes are parsed where they arrive. No torch here.
+`read_json`, `parse_json`, `read_toml` and `parse_toml` bound the size of the content; pydantic
+parses JSON, bounds its nesting, and checks it against a declared schema. They fail in one line that
+names the file and the field. A schema is anything that pydantic can check: a model, a dataclass, a
+TypedDict, or a type such as `dict[str, str]`. Binary headers are bounded by their readers and
+parsed here. Messages between our own processes are parsed where they arrive. No torch here.
 """
 
 import errno
@@ -31,7 +32,8 @@ MAX_RECORDS_BYTES = 2**29  # a million records of a run
 CHUNK_BYTES = 2**20
 MAX_INT_BITS = 1024  # of a whole number, which JSON does not bound: no float is larger
 MAX_QUOTED, MAX_LISTED = 80, 400  # characters in a message: of a value, and of the names of fields
-MAX_NAME, MAX_NAME_BYTES = 100, 200  # of a run; a file system takes 255 bytes, and other files are called after it
+# Of a run; a file system takes 255 bytes, and other files are called after it.
+MAX_NAME, MAX_NAME_BYTES = 100, 200
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # Windows programs put it before UTF-8
 # What a number that no float holds has: an exponent of three digits or more, or many digits.
 EXPONENTS = [re.compile(rb"%b\+?+\d{3,}+(?=[\s,\]}]|\Z)" % letter) for letter in (b"e", b"E")]
@@ -74,11 +76,14 @@ def read_json(
 ) -> T:
     """The content of a JSON file as a `schema`.
 
-    Raises UserError with one line, `PATH: FIELD: expected …, got …; HINT`, where the file is too large, nested too deeply, not
-    JSON or not of the schema. OSError passes: only the caller knows what a missing file means.
+    Raises UserError with one line, `PATH: FIELD: expected …, got …; HINT`, where the file is too
+    large, nested too deeply, not JSON or not of the schema. OSError passes: only the caller knows
+    what a missing file means.
     """
     content = read_bounded(path, max_bytes)
-    return parse_json(content, schema, str(path), max_bytes=max_bytes, hint=hint, allow_nan=allow_nan)
+    return parse_json(
+        content, schema, str(path), max_bytes=max_bytes, hint=hint, allow_nan=allow_nan
+    )
 
 
 def parse_json(
@@ -91,7 +96,9 @@ def parse_json(
     hint: str = "",
     allow_nan: bool = False,
 ) -> T:
-    """JSON `content` as a `schema`; `source` names it in messages. Raises `error` as `read_json` does.
+    """JSON `content` as a `schema`; `source` names it in messages.
+
+    Raises `error` as `read_json` does.
 
     `allow_nan`: NaN and Infinity, which JSON lacks and some programs write, are taken as numbers.
     """
@@ -100,9 +107,12 @@ def parse_json(
         raise error(f"{source}: {len(content):,} bytes, more than the {max_bytes:,} allowed")
     hint = f"; {hint}" if hint else ""
     try:
-        if not allow_nan and (b"NaN" in content or b"Infinity" in content):  # perhaps in a text; as numbers pydantic takes them
+        # Perhaps in a text; as numbers pydantic takes them.
+        if not allow_nan and (b"NaN" in content or b"Infinity" in content):
             from_json(content, allow_inf_nan=False)
-        if MANY_ZEROS in content.translate(ZEROS) or any(pattern.search(content) for pattern in EXPONENTS):
+        if MANY_ZEROS in content.translate(ZEROS) or any(
+            pattern.search(content) for pattern in EXPONENTS
+        ):
             _check_numbers(from_json(content), allow_nan)
         return cast(T, _adapter(cast(Any, schema)).validate_json(content, strict=True))
     except ValidationError as problem:
@@ -113,8 +123,13 @@ def parse_json(
         raise error(f"{source}: not valid JSON: {problem}{hint}") from None
 
 
-def check_content(value: Any, schema: type[T], source: str, error: Callable[[str], Exception] = UserError) -> T:
-    """What `parse_json` has parsed as a narrower `schema`. Raises `error` as that does; lenient: "1" is taken as a number."""
+def check_content(
+    value: Any, schema: type[T], source: str, error: Callable[[str], Exception] = UserError
+) -> T:
+    """What `parse_json` has parsed as a narrower `schema`.
+
+    Raises `error` as that does; lenient: "1" is taken as a number.
+    """
     try:
         return cast(T, _adapter(cast(Any, schema)).validate_python(value))
     except ValidationError as problem:
@@ -122,11 +137,16 @@ def check_content(value: Any, schema: type[T], source: str, error: Callable[[str
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The nested table of a TOML file. Raises UserError in one line where it is too large, not UTF-8 or not TOML, or an empty
-    pipe; OSError passes."""
+    """The nested table of a TOML file.
+
+    Raises UserError in one line where it is too large, not UTF-8 or not TOML, or an empty pipe;
+    OSError passes.
+    """
     content = read_bounded(path)
     if not content and path.is_fifo():
-        raise UserError(f"{path}: nothing came through this pipe; write to it before it is read, or name a file")
+        raise UserError(
+            f"{path}: nothing came through this pipe; write to it before it is read, or name a file"
+        )
     return parse_toml(content, str(path))
 
 
@@ -138,7 +158,8 @@ def parse_toml(content: bytes, source: str) -> dict[str, Any]:
         raise UserError(f"{source}: not UTF-8 text (byte {problem.start})") from None
     except RecursionError:
         raise UserError(f"{source}: nested too deeply") from None
-    except ValueError as problem:  # of tomllib, and Python's own where a number has thousands of digits
+    except ValueError as problem:
+        # Of tomllib, and Python's own where a number has thousands of digits.
         raise UserError(f"{source}: not valid TOML: {problem}") from None
 
 
@@ -152,13 +173,22 @@ def describe(problem: ValidationError) -> str:
 
 
 def _field_name(parts: Iterable[int | str]) -> str:
-    """Keys and places in lists, from the outside, as `key[0].key`, without the types of a union, which pydantic puts there."""
-    first, *rest = [f"[{part}]" if isinstance(part, int) else f".{cut(part)}" for part in parts] or [""]
-    return "".join([first, *(part for part in rest if not UNION_TYPE.fullmatch(part))]).removeprefix(".")
+    """Keys and places in lists, from the outside, as `key[0].key`, without the types of a union,
+    which pydantic puts there.
+    """
+    first, *rest = [
+        f"[{part}]" if isinstance(part, int) else f".{cut(part)}" for part in parts
+    ] or [""]
+    return "".join(
+        [first, *(part for part in rest if not UNION_TYPE.fullmatch(part))]
+    ).removeprefix(".")
 
 
 def first_error(problem: ValidationError) -> dict[str, Any]:
-    """The error to report. If a required key is misspelt, the unknown key is reported rather than the missing one."""
+    """The error to report.
+
+    If a required key is misspelt, the unknown key is reported rather than the missing one.
+    """
     return dict(min(problem.errors(), key=lambda error: error["type"] == "missing"))
 
 
@@ -175,7 +205,8 @@ def expectation(error: dict[str, Any]) -> str:
         return str(error["msg"])
     expected = EXPECTED.get(kind)
     if kind == "model_type" and (not error["loc"] or isinstance(error["loc"][-1], int)):
-        expected = "a table" if error["loc"] else "an object"  # an item of a list of tables, or the content itself
+        # An item of a list of tables, or the content itself.
+        expected = "a table" if error["loc"] else "an object"
     reason = error["msg"] if expected is None else f"expected {expected.format(**context)}"
     return f"{reason}, got {quoted(error['input'])}"
 
@@ -184,12 +215,15 @@ def quoted(value: Any) -> str:
     """`value` as JSON, cut where it is long."""
     try:
         return cut(json.dumps(value, default=str, ensure_ascii=False))
-    except (ValueError, RecursionError):  # a number of thousands of digits, or what is nested as deeply
+    except (ValueError, RecursionError):
+        # A number of thousands of digits, or what is nested as deeply.
         return f"a value of type {type(value).__name__} that is too large to print"
 
 
 def cut(text: str, limit: int = MAX_QUOTED) -> str:
-    """`text` with what exceeds `limit` characters left out: for values that came from outside, in messages."""
+    """`text` with what exceeds `limit` characters left out: for values that came from outside, in
+    messages.
+    """
     return text if len(text) <= limit else f"{text[:limit]}… ({len(text):,} characters)"
 
 
@@ -208,7 +242,10 @@ def name_problem(name: str) -> str | None:
 
 
 def compile_pattern(pattern: Any, field: str) -> re.Pattern[str]:
-    """A regular expression from outside; `field` names it in messages. Raises UserError where it is none, or is too large."""
+    """A regular expression from outside; `field` names it in messages.
+
+    Raises UserError where it is none, or is too large.
+    """
     if not isinstance(pattern, str):
         raise UserError(f"{field}: not a regular expression: {quoted(pattern)}")
     try:
@@ -223,16 +260,25 @@ def expand_home(path: str | Path) -> Path:
         return Path(path).expanduser()
     except RuntimeError:
         home = str(path).split("/", 1)[0]
-        raise UserError(f"{cut(str(path))}: the home directory {cut(home)} is not known; write the path in full") from None
+        raise UserError(
+            f"{cut(str(path))}: the home directory {cut(home)} is not known; write the path in full"
+        ) from None
 
 
 def describe_os_error(problem: OSError, path: str | Path) -> str:
-    """`PATH: REASON` of the file that the problem names, else of `path`; cut where it is too long for one."""
+    """`PATH: REASON` of the file that the problem names, else of `path`; cut where it is too long
+    for one.
+    """
     name = str(problem.filename or path)
-    return f"{quoted(name) if problem.errno == errno.ENAMETOOLONG else name}: {problem.strerror or problem}"
+    return (
+        f"{quoted(name) if problem.errno == errno.ENAMETOOLONG else name}:"
+        f" {problem.strerror or problem}"
+    )
 
 
-def read_bounded(path: Path, max_bytes: int = MAX_BYTES, error: Callable[[str], Exception] = UserError) -> bytes:
+def read_bounded(
+    path: Path, max_bytes: int = MAX_BYTES, error: Callable[[str], Exception] = UserError
+) -> bytes:
     """The bytes of a file. Raises `error` where there are more than `max_bytes`; OSError passes."""
     with open_file(path) as file:
         return read_stream(file, str(path), max_bytes, error)
@@ -242,8 +288,8 @@ def read_bounded(path: Path, max_bytes: int = MAX_BYTES, error: Callable[[str], 
 def open_file(path: Path) -> Iterator[BinaryIO]:
     """A file to be read. The error of a read names it, too.
 
-    A named pipe that nobody writes to counts as empty, where `open` would wait forever for a writer. Devices can be endless or
-    make a reader wait, so only /dev/null is read.
+    A named pipe that nobody writes to counts as empty, where `open` would wait forever for a
+    writer. Devices can be endless or make a reader wait, so only /dev/null is read.
     """
     try:
         if path.is_char_device() and str(path) != os.devnull:
@@ -258,14 +304,18 @@ def open_file(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
-def read_stream(file: BinaryIO, source: str, max_bytes: int, error: Callable[[str], Exception] = UserError) -> bytes:
+def read_stream(
+    file: BinaryIO, source: str, max_bytes: int, error: Callable[[str], Exception] = UserError
+) -> bytes:
     """The rest of an open file. Raises `error` where there are more than `max_bytes`."""
     # Not in one read of `max_bytes`, for which a buffer of that size would be allocated.
     content = bytearray()
     for chunk in iter(partial(file.read, CHUNK_BYTES), b""):
         content += chunk
         if len(content) > max_bytes:
-            raise error(f"{source}: larger than {max_bytes:,} bytes, the most that such a file may have")
+            raise error(
+                f"{source}: larger than {max_bytes:,} bytes, the most that such a file may have"
+            )
     return bytes(content)
 
 
@@ -274,22 +324,30 @@ class _TooLarge(ValueError):
 
 
 def _check_numbers(content: Any, allow_infinity: bool) -> None:
-    """Refuse numbers beyond those of floats: 1e999, which is parsed as infinity, and whole numbers of hundreds of digits."""
+    """Refuse numbers beyond those of floats: 1e999, which is parsed as infinity, and whole numbers
+    of hundreds of digits.
+    """
     for path, value in _iter_values(content):
         is_infinite = isinstance(value, float) and math.isinf(value) and not allow_infinity
         if is_infinite or (isinstance(value, int) and value.bit_length() > MAX_INT_BITS):
             place = f"{_field_name(path)}: " if path else ""
-            raise _TooLarge(f"{place}expected a finite number, got one beyond ±{sys.float_info.max:.2g}")
+            raise _TooLarge(
+                f"{place}expected a finite number, got one beyond ±{sys.float_info.max:.2g}"
+            )
 
 
 def _iter_values(content: Any) -> Iterator[tuple[tuple[int | str, ...], Any]]:
-    """Each value in content that was parsed, with its keys and places in lists from the outside; without recursion."""
+    """Each value in content that was parsed, with its keys and places in lists from the outside;
+    without recursion.
+    """
     values: list[tuple[tuple[int | str, ...], Any]] = [((), content)]
     while values:
         path, value = values.pop()
         yield path, value
         if isinstance(value, dict | list):
-            items: Iterable[tuple[int | str, Any]] = value.items() if isinstance(value, dict) else enumerate(value)
+            items: Iterable[tuple[int | str, Any]] = (
+                value.items() if isinstance(value, dict) else enumerate(value)
+            )
             values += [((*path, name), each) for name, each in items]
 
 
@@ -299,7 +357,8 @@ def _adapter(schema: Any) -> TypeAdapter[Any]:
 
 
 def read_lines(file: BinaryIO, longest: int) -> Iterator[bytes]:
-    """The lines of a file that a run appends records to, in pieces of at most `longest` bytes, MAX_RECORDS_BYTES in all.
+    """The lines of a file that a run appends records to, in pieces of at most `longest` bytes,
+    MAX_RECORDS_BYTES in all.
 
     Where a disk was damaged, the file may be a hole of any size.
     """
@@ -316,11 +375,17 @@ def words_problem(text: str) -> str | None:
         words = [] if "\0" in text else shlex.split(text)
     except ValueError:  # a quotation without end
         words = []
-    return None if words and words[0] else f"expected words of a shell, with quotes in pairs, got {quoted(text)}"
+    return (
+        None
+        if words and words[0]
+        else f"expected words of a shell, with quotes in pairs, got {quoted(text)}"
+    )
 
 
 def check_text(arguments: Sequence[str]) -> None:
-    """Refuse words of a command line that cannot be written into a file or a message, as names of files may be."""
+    """Refuse words of a command line that cannot be written into a file or a message, as names of
+    files may be.
+    """
     for word in arguments:
         try:
             word.encode()

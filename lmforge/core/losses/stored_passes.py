@@ -1,5 +1,7 @@
-"""Passes over the logits of a chunk that are compiled for CPUs, where exponentials cost more than anything else that is done to
-logits, and memory less: those of all logits are computed once and kept for the gradient."""
+"""Passes over the logits of a chunk that are compiled for CPUs, where exponentials cost more than
+anything else that is done to logits, and memory less: those of all logits are computed once and
+kept for the gradient.
+"""
 
 import torch
 from torch import Tensor
@@ -11,17 +13,28 @@ from lmforge.core.model.attention import compiled
 
 
 def chunk_class(scoring: Scoring) -> type[HeadChunk]:
-    """What scores a chunk with this head: these passes neither cap logits nor see a part of the vocabulary."""
+    """What scores a chunk with this head: these passes neither cap logits nor see a part of the
+    vocabulary.
+    """
     group = scoring.vocab_shard.group
-    return StoredHeadChunk if stores_exponentials(scoring.softcap, 1 if group is None else group.size()) else HeadChunk
+    return (
+        StoredHeadChunk
+        if stores_exponentials(scoring.softcap, 1 if group is None else group.size())
+        else HeadChunk
+    )
 
 
 class StoredHeadChunk(HeadChunk):
-    """HeadChunk with two compiled passes that compute the exponentials of all logits once, without soft-capping."""
+    """HeadChunk with two compiled passes that compute the exponentials of all logits once, without
+    soft-capping.
+    """
 
     def _score(self, logits: Tensor) -> Tensor:
         dtype = loss_dtype(logits)
-        self._logits, self._exponentials = logits, logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
+        self._logits, self._exponentials = (
+            logits,
+            logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype),
+        )
         self._largest, self._sums, label_logits = compiled(store_exponentials)(
             logits, self._bias, self._local_labels, self._scoring.temperature, self._exponentials
         )
@@ -29,15 +42,25 @@ class StoredHeadChunk(HeadChunk):
 
     def _logit_gradient(self, softmax_scales: Tensor, label_scales: Tensor) -> Tensor:
         compiled(write_stored_gradient)(
-            self._exponentials, self._columns, softmax_scales / self._sums, label_scales, self._logits
+            self._exponentials,
+            self._columns,
+            softmax_scales / self._sums,
+            label_scales,
+            self._logits,
         )
         return self._logits
 
 
 def store_exponentials(
-    logits: Tensor, bias: Tensor | None, local_labels: Tensor, temperature: float, exponentials: Tensor
+    logits: Tensor,
+    bias: Tensor | None,
+    local_labels: Tensor,
+    temperature: float,
+    exponentials: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `logit_statistics` returns; exp(logit − largest) goes to `exponentials` [n, vocab], which may be `logits`."""
+    """What `logit_statistics` returns; exp(logit − largest) goes to `exponentials` [n, vocab],
+    which may be `logits`.
+    """
     values = final_logits(logits, bias, None, temperature)
     largest = values.amax(-1, keepdim=True)
     shifted = (values - largest).exp()
@@ -47,11 +70,18 @@ def store_exponentials(
 
 
 def write_stored_gradient(
-    exponentials: Tensor, local_labels: Tensor, softmax_scales: Tensor, label_scales: Tensor, gradient: Tensor
+    exponentials: Tensor,
+    local_labels: Tensor,
+    softmax_scales: Tensor,
+    label_scales: Tensor,
+    gradient: Tensor,
 ) -> None:
-    """softmax_scales · exponentials − label_scales · one-hot, to `gradient` [n, vocab], which may be `exponentials`.
+    """softmax_scales · exponentials − label_scales · one-hot, to `gradient` [n, vocab], which may
+    be `exponentials`.
 
     `local_labels` and the scales are [n, 1]; a label below 0 is none.
     """
     columns = torch.arange(exponentials.shape[1], device=exponentials.device)
-    gradient.copy_(exponentials * softmax_scales - torch.where(columns == local_labels, label_scales, 0.0))
+    gradient.copy_(
+        exponentials * softmax_scales - torch.where(columns == local_labels, label_scales, 0.0)
+    )

@@ -1,13 +1,14 @@
 """Attention: which tokens attend to which, the computation of attention, and the KV cache.
 
-A mask is made once per forward from the document ids of a batch and passed to every block. A token sees itself and the earlier
-tokens of its own document, at most `window` of them. Padding is treated as a document with id -1 that sees itself, so that no
-row of scores is empty, which would give NaN.
+A mask is made once per forward from the document ids of a batch and passed to every block. A token
+sees itself and the earlier tokens of its own document, at most `window` of them. Padding is treated
+as a document with id -1 that sees itself, so that no row of scores is empty, which would give NaN.
 
-Context parallelism: each rank has a part of every sequence, and attention gathers keys and values of the other ranks.
-All-gather rather than a ring: with grouped heads keys and values are few, documents and windows need no special case,
-and it is one collective a block (Llama 3, arXiv 2407.21783, section 3.3.2). A sequence is cut into twice as many pieces as
-there are ranks; rank r gets the r-th from either end. Under a causal mask that is equal work for all ranks.
+Context parallelism: each rank has a part of every sequence, and attention gathers keys and values
+of the other ranks. All-gather rather than a ring: with grouped heads keys and values are few,
+documents and windows need no special case, and it is one collective a block (Llama 3, arXiv
+2407.21783, section 3.3.2). A sequence is cut into twice as many pieces as there are ranks; rank r
+gets the r-th from either end. Under a causal mask that is equal work for all ranks.
 """
 
 import math
@@ -25,11 +26,20 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from lmforge.core.data.batch import Batch
 from lmforge.core.distributed.memory import check_fits
-from lmforge.core.model.attention_backend import DENSE, VARLEN, VARLEN_OPTIONS, attention_backend, stores_attention_weights
+from lmforge.core.model.attention_backend import (
+    DENSE,
+    VARLEN,
+    VARLEN_OPTIONS,
+    attention_backend,
+    stores_attention_weights,
+)
 from lmforge.core.model.config import ModelConfig
 
 # Differentiable, and works when compiled. Its name changed with torch 2.13.
-_all_gather: Any = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
+_all_gather: Any = (
+    getattr(collectives, "all_gather_single_autograd", None)
+    or collectives.all_gather_tensor_autograd
+)
 
 
 @dataclass(frozen=True)
@@ -39,18 +49,30 @@ class ContextParallel:
     group: dist.ProcessGroup
 
     def shard_batch(self, batch: Batch) -> Batch:
-        """This rank's tokens of each sequence: [sequences, length / ranks]. The length divides by twice the ranks."""
+        """This rank's tokens of each sequence: [sequences, length / ranks].
+
+        The length divides by twice the ranks.
+        """
         ranges = self.local_ranges(batch.sequence_length // self.group.size())
         full = replace(batch, document_starts=None)  # they describe full sequences
-        return full.map(lambda tensor: torch.cat([tensor[:, first : first + count] for first, count in ranges], dim=1))
+        return full.map(
+            lambda tensor: torch.cat(
+                [tensor[:, first : first + count] for first, count in ranges], dim=1
+            )
+        )
 
     def local_ranges(self, local_length: int) -> list[tuple[int, int]]:
-        """(index of the first token in the full sequence, number of tokens) of this rank's two pieces."""
+        """(index of the first token in the full sequence, number of tokens) of this rank's two
+        pieces.
+        """
         piece, rank = local_length // 2, self.group.rank()
         return [(rank * piece, piece), ((2 * self.group.size() - 1 - rank) * piece, piece)]
 
     def all_gather_sequence(self, local: Tensor, dim: int) -> Tensor:
-        """The `local` tensors of all ranks along `dim`, in the order of the full sequence. Gradients are summed over ranks."""
+        """The `local` tensors of all ranks along `dim`, in the order of the full sequence.
+
+        Gradients are summed over ranks.
+        """
         gathered = _all_gather(local.contiguous(), dim, self.group)
         pieces = gathered.unflatten(dim, (self.group.size(), 2, -1))
         from_start, from_end = pieces.unbind(dim + 1)
@@ -64,11 +86,15 @@ class AttentionMask:
 
     At most one of the masks is set. Without a mask, attention is causal over all tokens.
 
-    dense_mask: bool [sequences, 1, queries, keys], True where seen, for torch's scaled_dot_product_attention.
-    block_mask: the same for FlexAttention on CUDA, which skips blocks of scores that are masked throughout.
-    cu_seqlens: for variable-length flash attention, as of `cumulative_lengths`; a token sees at most `window` of its document.
+    dense_mask: bool [sequences, 1, queries, keys], True where seen, for torch's
+    scaled_dot_product_attention.
+    block_mask: the same for FlexAttention on CUDA, which skips blocks of scores that are masked
+    throughout.
+    cu_seqlens: for variable-length flash attention, as of `cumulative_lengths`; a token sees at
+    most `window` of its document.
     context_parallel: set where only the keys and values of this rank's tokens are local.
-    groups: (sequences, slots) of the keys that are read for them, where those of other slots are masked; () reads all.
+    groups: (sequences, slots) of the keys that are read for them, where those of other slots are
+    masked; () reads all.
     """
 
     dense_mask: Tensor | None = None
@@ -93,33 +119,48 @@ def create_attention_mask(
     Args:
         document_ids: int32 [sequences, queries], equal within a document, -1 on padding.
         window: how many tokens back a token sees, itself included; None is all of its document.
-        context_parallel: set where the queries are a part of each sequence, and the keys are all of it.
+        context_parallel: set where the queries are a part of each sequence, and the keys are all of
+        it.
         document_starts: as in Batch; without them variable-length flash attention is not used.
         dtype, head_dim: of the queries and keys that it is for, which decide the backend on a GPU.
     """
-    backend = attention_backend(document_ids.device, dtype, head_dim, context_parallel=context_parallel is not None).name
+    backend = attention_backend(
+        document_ids.device, dtype, head_dim, context_parallel=context_parallel is not None
+    ).name
     if backend == VARLEN and document_starts is not None:
-        return AttentionMask(cu_seqlens=cumulative_lengths(document_starts, document_ids.shape[1]), window=window)
-    keys = document_ids if context_parallel is None else context_parallel.all_gather_sequence(document_ids, 1)
+        return AttentionMask(
+            cu_seqlens=cumulative_lengths(document_starts, document_ids.shape[1]), window=window
+        )
+    keys = (
+        document_ids
+        if context_parallel is None
+        else context_parallel.all_gather_sequence(document_ids, 1)
+    )
     (sequences, length), slots = document_ids.shape, torch.arange(keys.shape[1], device=keys.device)
     ranges = _query_ranges(length, len(slots), context_parallel)
     query_slots = torch.cat([slots[first : first + count] for first, count in ranges])
     if backend != DENSE:
         mask_mod = document_mask_mod(document_ids, keys, query_slots, window)
-        block_mask = compiled(create_block_mask)(mask_mod, sequences, None, length, len(slots), device=keys.device)
+        block_mask = compiled(create_block_mask)(
+            mask_mod, sequences, None, length, len(slots), device=keys.device
+        )
         return AttentionMask(block_mask=block_mask, context_parallel=context_parallel)
     seen = (document_ids[:, :, None] == keys[:, None, :]) & causal_mask(query_slots, slots, window)
     return AttentionMask(dense_mask=seen[:, None], context_parallel=context_parallel)
 
 
 def cumulative_lengths(document_starts: Tensor, length: int) -> Tensor:
-    """Where the documents of a batch begin among all its tokens, then their number: int32 [sequences · documents + 1].
+    """Where the documents of a batch begin among all its tokens, then their number: int32
+    [sequences · documents + 1].
 
-    `document_starts` int32 [sequences, documents], as in Batch; `length` of the sequences. What pads a sequence's starts
-    becomes empty documents at its end, so that the length depends on the shape alone: nothing is recompiled for a batch.
+    `document_starts` int32 [sequences, documents], as in Batch; `length` of the sequences. What
+    pads a sequence's starts becomes empty documents at its end, so that the length depends on the
+    shape alone: nothing is recompiled for a batch.
     """
     sequences = len(document_starts)
-    firsts = torch.arange(0, sequences * length, length, dtype=torch.int32, device=document_starts.device)
+    firsts = torch.arange(
+        0, sequences * length, length, dtype=torch.int32, device=document_starts.device
+    )
     starts = document_starts.clamp(max=length) + firsts[:, None]
     cu_seqlens = torch.cat([starts.flatten(), starts.new_full((1,), sequences * length)])
     torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
@@ -127,22 +168,35 @@ def cumulative_lengths(document_starts: Tensor, length: int) -> Tensor:
 
 
 def causal_mask(queries: Tensor, slots: Tensor, window: int | None) -> Tensor:
-    """bool [..., queries, slots]: a token in slot `queries` [...] sees the `slots` [slots] up to its own, at most `window`."""
+    """bool [..., queries, slots]: a token in slot `queries` [...] sees the `slots` [slots] up to
+    its own, at most `window`.
+    """
     seen = slots <= queries[..., None]
     return seen if window is None else seen & (slots > queries[..., None] - window)
 
 
-def _query_ranges(num_queries: int, num_keys: int, context_parallel: ContextParallel | None) -> list[tuple[int, int]]:
-    """The slots of the queries as ranges (first, count): the last of all keys, or with context parallel some of them."""
-    return [(num_keys - num_queries, num_queries)] if context_parallel is None else context_parallel.local_ranges(num_queries)
+def _query_ranges(
+    num_queries: int, num_keys: int, context_parallel: ContextParallel | None
+) -> list[tuple[int, int]]:
+    """The slots of the queries as ranges (first, count): the last of all keys, or with context
+    parallel some of them.
+    """
+    return (
+        [(num_keys - num_queries, num_queries)]
+        if context_parallel is None
+        else context_parallel.local_ranges(num_queries)
+    )
 
 
-def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask, scale: float | None = None) -> Tensor:
+def attend(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask, scale: float | None = None
+) -> Tensor:
     """softmax(scale · q kᵀ, where the mask allows) v; by default `scale` is 1 / sqrt(head_dim).
 
     Args:
         queries: [sequences, heads, queries, head_dim].
-        keys, values: [sequences, key_value_heads, keys, head_dim]; query head h reads key head h // (heads / key_value_heads).
+        keys, values: [sequences, key_value_heads, keys, head_dim]; query head h reads key head h //
+        (heads / key_value_heads).
 
     Returns: [sequences, heads, queries, head_dim].
     """
@@ -168,9 +222,12 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask, s
     if mask.context_parallel is not None:
         keys, values = mask.context_parallel.all_gather_sequence(torch.stack((keys, values)), 3)
     if mask.block_mask is not None:
-        # Without compilation FlexAttention materializes all scores; compiled blocks inline the plain function.
+        # Without compilation FlexAttention materializes all scores; compiled blocks inline the
+        # plain function.
         compute = flex_attention if torch.compiler.is_compiling() else compiled(flex_attention)
-        return compute(queries, keys, values, block_mask=mask.block_mask, scale=scale, enable_gqa=grouped)
+        return compute(
+            queries, keys, values, block_mask=mask.block_mask, scale=scale, enable_gqa=grouped
+        )
     if mask.groups and mask.dense_mask is not None:
         parts = (
             attend(
@@ -184,61 +241,104 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask, s
         )
         return torch.cat([*parts])
     if grouped and queries.shape[2] == 1 and mask.dense_mask is not None:
-        folded = fold_heads(queries, keys.shape[1])  # decoding: each key is read once and none is copied
+        # Decoding: each key is read once and none is copied.
+        folded = fold_heads(queries, keys.shape[1])
         seen = mask.dense_mask.expand(-1, -1, folded.shape[2], -1)
-        return scaled_dot_product_attention(folded, keys, values, attn_mask=seen, scale=scale).reshape(queries.shape)
-    if grouped and queries.is_cuda and (mask.dense_mask is not None or queries.dtype == torch.float32):
-        # The fused CUDA kernels that take a mask, or fp32, need as many key heads as query heads; on a CPU grouping is faster.
+        return scaled_dot_product_attention(
+            folded, keys, values, attn_mask=seen, scale=scale
+        ).reshape(queries.shape)
+    if (
+        grouped
+        and queries.is_cuda
+        and (mask.dense_mask is not None or queries.dtype == torch.float32)
+    ):
+        # The fused CUDA kernels that take a mask, or fp32, need as many key heads as query heads;
+        # on a CPU grouping is faster.
         copies, grouped = queries.shape[1] // keys.shape[1], False
         keys, values = (each.repeat_interleave(copies, dim=1) for each in (keys, values))
     if mask.dense_mask is None:
-        return scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale, enable_gqa=grouped)
+        return scaled_dot_product_attention(
+            queries, keys, values, is_causal=True, scale=scale, enable_gqa=grouped
+        )
     ranges = _query_ranges(queries.shape[2], keys.shape[2], mask.context_parallel)
     return attend_in_chunks(queries, keys, values, mask.dense_mask, ranges, scale)
 
 
 def attend_in_chunks(
-    queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor, ranges: Sequence[tuple[int, int]], scale: float | None
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    seen: Tensor,
+    ranges: Sequence[tuple[int, int]],
+    scale: float | None,
 ) -> Tensor:
-    """As `attend` on a CPU, where `seen` bool [sequences, 1, queries, keys]; `ranges` are the slots of the queries.
+    """As `attend` on a CPU, where `seen` bool [sequences, 1, queries, keys]; `ranges` are the slots
+    of the queries.
 
-    The kernel does not know that the upper triangle is masked. With chunks of queries, each with the keys up to its end, most
-    of it is skipped: a third of the time at 1,024 tokens on a CPU. Chunks below 256 queries are not faster.
+    The kernel does not know that the upper triangle is masked. With chunks of queries, each with
+    the keys up to its end, most of it is skipped: a third of the time at 1,024 tokens on a CPU.
+    Chunks below 256 queries are not faster.
     """
     grouped, compiling = queries.shape[1] != keys.shape[1], torch.compiler.is_compiling()
-    stores_weights = stores_attention_weights(queries.dtype, keys.shape[2], on_gpu=queries.is_cuda, compiled=compiling)
+    stores_weights = stores_attention_weights(
+        queries.dtype, keys.shape[2], on_gpu=queries.is_cuda, compiled=compiling
+    )
     chunks, done = [], 0
     for first, count in ranges:
         chunk = max(256, -(-count // 8))
         for start in range(0, count, chunk):
             stop = min(start + chunk, count)
             part, end = slice(done + start, done + stop), first + stop
-            q, k, v, mask = queries[:, :, part], keys[:, :, :end], values[:, :, :end], seen[:, :, part, :end]
+            q, k, v, mask = (
+                queries[:, :, part],
+                keys[:, :, :end],
+                values[:, :, :end],
+                seen[:, :, part, :end],
+            )
             if stores_weights:
                 folded = fold_heads(q, k.shape[1])
-                chunks.append(_AttendStoringWeights.apply(folded, k, v, mask, scale or q.shape[-1] ** -0.5).reshape(q.shape))
+                chunks.append(
+                    _AttendStoringWeights.apply(
+                        folded, k, v, mask, scale or q.shape[-1] ** -0.5
+                    ).reshape(q.shape)
+                )
             else:
-                chunks.append(scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped))
+                chunks.append(
+                    scaled_dot_product_attention(
+                        q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped
+                    )
+                )
         done += count
     return torch.cat(chunks, dim=2) if len(chunks) > 1 else chunks[0]
 
 
 def fold_heads(queries: Tensor, num_key_heads: int) -> Tensor:
-    """The query heads of a key head as queries of one head: [sequences, key_value_heads, heads of each · queries, head_dim]."""
+    """The query heads of a key head as queries of one head: [sequences, key_value_heads, heads of
+    each · queries, head_dim].
+    """
     return queries.reshape(len(queries), num_key_heads, -1, queries.shape[3])
 
 
 class _AttendStoringWeights(torch.autograd.Function):
-    """softmax(q kᵀ · scale, where seen) v, with the weights in bf16 stored for the backward pass: a product less than flash.
+    """softmax(q kᵀ · scale, where seen) v, with the weights in bf16 stored for the backward pass: a
+    product less than flash.
 
-    Queries as of `fold_heads`; keys and values [sequences, key_value_heads, keys, head_dim]; `seen` [sequences, 1, queries,
-    keys]. Scores are rounded to bf16, by no more than rounding queries and keys has changed them.
+    Queries as of `fold_heads`; keys and values [sequences, key_value_heads, keys, head_dim]; `seen`
+    [sequences, 1, queries, keys]. Scores are rounded to bf16, by no more than rounding queries and
+    keys has changed them.
     """
 
     @staticmethod
-    def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor, scale: float
+    ) -> Tensor:
         scores = (queries @ keys.transpose(2, 3)).unflatten(2, (-1, seen.shape[2])).float() * scale
-        weights = scores.masked_fill(~seen[:, :, None], -math.inf).softmax(-1).to(values.dtype).flatten(2, 3)
+        weights = (
+            scores.masked_fill(~seen[:, :, None], -math.inf)
+            .softmax(-1)
+            .to(values.dtype)
+            .flatten(2, 3)
+        )
         ctx.save_for_backward(queries, keys, values, weights)
         ctx.scale = scale
         return weights @ values
@@ -249,13 +349,21 @@ class _AttendStoringWeights(torch.autograd.Function):
         of_weights = (gradient @ values.transpose(2, 3)).float()
         mean = (weights * of_weights).sum(-1, keepdim=True)
         of_scores = ((of_weights - mean) * weights * ctx.scale).to(weights.dtype)
-        return of_scores @ keys, of_scores.transpose(2, 3) @ queries, weights.transpose(2, 3) @ gradient, None, None
+        return (
+            of_scores @ keys,
+            of_scores.transpose(2, 3) @ queries,
+            weights.transpose(2, 3) @ gradient,
+            None,
+            None,
+        )
 
 
 def document_mask_mod(
     query_document_ids: Tensor, key_document_ids: Tensor, query_slots: Tensor, window: int | None
 ) -> Callable[..., Tensor]:
-    """The rule of `create_attention_mask` as FlexAttention takes it; `query_slots` [queries] are the slots of the queries."""
+    """The rule of `create_attention_mask` as FlexAttention takes it; `query_slots` [queries] are
+    the slots of the queries.
+    """
 
     def seen(sequence: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         same_document = query_document_ids[sequence, query] == key_document_ids[sequence, key]
@@ -282,18 +390,28 @@ class DecodeGroup:
 
 
 class LayerKVCache:
-    """One layer's keys and values of the sequences of a forward pass: a view [2, sequences, key_value_heads, slots, head_dim].
+    """One layer's keys and values of the sequences of a forward pass: a view [2, sequences,
+    key_value_heads, slots, head_dim].
 
-    A plain object: FSDP's mixed precision casts the tensors of dataclasses, and `update` must write into the cache itself.
+    A plain object: FSDP's mixed precision casts the tensors of dataclasses, and `update` must write
+    into the cache itself.
     """
 
-    def __init__(self, key_values: Tensor, sequences: Tensor, positions: Tensor, groups: Sequence[DecodeGroup]) -> None:
+    def __init__(
+        self,
+        key_values: Tensor,
+        sequences: Tensor,
+        positions: Tensor,
+        groups: Sequence[DecodeGroup],
+    ) -> None:
         self._keys, self._values = key_values
         self._sequences, self._positions, self._groups = sequences, positions, groups
 
     def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store keys and values of new tokens, [sequences, key_value_heads, length, head_dim]. Returns views of all tokens so
-        far."""
+        """Store keys and values of new tokens, [sequences, key_value_heads, length, head_dim].
+
+        Returns views of all tokens so far.
+        """
         for kept, new in ((self._keys, keys), (self._values, values)):
             kept[self._sequences, :, self._positions] = new.transpose(1, 2).to(kept.dtype)
         return self._keys, self._values
@@ -301,23 +419,29 @@ class LayerKVCache:
     def mask(self, window: int | None) -> AttentionMask:
         """A token sees the slots of its sequence up to its own, at most `window` of them."""
         num_slots = self._keys.shape[2]
-        if window is None and self._positions.shape[1] == num_slots:  # new sequences have no earlier tokens
+        # New sequences have no earlier tokens.
+        if window is None and self._positions.shape[1] == num_slots:
             return AttentionMask()
         slots = torch.arange(num_slots, device=self._keys.device)
-        first_slots = (0 if window is None else max(0, each.shortest + 1 - window) for each in self._groups)
+        first_slots = (
+            0 if window is None else max(0, each.shortest + 1 - window) for each in self._groups
+        )
         groups = tuple(
             (slice(each.start, each.stop), slice(first, each.longest + 1))
             for each, first in zip(self._groups, first_slots, strict=True)
         )
-        return AttentionMask(dense_mask=causal_mask(self._positions, slots, window)[:, None], groups=groups)
+        return AttentionMask(
+            dense_mask=causal_mask(self._positions, slots, window)[:, None], groups=groups
+        )
 
 
 class KVCache:
     """Keys and values of earlier tokens, so that generation computes each token once.
 
-    `max_length` slots for each of `batch_size` sequences, allocated at once and filled by the model's forward: keys and values
-    of the token at position p are in slot p. Sequences have different lengths, and those in use are always the first ones, so
-    that a decoding step reads and writes one block of memory. Raises UserError where the model cannot compute that many tokens
+    `max_length` slots for each of `batch_size` sequences, allocated at once and filled by the
+    model's forward: keys and values of the token at position p are in slot p. Sequences have
+    different lengths, and those in use are always the first ones, so that a decoding step reads and
+    writes one block of memory. Raises UserError where the model cannot compute that many tokens
     (learned positions), or the device has no memory for them.
     """
 
@@ -335,22 +459,36 @@ class KVCache:
         shape = (2, batch_size, config.num_key_value_heads, max_length, config.head_dim)
         what = f"a KV cache of {batch_size:,} sequences of {max_length:,} tokens"
         way = "generate fewer tokens, or decode fewer sequences at once"
-        check_fits(config.num_hidden_layers * math.prod(shape) * dtype.itemsize, torch.device(device), what, way)
-        self.key_values = [torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.num_hidden_layers)]
+        check_fits(
+            config.num_hidden_layers * math.prod(shape) * dtype.itemsize,
+            torch.device(device),
+            what,
+            way,
+        )
+        self.key_values = [
+            torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.num_hidden_layers)
+        ]
         self.max_length = max_length
 
-    def view(self, first: int, positions: Tensor, end: int, groups: Sequence[DecodeGroup] = ()) -> list[LayerKVCache]:
-        """For a forward pass over tokens at `positions` int64 [sequences, length] of the sequences from `first` on.
+    def view(
+        self, first: int, positions: Tensor, end: int, groups: Sequence[DecodeGroup] = ()
+    ) -> list[LayerKVCache]:
+        """For a forward pass over tokens at `positions` int64 [sequences, length] of the sequences
+        from `first` on.
 
-        One LayerKVCache for each block. `end` is one more than the largest position. The positions of a sequence are
-        consecutive; what pads a shorter one at the right is written to slots that its later tokens overwrite. `groups`, if any,
-        are all sequences: attention reads the keys of each up to its longest only.
+        One LayerKVCache for each block. `end` is one more than the largest position. The positions
+        of a sequence are consecutive; what pads a shorter one at the right is written to slots that
+        its later tokens overwrite. `groups`, if any, are all sequences: attention reads the keys of
+        each up to its longest only.
         """
         if end > self.max_length:
             raise ValueError(f"the cache has {self.max_length} slots and {end} tokens")
         part = slice(first, first + len(positions))
         sequences = torch.arange(len(positions), device=positions.device)[:, None]
-        return [LayerKVCache(key_values[:, part, :, :end], sequences, positions, groups) for key_values in self.key_values]
+        return [
+            LayerKVCache(key_values[:, part, :, :end], sequences, positions, groups)
+            for key_values in self.key_values
+        ]
 
     def copy_sequences(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy sequences over other sequences."""

@@ -1,7 +1,10 @@
-"""Which kernel computes attention over full sequences, and why. It depends on the device, the dtype and the model.
+"""Which kernel computes attention over full sequences, and why.
 
-Variable-length flash attention computes only the scores within documents, and needs no mask. FlexAttention takes any mask and
-any dtype. Dense SDPA is used on CPUs, where FlexAttention has no backward pass, and for heads too small for the others.
+It depends on the device, the dtype and the model.
+
+Variable-length flash attention computes only the scores within documents, and needs no mask.
+FlexAttention takes any mask and any dtype. Dense SDPA is used on CPUs, where FlexAttention has no
+backward pass, and for heads too small for the others.
 """
 
 import inspect
@@ -18,17 +21,19 @@ FLEX_MIN_HEAD_DIM = 16
 FLASH_HEAD_DIM_MULTIPLE, FLASH_MAX_HEAD_DIM = 8, 256
 # Maximum keys per query for which compiled blocks on a CPU store all attention weights in bf16.
 MAX_STORED_KEYS = 1024
-# The arguments that torch's function must have, and one that grouped heads need where it is known: they are from different
-# versions, and earlier ones group heads unasked.
+# The arguments that torch's function must have, and one that grouped heads need where it is known:
+# they are from different versions, and earlier ones group heads unasked.
 _ARGUMENTS, _FOR_GROUPS = {"scale", "window_size"}, "enable_gqa"
 VARLEN_OPTIONS: dict[str, Any] = {}
-# By the first number of a GPU's compute capability: flash attention's own packages have faster kernels than torch.
+# By the first number of a GPU's compute capability: flash attention's own packages have faster
+# kernels than torch.
 _FLASH_IMPLEMENTATIONS = {9: "FA3", 10: "FA4"}
 
 
 @cache
 def load_varlen_attn() -> Any:
-    """torch's varlen_attn, to be called with VARLEN_OPTIONS; None where it is missing or cannot do all that is needed.
+    """torch's varlen_attn, to be called with VARLEN_OPTIONS; None where it is missing or cannot do
+    all that is needed.
 
     It is imported on demand: it imports torch._dynamo, which takes over a second.
     """
@@ -43,16 +48,25 @@ def load_varlen_attn() -> Any:
 
 @dataclass(frozen=True)
 class AttentionBackend:
-    """`name` is VARLEN, FLEX or DENSE; `reason` says why an earlier one of these was not chosen, and is empty for VARLEN."""
+    """`name` is VARLEN, FLEX or DENSE; `reason` says why an earlier one of these was not chosen,
+    and is empty for VARLEN.
+    """
 
     name: str
     reason: str = ""
 
 
 def choose_attention_backend(
-    device_type: str, capability: tuple[int, int], dtype: torch.dtype, head_dim: int, *, context_parallel: bool
+    device_type: str,
+    capability: tuple[int, int],
+    dtype: torch.dtype,
+    head_dim: int,
+    *,
+    context_parallel: bool,
 ) -> AttentionBackend:
-    """The backend for queries of this dtype and head_dim on a device of this compute capability ((0, 0) of a CPU)."""
+    """The backend for queries of this dtype and head_dim on a device of this compute capability
+    ((0, 0) of a CPU).
+    """
     if device_type != "cuda":
         return AttentionBackend(DENSE, f"on {device_type}")
     if head_dim < FLEX_MIN_HEAD_DIM:
@@ -60,7 +74,9 @@ def choose_attention_backend(
     if context_parallel:
         return AttentionBackend(FLEX, "context parallelism")
     if load_varlen_attn() is None:
-        return AttentionBackend(FLEX, f"torch {torch.__version__} has no variable-length flash attention for all models")
+        return AttentionBackend(
+            FLEX, f"torch {torch.__version__} has no variable-length flash attention for all models"
+        )
     if dtype not in (torch.bfloat16, torch.float16):
         return AttentionBackend(FLEX, str(dtype).removeprefix("torch."))
     if head_dim % FLASH_HEAD_DIM_MULTIPLE or head_dim > FLASH_MAX_HEAD_DIM:
@@ -71,10 +87,14 @@ def choose_attention_backend(
 
 
 @cache
-def attention_backend(device: torch.device, dtype: torch.dtype, head_dim: int, *, context_parallel: bool) -> AttentionBackend:
+def attention_backend(
+    device: torch.device, dtype: torch.dtype, head_dim: int, *, context_parallel: bool
+) -> AttentionBackend:
     """The backend of this device. Activates the fastest flash attention that is installed."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    backend = choose_attention_backend(device.type, capability, dtype, head_dim, context_parallel=context_parallel)
+    backend = choose_attention_backend(
+        device.type, capability, dtype, head_dim, context_parallel=context_parallel
+    )
     if backend.name == VARLEN:
         flash_implementation(capability[0])
     return backend
@@ -82,29 +102,40 @@ def attention_backend(device: torch.device, dtype: torch.dtype, head_dim: int, *
 
 @cache
 def flash_implementation(capability_major: int) -> str:
-    """Activate flash attention 3 or 4 where its package is installed and made for this GPU: "FA2" is torch's own."""
+    """Activate flash attention 3 or 4 where its package is installed and made for this GPU: "FA2"
+    is torch's own.
+    """
     implementation = _FLASH_IMPLEMENTATIONS.get(capability_major)
     if implementation is None or not hasattr(torch_attention, "activate_flash_attention_impl"):
         return "FA2"
     try:
         torch_attention.activate_flash_attention_impl(implementation)
-    except (ImportError, RuntimeError, ValueError):  # not installed, without the kernels, or unknown to this torch
+    except (ImportError, RuntimeError, ValueError):
+        # Not installed, without the kernels, or unknown to this torch.
         return "FA2"
     return implementation
 
 
-def stores_attention_weights(dtype: torch.dtype, num_keys: int, *, on_gpu: bool, compiled: bool) -> bool:
+def stores_attention_weights(
+    dtype: torch.dtype, num_keys: int, *, on_gpu: bool, compiled: bool
+) -> bool:
     """Whether dense attention keeps its weights for the backward pass.
 
-    The bf16 kernel of SDPA on a CPU takes twice as long as plain products (torch 2.13, AVX512-BF16).
+    The bf16 kernel of SDPA on a CPU takes twice as long as plain products (torch 2.13,
+    AVX512-BF16).
     """
     return dtype == torch.bfloat16 and not on_gpu and compiled and num_keys <= MAX_STORED_KEYS
 
 
-def describe_attention_backend(device: torch.device, dtype: torch.dtype, head_dim: int, *, context_parallel: bool) -> str:
+def describe_attention_backend(
+    device: torch.device, dtype: torch.dtype, head_dim: int, *, context_parallel: bool
+) -> str:
     """The backend of this device in words, for logs."""
     backend = attention_backend(device, dtype, head_dim, context_parallel=context_parallel)
     if backend.name == VARLEN:
-        return f"variable-length flash ({flash_implementation(torch.cuda.get_device_capability(device)[0])})"
+        return (
+            "variable-length flash"
+            f" ({flash_implementation(torch.cuda.get_device_capability(device)[0])})"
+        )
     kind = "FlexAttention, block mask" if backend.name == FLEX else "SDPA, dense mask"
     return f"{kind} ({backend.reason})"

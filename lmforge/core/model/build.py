@@ -11,7 +11,9 @@ FP32_BYTES = 4
 
 
 def build_model(config: ModelConfig, device: str | torch.device = "cpu") -> LanguageModel:
-    """A model of this config in fp32. Its weights are allocated, not filled: `init_weights` or `load_folder` does that.
+    """A model of this config in fp32.
+
+    Its weights are allocated, not filled: `init_weights` or `load_folder` does that.
 
     Raises UserError where the device has no memory for them.
     """
@@ -19,7 +21,10 @@ def build_model(config: ModelConfig, device: str | torch.device = "cpu") -> Lang
     if device.type != "meta":
         total = parameter_count(config).total
         check_fits(
-            total * FP32_BYTES, device, f"a model of {total:,} parameters in fp32", "use a smaller one, or a larger machine"
+            total * FP32_BYTES,
+            device,
+            f"a model of {total:,} parameters in fp32",
+            "use a smaller one, or a larger machine",
         )
     with torch.device("meta"):
         model: LanguageModel = config.new_module()

@@ -1,8 +1,8 @@
 """Between ModelConfig and the content of a Hugging Face config.json.
 
-Reads the spelling of transformers 4 (`rope_theta`, `rope_scaling`) and of transformers 5 (`rope_parameters`); writes the
-former, which both read. Refuses by name what lmforge cannot compute. core/model/config.py checks which values are valid
-together.
+Reads the spelling of transformers 4 (`rope_theta`, `rope_scaling`) and of transformers 5
+(`rope_parameters`); writes the former, which both read. Refuses by name what lmforge cannot
+compute. core/model/config.py checks which values are valid together.
 """
 
 import re
@@ -36,28 +36,63 @@ _COMMON_FIELDS = (
     "eos_token_id",
     "pad_token_id",
 )
-# Of which null is a value, as in transformers: none at all, or one to be derived. A flag is then off, as the weights must say.
+# Of which null is a value, as in transformers: none at all, or one to be derived. A flag is then
+# off, as the weights must say.
 _NULLABLE = (
-    "intermediate_size", "num_key_value_heads", "head_dim", "sliding_window", "bos_token_id", "eos_token_id", "pad_token_id",
-    "mlp_only_layers", "attention_bias", "mlp_bias", "q_lora_rank", *REQUIRED_FIELDS,
-)  # fmt: skip
+    "intermediate_size",
+    "num_key_value_heads",
+    "head_dim",
+    "sliding_window",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "mlp_only_layers",
+    "attention_bias",
+    "mlp_bias",
+    "q_lora_rank",
+    *REQUIRED_FIELDS,
+)
 _CLASSIFIER_SUFFIX = "ForSequenceClassification"
 
 
 TokenIds = Annotated[int, Field(ge=0)] | list[Annotated[int, Field(ge=0)]]
-# How transformers samples, and the values that leave the model's distribution as it is. Further ones are not computed here.
+# How transformers samples, and the values that leave the model's distribution as it is. Further
+# ones are not computed here.
 NEUTRAL_SAMPLING: dict[str, Any] = {
-    "num_beams": 1, "min_length": 0, "min_new_tokens": 0, "max_time": None, "typical_p": 1.0, "top_h": None,
-    "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "encoder_repetition_penalty": 1.0, "no_repeat_ngram_size": 0,
-    "encoder_no_repeat_ngram_size": 0, "bad_words_ids": None, "forced_bos_token_id": None, "forced_eos_token_id": None,
-    "exponential_decay_length_penalty": None, "suppress_tokens": None, "begin_suppress_tokens": None,
-    "sequence_bias": None, "guidance_scale": 1, "watermarking_config": None, "penalty_alpha": None, "dola_layers": None,
-    "constraints": None, "force_words_ids": None, "token_healing": False, "num_return_sequences": 1,
-}  # fmt: skip
+    "num_beams": 1,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "max_time": None,
+    "typical_p": 1.0,
+    "top_h": None,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "encoder_repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "bad_words_ids": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "exponential_decay_length_penalty": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "sequence_bias": None,
+    "guidance_scale": 1,
+    "watermarking_config": None,
+    "penalty_alpha": None,
+    "dola_layers": None,
+    "constraints": None,
+    "force_words_ids": None,
+    "token_healing": False,
+    "num_return_sequences": 1,
+}
 
 
 class GenerationConfig(BaseModel, strict=True, extra="allow", allow_inf_nan=False):
-    """What is used of a generation_config.json; null is a field left out. Its other fields are kept."""
+    """What is used of a generation_config.json; null is a field left out.
+
+    Its other fields are kept.
+    """
 
     eos_token_id: TokenIds | None = None
     do_sample: bool | None = None
@@ -102,10 +137,14 @@ class _ConfigJson(BaseModel, strict=True):
 
 
 def read_config_json(path: Path) -> dict[str, Any]:
-    """The content of a config.json, and in `generation_config` that of the file beside it. Raises UserError where it cannot be
-    read."""
+    """The content of a config.json, and in `generation_config` that of the file beside it.
+
+    Raises UserError where it cannot be read.
+    """
     if not path.is_file():
-        raise UserError(f"{path}: no such file; give a folder in Hugging Face's layout, or the name of a preset")
+        raise UserError(
+            f"{path}: no such file; give a folder in Hugging Face's layout, or the name of a preset"
+        )
     # Infinity is refused later, with the name of its field.
     content = read_json(path, dict[str, Any], hint="copy the file again", allow_nan=True)
     beside = path.parent / "generation_config.json"
@@ -115,51 +154,82 @@ def read_config_json(path: Path) -> dict[str, Any]:
         content["generation_config"] = read.model_dump(exclude_unset=True)
         return content
     # Before there was that file, config.json said how to sample; transformers still reads it there.
-    said = {name: content[name] for name in (*GenerationConfig.model_fields, *NEUTRAL_SAMPLING) if name in content}
+    said = {
+        name: content[name]
+        for name in (*GenerationConfig.model_fields, *NEUTRAL_SAMPLING)
+        if name in content
+    }
     if said.keys() - {"eos_token_id"}:
-        content["generation_config"] = check_content(said, GenerationConfig, str(path)).model_dump(exclude_unset=True)
+        content["generation_config"] = check_content(said, GenerationConfig, str(path)).model_dump(
+            exclude_unset=True
+        )
     return content
 
 
 def to_config_json(config: ModelConfig) -> dict[str, Any]:
-    """A model config as the content of a config.json that transformers 4 and 5 both read; under `generation_config` that of the
-    file beside it, if there was one."""
-    generation = {} if config.generation_config is None else {"generation_config": config.generation_config}
+    """A model config as the content of a config.json that transformers 4 and 5 both read; under
+    `generation_config` that of the file beside it, if there was one.
+    """
+    generation = (
+        {} if config.generation_config is None else {"generation_config": config.generation_config}
+    )
     if config.implementation == "transformers":
         return config.config_dict | generation  # type: ignore[attr-defined]
     family = config.family
     architecture = family.classifier if config.reward else family.architecture
     content: dict[str, Any] = {"architectures": [architecture], "model_type": config.model_type}
-    if config.final_logit_softcapping is not None:  # export.py refuses it where transformers would not read it
+    # export.py refuses it where transformers would not read it.
+    if config.final_logit_softcapping is not None:
         content["final_logit_softcapping"] = config.final_logit_softcapping
     if config.reward:
         content |= {"id2label": {"0": "reward"}, "label2id": {"reward": 0}}
-    content |= {family.names.get(name, name): getattr(config, name) for name in (*_COMMON_FIELDS, *family.fields)}
+    content |= {
+        family.names.get(name, name): getattr(config, name)
+        for name in (*_COMMON_FIELDS, *family.fields)
+    }
     if not family.learned_positions:
         scaling = asdict(config.rope_scaling) if config.rope_scaling else {}
-        content["rope_scaling"] = {name: value for name, value in scaling.items() if value is not None} or None
+        content["rope_scaling"] = {
+            name: value for name, value in scaling.items() if value is not None
+        } or None
     return content | dict.fromkeys(family.dropouts, 0.0) | family.write(config) | generation
 
 
 def config_fields_from_json(content: dict[str, Any]) -> dict[str, Any]:
-    """ModelConfig's fields out of a config.json. Raises UserError, naming the field, for what lmforge cannot compute."""
+    """ModelConfig's fields out of a config.json.
+
+    Raises UserError, naming the field, for what lmforge cannot compute.
+    """
     name = str(content.get("model_type"))
     _reject_unsupported(content, name)
     if registry.find("model_family", name) is None:
         known = ", ".join(registry.names("model_family"))
-        raise UserError(f'model_type: "{name}" is not supported; lmforge reads {known}; a plugin adds others (--plugins)')
+        raise UserError(
+            f'model_type: "{name}" is not supported; lmforge reads {known}; a plugin adds others'
+            " (--plugins)"
+        )
     family = load_family(base_model_type(name))
     reject_extreme_sizes(content)
     try:
         _ConfigJson.model_validate(content)
     except ValidationError as problem:
         raise UserError(describe(problem)) from None
-    router = {name: value for name, value in ROUTER_VALUES.items() if family.stored_experts and name not in family.fields}
+    router = {
+        name: value
+        for name, value in ROUTER_VALUES.items()
+        if family.stored_experts and name not in family.fields
+    }
     for field, value in {**router, **family.required_values}.items():
         if content.get(field) not in (None, value):
             advice = "a model without it" if value is None else f"a model with {quoted(value)}"
-            raise UserError(f"{field}: {quoted(content[field])} is not supported for {name}; use {advice}")
-    fields: dict[str, Any] = {"model_type": name, **family.defaults, "reward": _is_reward_model(content)}
+            raise UserError(
+                f"{field}: {quoted(content[field])} is not supported for {name}; use {advice}"
+            )
+    fields: dict[str, Any] = {
+        "model_type": name,
+        **family.defaults,
+        "reward": _is_reward_model(content),
+    }
     fields |= {each: content.get(each) for each in ("final_logit_softcapping", "generation_config")}
     for ours in (*_COMMON_FIELDS, *family.fields):
         # Sizes under their common names win over the family's own.
@@ -179,44 +249,74 @@ def config_fields_from_json(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def reject_extreme_sizes(content: dict[str, Any]) -> None:
-    """Raise UserError, naming the field, for more layers or experts than any model has: each of them is built one by one."""
+    """Raise UserError, naming the field, for more layers or experts than any model has: each of
+    them is built one by one.
+    """
     most = MODEL_RANGES["num_hidden_layers"]["le"]
     for name, value in content.items():
         if isinstance(value, dict):
             reject_extreme_sizes(value)
-        elif re.search("layers?$|experts$|^depth$", name) and isinstance(value, int | float) and not value <= most:
+        elif (
+            re.search("layers?$|experts$|^depth$", name)
+            and isinstance(value, int | float)
+            and not value <= most
+        ):
             raise UserError(f"{name}: expected at most {most:,}, got {quoted(value)}")
 
 
 def _is_reward_model(content: dict[str, Any]) -> bool:
     """Whether it is a classifier with one label. Raises UserError for one with several."""
-    if not any(str(name).endswith(_CLASSIFIER_SUFFIX) for name in content.get("architectures") or ()):
+    if not any(
+        str(name).endswith(_CLASSIFIER_SUFFIX) for name in content.get("architectures") or ()
+    ):
         return False
-    labels = content.get("num_labels") or len(content.get("id2label") or (0, 1))  # transformers assumes two
+    # transformers assumes two.
+    labels = content.get("num_labels") or len(content.get("id2label") or (0, 1))
     if labels != 1:
-        raise UserError(f"num_labels: a classifier of {labels} labels is not supported; only reward models, which have one")
+        raise UserError(
+            f"num_labels: a classifier of {labels} labels is not supported; only reward models,"
+            " which have one"
+        )
     return True
 
 
 def is_supported_family(content: dict[str, Any]) -> bool:
-    """Whether a config.json is of a family that lmforge computes itself; other fields may still be refused."""
+    """Whether a config.json is of a family that lmforge computes itself; other fields may still be
+    refused.
+    """
     if registry.find("model_family", name := str(content.get("model_type"))) is None:
         return False
-    return bool(load_family(base_model_type(name)).stored_experts) or not any(content.get(each) for each in NUM_EXPERTS_FIELDS)
+    return bool(load_family(base_model_type(name)).stored_experts) or not any(
+        content.get(each) for each in NUM_EXPERTS_FIELDS
+    )
 
 
 def _reject_unsupported(content: dict[str, Any], model_type: str) -> None:
     for name in NUM_EXPERTS_FIELDS:
         if content.get(name) and not is_supported_family(content):
-            raise UserError(f"{name}: a mixture of experts of type {model_type} is not supported; use a dense model")
+            raise UserError(
+                f"{name}: a mixture of experts of type {model_type} is not supported; use a dense"
+                " model"
+            )
     if content.get("per_layer_config"):
-        raise UserError("per_layer_config: layers that differ are not supported; use a model whose layers are alike")
-    if content.get("quantization_config") and fp8_block(content) is None and not is_nf4_folder(content):
-        raise UserError("quantization_config: quantized weights cannot be trained; use the unquantized model")
+        raise UserError(
+            "per_layer_config: layers that differ are not supported; use a model whose layers are"
+            " alike"
+        )
+    if (
+        content.get("quantization_config")
+        and fp8_block(content) is None
+        and not is_nf4_folder(content)
+    ):
+        raise UserError(
+            "quantization_config: quantized weights cannot be trained; use the unquantized model"
+        )
 
 
 def fp8_block(content: dict[str, Any]) -> tuple[int, int] | None:
-    """(rows, columns) with one scale in a folder in DeepSeek-V3's float8, which is dequantized; None of any other folder."""
+    """(rows, columns) with one scale in a folder in DeepSeek-V3's float8, which is dequantized;
+    None of any other folder.
+    """
     quantization = content.get("quantization_config")
     if not isinstance(quantization, dict) or quantization.get("quant_method") != "fp8":
         return None
@@ -229,6 +329,9 @@ def fp8_block(content: dict[str, Any]) -> tuple[int, int] | None:
 def is_nf4_folder(content: dict[str, Any]) -> bool:
     """Whether the weights are in NF4, as bitsandbytes stores them (hf/quantized/)."""
     options = content.get("quantization_config")
-    if not isinstance(options, dict) or options.get("quant_method", "bitsandbytes") != "bitsandbytes":
+    if (
+        not isinstance(options, dict)
+        or options.get("quant_method", "bitsandbytes") != "bitsandbytes"
+    ):
         return False
     return options.get("load_in_4bit") is True and options.get("bnb_4bit_quant_type") == "nf4"

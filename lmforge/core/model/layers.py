@@ -16,7 +16,13 @@ from lmforge.core.model.attention import ContextParallel, LayerKVCache, create_a
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.incremental import IncrementalDecoder
 from lmforge.core.model.init_weights import FlatShard, InitialValue, initial_value
-from lmforge.core.model.parametrization import STANDARD, UNSCALED, Parametrization, Place, TensorScale
+from lmforge.core.model.parametrization import (
+    STANDARD,
+    UNSCALED,
+    Parametrization,
+    Place,
+    TensorScale,
+)
 from lmforge.core.model.rng.token_rng import TokenRng, neftune_noise_scale, perturb_embeddings
 from lmforge.core.model.rope import rotary_embedding
 
@@ -44,16 +50,23 @@ class Conv1D(nn.Module):
 
 
 def add_linears(module: nn.Module, owner: str, config: ModelConfig, sparse: bool = False) -> None:
-    """Give `module`, which a block calls `owner`, the linear layers that the family describes there."""
+    """Give `module`, which a block calls `owner`, the linear layers that the family describes
+    there.
+    """
     for each in config.block_linears(sparse):
         prefix, _, name = each.name.rpartition(".")
         if prefix == owner:
             sizes = each.inputs, each.outputs
-            module.add_module(name, Conv1D(*sizes) if config.family.transposed else nn.Linear(*sizes, bias=each.bias))
+            module.add_module(
+                name,
+                Conv1D(*sizes) if config.family.transposed else nn.Linear(*sizes, bias=each.bias),
+            )
 
 
 def apply_linear(layer: nn.Module, x: Tensor, token_rng: TokenRng | None) -> Tensor:
-    """`layer(x)`; a layer with an adapter (lora.py) has its own dropout, and is given the `token_rng` for it."""
+    """`layer(x)`; a layer with an adapter (lora.py) has its own dropout, and is given the
+    `token_rng` for it.
+    """
     return layer(x) if token_rng is None or not hasattr(layer, "lora_A") else layer(x, token_rng)
 
 
@@ -70,16 +83,21 @@ class GatedMLP(nn.Module):
         add_linears(self, owner, config, sparse)
 
     def forward(self, x: Tensor, token_rng: TokenRng | None = None) -> Tensor:
-        gated = self.activation(apply_linear(self.gate_proj, x, token_rng)) * apply_linear(self.up_proj, x, token_rng)
+        gated = self.activation(apply_linear(self.gate_proj, x, token_rng)) * apply_linear(
+            self.up_proj, x, token_rng
+        )
         return apply_linear(self.down_proj, gated, token_rng)
 
 
 def to_autocast_dtype(hidden: Tensor) -> Tensor:
-    """Embeddings in the dtype of autocast, where it is on. Autocast does not cast embeddings, so the residual stream would stay
-    fp32. FSDP computes in bf16 from the embedding on; with this class the other engines do, too.
+    """Embeddings in the dtype of autocast, where it is on.
+
+    Autocast does not cast embeddings, so the residual stream would stay fp32. FSDP computes in bf16
+    from the embedding on; with this class the other engines do, too.
     """
     device_type = hidden.device.type
-    if hidden.is_meta or not torch.is_autocast_enabled(device_type):  # torch has no autocast on the meta device
+    # torch has no autocast on the meta device.
+    if hidden.is_meta or not torch.is_autocast_enabled(device_type):
         return hidden
     return hidden.to(torch.get_autocast_dtype(device_type))
 
@@ -92,8 +110,9 @@ def add_residual(hidden: Tensor, x: Tensor, token_rng: TokenRng | None, site: in
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) * weight (arXiv 1910.07467), over the last dimension.
 
-    Computed in fp32 whatever the dtype of the input, and returned in that dtype, as transformers does. Llama multiplies by
-    the weight after rounding to that dtype; with an `offset`, which is added to the weight, it is multiplied before.
+    Computed in fp32 whatever the dtype of the input, and returned in that dtype, as transformers
+    does. Llama multiplies by the weight after rounding to that dtype; with an `offset`, which is
+    added to the weight, it is multiplied before.
     """
 
     def __init__(self, hidden_size: int, eps: float, offset: float | None = None) -> None:
@@ -116,9 +135,10 @@ Passes = Literal["operators", "fused", "stored"]
 class HeadOptions:
     """Options of an output head besides its matrix product.
 
-    bias: [vocab], added to the logits. softcap: logits become softcap · tanh(logits / softcap) (Gemma 2, arXiv 2408.00118).
-    passes: what computes losses from logits. "operators" are torch's; others are compiled, those of a file NAME_passes.py in
-        core/losses/.
+    bias: [vocab], added to the logits. softcap: logits become softcap · tanh(logits / softcap)
+    (Gemma 2, arXiv 2408.00118).
+    passes: what computes losses from logits. "operators" are torch's; others are compiled, those of
+        a file NAME_passes.py in core/losses/.
     """
 
     bias: Tensor | None = None
@@ -135,21 +155,26 @@ def cap_logits(logits: Tensor, softcap: float | None) -> Tensor:
 
 
 class LMHead(nn.Module):
-    """The output projection: weight [vocab, width], or [1, width] of a reward model; bias [vocab], if any."""
+    """The output projection: weight [vocab, width], or [1, width] of a reward model; bias [vocab],
+    if any.
+    """
 
     passes: Passes = "operators"  # as in HeadOptions
 
-    def __init__(self, hidden_size: int, vocab_size: int, *, bias: bool = False, softcap: float | None = None) -> None:
+    def __init__(
+        self, hidden_size: int, vocab_size: int, *, bias: bool = False, softcap: float | None = None
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
         self.bias = nn.Parameter(torch.empty(vocab_size)) if bias else None
         self.softcap = softcap
 
     def forward(self, hidden: Tensor, head_fn: Callable[..., Any] | None = None) -> Any:
-        """Logits [..., vocab] of hidden [..., width]; or head_fn(hidden, weight, head=HeadOptions), whatever that returns.
+        """Logits [..., vocab] of hidden [..., width]; or head_fn(hidden, weight, head=HeadOptions),
+        whatever that returns.
 
-        Objectives use `head_fn`: called through the module, so that hooks which gather a sharded weight run, it may go
-        through the weight in chunks, so that the full logits never exist.
+        Objectives use `head_fn`: called through the module, so that hooks which gather a sharded
+        weight run, it may go through the weight in chunks, so that the full logits never exist.
         """
         if head_fn is None:
             return cap_logits(nn.functional.linear(hidden, self.weight, self.bias), self.softcap)
@@ -159,31 +184,38 @@ class LMHead(nn.Module):
 class LanguageModel(nn.Module):
     """What every model offers.
 
-    `forward(tokens, positions, document_ids, cache, rng_keys)` returns hidden states, which `lm_head` scores; `embeddings`,
-    `blocks`, `final_norm` and `lm_head` are the units that sharding wraps. Forward has three parts, so that a pipeline
-    stage can run its own: `embed`, `run_blocks`, `final_norm`.
+    `forward(tokens, positions, document_ids, cache, rng_keys)` returns hidden states, which
+    `lm_head` scores; `embeddings`, `blocks`, `final_norm` and `lm_head` are the units that sharding
+    wraps. Forward has three parts, so that a pipeline stage can run its own: `embed`, `run_blocks`,
+    `final_norm`.
     """
 
-    # Names of modules: the token embedding and then the others, the list of blocks, the norm after them.
+    # Names of modules: the token embedding and then the others, the list of blocks, the norm after
+    # them.
     embedding_names: tuple[str, ...]
     blocks_name: str
     final_norm_name: str
     lm_head: LMHead
-    # Set where a rank has only a part of each sequence: how attention gets the keys of the other parts.
+    # Set where a rank has only a part of each sequence: how attention gets the keys of the other
+    # parts.
     context_parallel: ContextParallel | None = None
-    # Fraction of the numbers that dropout zeroes where a batch has rng keys: after the embedding, and in what attention and
-    # feed-forward add to the hidden states. Attention probabilities are never dropped.
+    # Fraction of the numbers that dropout zeroes where a batch has rng keys: after the embedding,
+    # and in what attention and feed-forward add to the hidden states. Attention probabilities are
+    # never dropped.
     dropout: float = 0.0
     has_dropout: bool = True  # False for models without any, whose adapters have none either
-    # Strength of the noise that NEFTune adds to embeddings (token_rng.py), where a batch has rng keys.
+    # Strength of the noise that NEFTune adds to embeddings (token_rng.py), where a batch has rng
+    # keys.
     neftune_noise_alpha: float = 0.0
     balance: Any = None  # mixture.balance.Balance, of a model with mixtures of experts
     activation_offload: Any = None  # parallel.activation_offload.ActivationOffload
     lora_config: Any = None  # lora.LoraConfig of a model with adapters
-    parametrization: Parametrization = STANDARD  # how first values and learning rates follow from those of a base model
+    # How first values and learning rates follow from those of a base model.
+    parametrization: Parametrization = STANDARD
     # With tensor parallel, hidden states are a part of the sequence: (which one, of how many).
     sequence_parallel_shard: tuple[int, int] = (0, 1)
-    # With FSDP1, by their names in `named_parameters()`: what this rank holds of them, which their shapes do not say.
+    # With FSDP1, by their names in `named_parameters()`: what this rank holds of them, which their
+    # shapes do not say.
     flat_shards: Mapping[str, FlatShard] = MappingProxyType({})
 
     def __init__(self, config: ModelConfig) -> None:
@@ -200,16 +232,19 @@ class LanguageModel(nn.Module):
         document_starts: Tensor | None = None,
         routed_experts: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states after the final norm: [sequences, length, hidden_size], ready for `lm_head`.
+        """Hidden states after the final norm: [sequences, length, hidden_size], ready for
+        `lm_head`.
 
         Args:
             tokens, positions: int64 [sequences, length]; positions restart at each document.
             document_ids: int32 [sequences, length], equal within a document, -1 on padding.
-            cache: keys and values of earlier tokens, to which the new ones are added (`KVCache.view`); each sequence is
-                one document then.
-            rng_keys: int64 [sequences, length], what dropout and NEFTune draw from; None turns both off.
+            cache: keys and values of earlier tokens, to which the new ones are added
+                (`KVCache.view`); each sequence is one document then.
+            rng_keys: int64 [sequences, length], what dropout and NEFTune draw from; None turns both
+            off.
             document_starts: as in Batch, or None; with them attention may take a faster kernel.
-            routed_experts: as in Extras, or None: the experts of each token, in place of what routers choose.
+            routed_experts: as in Extras, or None: the experts of each token, in place of what
+            routers choose.
         """
         token_rng = self.make_token_rng(rng_keys, document_ids)
         hidden = self.embed(tokens, positions, token_rng)
@@ -225,14 +260,18 @@ class LanguageModel(nn.Module):
         return self.final_norm(hidden)
 
     def make_token_rng(self, rng_keys: Tensor | None, document_ids: Tensor) -> TokenRng | None:
-        """The random numbers of dropout and NEFTune on this rank for tokens with these keys; None where both are off."""
+        """The random numbers of dropout and NEFTune on this rank for tokens with these keys; None
+        where both are off.
+        """
         drops = self.dropout or (self.lora_config is not None and self.lora_config.dropout)
         if rng_keys is None or not (drops or self.neftune_noise_alpha):
             return None
         part, parts = self.sequence_parallel_shard
         scale = None
         if self.neftune_noise_alpha:
-            scale = neftune_noise_scale(document_ids, self.config.hidden_size, self.neftune_noise_alpha)
+            scale = neftune_noise_scale(
+                document_ids, self.config.hidden_size, self.neftune_noise_alpha
+            )
             scale = scale.chunk(parts, dim=1)[part]
         return TokenRng(self.dropout, rng_keys.chunk(parts, dim=1)[part], scale)
 
@@ -241,7 +280,8 @@ class LanguageModel(nn.Module):
         return batch if self.context_parallel is None else self.context_parallel.shard_batch(batch)
 
     def embed(self, tokens: Tensor, positions: Tensor, token_rng: TokenRng | None = None) -> Tensor:
-        """The input of the first block: [sequences, length, hidden_size], in the compute dtype, as the residual stream is.
+        """The input of the first block: [sequences, length, hidden_size], in the compute dtype, as
+        the residual stream is.
 
         Raises UserError for sequences longer than the learned positions.
         """
@@ -252,7 +292,9 @@ class LanguageModel(nn.Module):
             hidden = hidden + embedding(positions)
         hidden = to_autocast_dtype(hidden)
         if self.config.family.scaled_embeddings:  # by a number in that dtype, as transformers does
-            hidden = hidden * torch.tensor(math.sqrt(self.config.hidden_size), dtype=hidden.dtype, device="cpu")
+            hidden = hidden * torch.tensor(
+                math.sqrt(self.config.hidden_size), dtype=hidden.dtype, device="cpu"
+            )
         return perturb_embeddings(hidden, token_rng)
 
     def run_blocks(
@@ -266,7 +308,9 @@ class LanguageModel(nn.Module):
         document_starts: Tensor | None = None,
         routed_experts: Tensor | None = None,
     ) -> Tensor:
-        """`hidden` after the blocks of `layer_indices`, all of them by default; the same shape and dtype."""
+        """`hidden` after the blocks of `layer_indices`, all of them by default; the same shape and
+        dtype.
+        """
         blocks, windows, ropes = self.blocks, self.config.layer_windows, self.config.layer_ropes
         if cache is None:
             make_mask = partial(
@@ -279,10 +323,14 @@ class LanguageModel(nn.Module):
             masks = {each: make_mask(document_ids, each) for each in set(windows)}
         else:
             masks = {each: cache[0].mask(each) for each in set(windows)}
-        rotary = {each: rotary_embedding(positions, each, self.config.rotary_dim) for each in set(ropes)}
+        rotary = {
+            each: rotary_embedding(positions, each, self.config.rotary_dim) for each in set(ropes)
+        }
         # Attention has masks; a mixture balances and counts the tokens that are none of padding.
         part, parts = self.sequence_parallel_shard
-        of_mixture = {"is_token": document_ids.chunk(parts, 1)[part] >= 0} if self.config.num_experts else {}
+        of_mixture = (
+            {"is_token": document_ids.chunk(parts, 1)[part] >= 0} if self.config.num_experts else {}
+        )
         indices = [*range(len(blocks))] if layer_indices is None else [*layer_indices]
         for layer in indices:
             layer_cache = None if cache is None else cache[layer]
@@ -298,18 +346,34 @@ class LanguageModel(nn.Module):
         return hidden
 
     def incremental_decoder(
-        self, batch_size: int, max_length: int, *, device: torch.device, dtype: torch.dtype, records_experts: bool = False
+        self,
+        batch_size: int,
+        max_length: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        records_experts: bool = False,
     ) -> Any:
-        """An incremental decoder of at most `batch_size` sequences of `max_length` tokens, with its cache in `dtype`.
+        """An incremental decoder of at most `batch_size` sequences of `max_length` tokens, with its
+        cache in `dtype`.
 
         Raises UserError where the model cannot compute that many tokens.
         """
-        return IncrementalDecoder(self, batch_size, max_length, device=device, dtype=dtype, records_experts=records_experts)
+        return IncrementalDecoder(
+            self,
+            batch_size,
+            max_length,
+            device=device,
+            dtype=dtype,
+            records_experts=records_experts,
+        )
 
     def initial_values(
         self, shapes: Mapping[str, torch.Size], seed: int, embedding_std: float | None = None
     ) -> Iterator[tuple[str, InitialValue | Tensor]]:
-        """(name, first value) of the parameters of these names and full shapes; see init_weights.py."""
+        """(name, first value) of the parameters of these names and full shapes; see
+        init_weights.py.
+        """
         for name, shape in shapes.items():
             is_embedding = name == f"{self.embedding_names[0]}.weight"
             value = initial_value(name, shape, self.config, embedding_std if is_embedding else None)
@@ -321,12 +385,19 @@ class LanguageModel(nn.Module):
         if self.parametrization == STANDARD:  # of wrapped models too
             return UNSCALED
         place: Place = "block" if name.startswith(f"{self.blocks_name}.") else "final norm"
-        place = "embedding" if name.startswith(tuple(f"{each}." for each in self.embedding_names)) else place
+        place = (
+            "embedding"
+            if name.startswith(tuple(f"{each}." for each in self.embedding_names))
+            else place
+        )
         place = "head" if name.startswith("lm_head.") else place
         return self.parametrization.scale(name, shape, place, self.config)
 
     def tie_weights(self) -> None:
-        """Tie the head's weight to the embedding's, where the config says so. Repeat after `to_empty`, which unties them."""
+        """Tie the head's weight to the embedding's, where the config says so.
+
+        Repeat after `to_empty`, which unties them.
+        """
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.embeddings[0].weight  # type: ignore[assignment]
 

@@ -1,11 +1,13 @@
-"""Low-rank adapters (LoRA; Hu et al., arXiv 2106.09685): a small number of trained weights besides the frozen ones.
+"""Low-rank adapters (LoRA; Hu et al., arXiv 2106.09685): a small number of trained weights besides
+the frozen ones.
 
-An adapted layer computes W x + scaling · B A x. W keeps its name, `….q_proj.weight`; A and B are called
-`….q_proj.lora_A.weight` and `….q_proj.lora_B.weight`, as in PEFT. Their first values are in init_weights.py, PEFT's folders
-and merging in merge_adapters.py.
+An adapted layer computes W x + scaling · B A x. W keeps its name, `….q_proj.weight`; A and B are
+called `….q_proj.lora_A.weight` and `….q_proj.lora_B.weight`, as in PEFT. Their first values are in
+init_weights.py, PEFT's folders and merging in merge_adapters.py.
 
-The matrices of a mixture of experts are parameters of modules of their own: that of `….experts.gate_up_proj` is called
-`….experts.adapters.gate_up_proj.lora_A.weight`, [experts, rank, inputs], and B is [experts, outputs, rank].
+The matrices of a mixture of experts are parameters of modules of their own: that of
+`….experts.gate_up_proj` is called `….experts.adapters.gate_up_proj.lora_A.weight`, [experts, rank,
+inputs], and B is [experts, outputs, rank].
 """
 
 import math
@@ -35,14 +37,15 @@ ALL_LINEAR = "all-linear"
 class LoraConfig:
     """Which layers of the blocks are adapted, and how. Its numbers are checked by `LoraOptions`.
 
-    target_modules: each is the end of layer names (`q_proj`, `mlp.up_proj`), a regular expression that matches full names,
-        or "all-linear".
-    target_parameters: each is the end of the names of parameters of mixtures of experts (`experts.gate_up_proj`,
-        `gate.weight`). These have no dropout, as in PEFT.
+    target_modules: each is the end of layer names (`q_proj`, `mlp.up_proj`), a regular expression
+        that matches full names, or "all-linear".
+    target_parameters: each is the end of the names of parameters of mixtures of experts
+        (`experts.gate_up_proj`, `gate.weight`). These have no dropout, as in PEFT.
     dropout: of the input of A, in training; a function of rng keys as all dropout is.
     use_rslora: scale by alpha / sqrt(rank) (arXiv 2312.03732) instead of alpha / rank.
-    base_dtype: "nf4" or "int8": all linear layers of the blocks are stored so, those without adapters too (QLoRA, arXiv
-        2305.14314), and with double_quant the scales of NF4 in 8 bits. None: as they are.
+    base_dtype: "nf4" or "int8": all linear layers of the blocks are stored so, those without
+        adapters too (QLoRA, arXiv 2305.14314), and with double_quant the scales of NF4 in 8 bits.
+        None: as they are.
     """
 
     rank: int
@@ -69,7 +72,10 @@ class LoraConfig:
 
 
 class LoraLinear(nn.Module):
-    """A linear layer with an adapter. It takes over the parameters of `layer`; a quantized weight is the bytes of it."""
+    """A linear layer with an adapter.
+
+    It takes over the parameters of `layer`; a quantized weight is the bytes of it.
+    """
 
     quantized: Mapping[str, QuantizedMatrix] = MappingProxyType({})
 
@@ -99,12 +105,17 @@ class LoraLinear(nn.Module):
             out = nn.functional.linear(x, self._out_in_weight(), self.bias)
         if not self.enabled:
             return out
-        dropped = x if token_rng is None else dropout(x, self.dropout_rate, token_rng.rng_keys, self.site)
+        dropped = (
+            x if token_rng is None else dropout(x, self.dropout_rate, token_rng.rng_keys, self.site)
+        )
         return out + self.scaling * self.lora_B(self.lora_A(dropped))
 
 
 class QuantizedLinear(nn.Module):
-    """A frozen linear layer whose weight is quantized; it takes over the bias of `layer`. `weight`: the bytes."""
+    """A frozen linear layer whose weight is quantized; it takes over the bias of `layer`.
+
+    `weight`: the bytes.
+    """
 
     quantized: Mapping[str, QuantizedMatrix]
 
@@ -129,13 +140,19 @@ class ParameterAdapter(nn.Module):
         self.scaling, self.enabled = config.scaling, True
 
     def forward(self, out: Tensor, rows: Tensor, ends: Tensor | None = None) -> Tensor:
-        """out [rows, outputs] of the parameter for rows [rows, inputs]; `ends` of a stack is as in `multiply_groups`."""
+        """out [rows, outputs] of the parameter for rows [rows, inputs]; `ends` of a stack is as in
+        `multiply_groups`.
+        """
         if not self.enabled:
             return out
         a, b = (local_weight(each.weight) for each in (self.lora_A, self.lora_B))  # type: ignore[arg-type]
         if ends is None:
-            return out + self.scaling * nn.functional.linear(nn.functional.linear(rows, a.to(rows.dtype)), b.to(rows.dtype))
-        return out + self.scaling * grouped_linear(grouped_linear(rows, to_autocast_dtype(a), ends), to_autocast_dtype(b), ends)
+            return out + self.scaling * nn.functional.linear(
+                nn.functional.linear(rows, a.to(rows.dtype)), b.to(rows.dtype)
+            )
+        return out + self.scaling * grouped_linear(
+            grouped_linear(rows, to_autocast_dtype(a), ends), to_autocast_dtype(b), ends
+        )
 
 
 def adapted_name(adapter: str) -> str:
@@ -144,34 +161,48 @@ def adapted_name(adapter: str) -> str:
 
 
 def lora_delta(scaling: float, lora_a: Tensor, lora_b: Tensor, transposed: bool) -> Tensor:
-    """What an adapter adds to a weight: scaling · B A of A [rank, inputs] and B [outputs, rank], or stacks of them, [outputs,
-    inputs] or transposed; in fp32, or fp64 where the adapter is."""
+    """What an adapter adds to a weight: scaling · B A of A [rank, inputs] and B [outputs, rank], or
+    stacks of them, [outputs, inputs] or transposed; in fp32, or fp64 where the adapter is.
+    """
     dtype = torch.promote_types(lora_a.dtype, torch.float32)
     product = scaling * (lora_b.to(dtype) @ lora_a.to(dtype))
     return product.t() if transposed else product
 
 
 def add_lora(model: LanguageModel, config: LoraConfig) -> None:
-    """Give layers of the blocks adapters, in place, and freeze everything else but the head of a reward model.
+    """Give layers of the blocks adapters, in place, and freeze everything else but the head of a
+    reward model.
 
     With a `base_dtype` the linear layers of the blocks are quantized, those without adapters too.
 
-    On any device, meta too, and before the model is checkpointed, compiled or sharded. The adapters are allocated, not
-    filled (init_weights.init_adapters). Raises UserError where a target module matches no layer.
+    On any device, meta too, and before the model is checkpointed, compiled or sharded. The adapters
+    are allocated, not filled (init_weights.init_adapters). Raises UserError where a target module
+    matches no layer.
     """
     if model.lora_config is not None:
         raise ValueError("the model has adapters already")
     if config.dropout and not model.has_dropout:
-        raise UserError("lora.dropout: not with model.implementation = transformers, which has none here; leave it out")
+        raise UserError(
+            "lora.dropout: not with model.implementation = transformers, which has none here; leave"
+            " it out"
+        )
     layers = _linear_layers(model)
     chosen: set[str] = set()
     for target in config.target_modules:
         matches = [name for name in layers if _matches_target(target, name)]
         if not matches:
-            known = ", ".join(sorted({name.rpartition(".")[2] for name in layers})) or "none that it knows"
-            raise UserError(f"lora.target_modules: no linear layer of a block is called {target}; there are: {known}")
+            known = (
+                ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
+                or "none that it knows"
+            )
+            raise UserError(
+                f"lora.target_modules: no linear layer of a block is called {target}; there are:"
+                f" {known}"
+            )
         chosen.update(matches)
-    parameters = [name for target in config.target_parameters for name in _adaptable_parameters(model, target)]
+    parameters = [
+        name for target in config.target_parameters for name in _adaptable_parameters(model, target)
+    ]
     if not chosen and not parameters:
         raise UserError(f'lora.target_modules: names no layer; leave it out for "{ALL_LINEAR}"')
     model.requires_grad_(False)
@@ -184,7 +215,9 @@ def add_lora(model: LanguageModel, config: LoraConfig) -> None:
             model.set_submodule(name, QuantizedLinear(layer, config.stored))
     for name in dict.fromkeys(parameters):
         owner, _, parameter = name.rpartition(".")
-        model.get_submodule(f"{owner}.adapters").add_module(parameter, ParameterAdapter(model.get_parameter(name), config))
+        model.get_submodule(f"{owner}.adapters").add_module(
+            parameter, ParameterAdapter(model.get_parameter(name), config)
+        )
     if config.stored is not None:
         for module in [each for each in model.modules() if isinstance(each, Experts)]:
             for name in module.matrices:
@@ -197,18 +230,34 @@ def _check_stacks(model: LanguageModel, config: LoraConfig) -> None:
     """Raise UserError where a stack of matrices is not quantized: most of a mixture's weights."""
     for name, each in model.blocks.named_parameters():
         # Kernels of convolutions have one row.
-        if each.ndim > 2 and min(each.shape[-2:]) > 1 and each.dtype != torch.uint8 and not name.endswith(LORA_SUFFIXES):
+        if (
+            each.ndim > 2
+            and min(each.shape[-2:]) > 1
+            and each.dtype != torch.uint8
+            and not name.endswith(LORA_SUFFIXES)
+        ):
             way = "use model.implementation = lmforge where it has the family, or leave it out"
-            raise UserError(f"lora.base_dtype = {config.base_dtype}: {name} would stay in full precision; {way}")
+            raise UserError(
+                f"lora.base_dtype = {config.base_dtype}: {name} would stay in full precision; {way}"
+            )
 
 
 def _linear_layers(model: LanguageModel) -> dict[str, tuple[nn.Linear | Conv1D, int]]:
-    """The linear layers of the blocks by name, each with a site for dropout that is unique in its block."""
+    """The linear layers of the blocks by name, each with a site for dropout that is unique in its
+    block.
+    """
     layers: dict[str, tuple[nn.Linear | Conv1D, int]] = {}
     for index, block in enumerate(model.blocks):
         prefix = f"{model.blocks_name}.{index}."
-        linear = [(prefix + name, each) for name, each in block.named_modules() if isinstance(each, nn.Linear | Conv1D)]
-        layers |= {name: (each, ADAPTER_SITE * number) for number, (name, each) in enumerate(linear, start=1)}
+        linear = [
+            (prefix + name, each)
+            for name, each in block.named_modules()
+            if isinstance(each, nn.Linear | Conv1D)
+        ]
+        layers |= {
+            name: (each, ADAPTER_SITE * number)
+            for number, (name, each) in enumerate(linear, start=1)
+        }
     return layers
 
 
@@ -221,8 +270,14 @@ def _adaptable_parameters(model: LanguageModel, target: str) -> list[str]:
         for name, _ in module.named_parameters(recurse=False)
     ]
     if not (matches := [name for name in known if f".{name}".endswith(f".{target}")]):
-        names = ", ".join(sorted({".".join(name.split(".")[-2:]) for name in known})) or "none, since it has no experts"
-        raise UserError(f"lora.target_parameters: no parameter of a mixture of experts is called {target}; there are: {names}")
+        names = (
+            ", ".join(sorted({".".join(name.split(".")[-2:]) for name in known}))
+            or "none, since it has no experts"
+        )
+        raise UserError(
+            f"lora.target_parameters: no parameter of a mixture of experts is called {target};"
+            f" there are: {names}"
+        )
     return matches
 
 
@@ -234,14 +289,21 @@ def _matches_target(target: str, name: str) -> bool:
 
 def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The tensors of a model's adapters, by name."""
-    return {name: parameter for name, parameter in model.named_parameters() if name.endswith(LORA_SUFFIXES)}
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if name.endswith(LORA_SUFFIXES)
+    }
 
 
 @contextmanager
 def disable_adapters(model: nn.Module) -> Iterator[None]:
-    """A context in which `model` computes without its adapters, for forward passes without gradients: the reference of
-    alignment."""
-    layers = [module for module in model.modules() if isinstance(module, LoraLinear | ParameterAdapter)]
+    """A context in which `model` computes without its adapters, for forward passes without
+    gradients: the reference of alignment.
+    """
+    layers = [
+        module for module in model.modules() if isinstance(module, LoraLinear | ParameterAdapter)
+    ]
     for layer in layers:
         layer.enabled = False
     try:

@@ -23,11 +23,15 @@ def copy_part(parameter: Tensor, whole: Tensor) -> None:
 
 
 @torch.no_grad()
-def merge_adapters(model: LanguageModel, lora_config: LoraConfig, tensors: Mapping[str, Tensor], source: str) -> None:
-    """Add low-rank adapters, full tensors by our names, to the weights of a model in place; other tensors replace its own.
+def merge_adapters(
+    model: LanguageModel, lora_config: LoraConfig, tensors: Mapping[str, Tensor], source: str
+) -> None:
+    """Add low-rank adapters, full tensors by our names, to the weights of a model in place; other
+    tensors replace its own.
 
-    In a sharded model each rank adds to its own part; a pipeline stage may lack layers; adapters that the model has itself stay
-    as they are. Raises UserError, beginning with `source` (where they come from), unless each fits the model.
+    In a sharded model each rank adds to its own part; a pipeline stage may lack layers; adapters
+    that the model has itself stay as they are. Raises UserError, beginning with `source` (where
+    they come from), unless each fits the model.
     """
     local = dict(model.named_parameters())
     full_model = full_model_of(model)
@@ -35,20 +39,32 @@ def merge_adapters(model: LanguageModel, lora_config: LoraConfig, tensors: Mappi
     whole = {name: tensor for name, tensor in tensors.items() if not name.endswith(LORA_SUFFIXES)}
     tied = (model.embedding_names[0], "lm_head") if model.config.tie_word_embeddings else ()
     if any(f"{layer}{end}" in tensors for layer in tied for end in (".weight", LORA_SUFFIXES[0])):
-        raise UserError(f"{source}: changes the embedding or the head, which its model ties; export that to a folder first")
+        raise UserError(
+            f"{source}: changes the embedding or the head, which its model ties; export that to a"
+            " folder first"
+        )
     for name, value in whole.items():
         _check_shape(source, name, shapes, [*value.shape])
         if name in local:
             target, part = local_part(local[name])
             target.copy_(value[part])
     never_transposed = {LM_HEAD_WEIGHT, *(f"{each}.weight" for each in model.embedding_names)}
-    for layer in dict.fromkeys(name.removesuffix(end) for name in tensors for end in LORA_SUFFIXES if name.endswith(end)):
+    for layer in dict.fromkeys(
+        name.removesuffix(end) for name in tensors for end in LORA_SUFFIXES if name.endswith(end)
+    ):
         name = adapted_name(layer)
         transposed = model.config.family.transposed and name not in never_transposed
         a, b = (tensors.get(f"{layer}{end}") for end in LORA_SUFFIXES)
         if a is None or b is None or (*a.shape[:-2], a.shape[-2]) != (*b.shape[:-2], b.shape[-1]):
-            raise UserError(f"{source}: {layer}: not a pair of matrices of one rank; copy the folder again")
-        _check_shape(source, name, shapes, [a.shape[1], b.shape[0]] if transposed else [*b.shape[:-1], a.shape[-1]])
+            raise UserError(
+                f"{source}: {layer}: not a pair of matrices of one rank; copy the folder again"
+            )
+        _check_shape(
+            source,
+            name,
+            shapes,
+            [a.shape[1], b.shape[0]] if transposed else [*b.shape[:-1], a.shape[-1]],
+        )
         if name in local:
             target, part = local_part(local[name])
             if a.ndim == 3:  # only this rank's experts
@@ -59,9 +75,18 @@ def merge_adapters(model: LanguageModel, lora_config: LoraConfig, tensors: Mappi
 def _check_shape(source: str, name: str, shapes: Mapping[str, list[int]], sizes: list[int]) -> None:
     if shapes.get(name) != sizes:
         ours = "has none" if name not in shapes else f"has {shapes[name]}"
-        raise UserError(f"{source}: adapters for another model: they are for {name} {sizes}, and the model {ours}")
+        raise UserError(
+            f"{source}: adapters for another model: they are for {name} {sizes}, and the model"
+            f" {ours}"
+        )
 
 
 def full_model_of(model: Any) -> Any:
-    """The full model, for names and shapes, of which `model` may be a pipeline stage; a wrapped model is never one."""
-    return model if model.config.implementation == "transformers" else build_model(model.config, "meta")
+    """The full model, for names and shapes, of which `model` may be a pipeline stage; a wrapped
+    model is never one.
+    """
+    return (
+        model
+        if model.config.implementation == "transformers"
+        else build_model(model.config, "meta")
+    )

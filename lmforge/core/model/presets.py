@@ -1,13 +1,23 @@
 """Ready-made model configs, as fields of ModelConfig.
 
-Presets named after a published model have its config, so its weights can be loaded; `nano` and `124m` are ours.
+Presets named after a published model have its config, so its weights can be loaded; `nano` and
+`124m` are ours.
 """
 
 from typing import Any
 
-_LLAMA2: dict[str, Any] = {"vocab_size": 32000, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
+_LLAMA2: dict[str, Any] = {
+    "vocab_size": 32000,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+}
 _CODELLAMA: dict[str, Any] = {**_LLAMA2, "max_position_embeddings": 16384, "rope_theta": 1e6}
-_LLAMA3: dict[str, Any] = {"vocab_size": 128256, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 5e5}
+_LLAMA3: dict[str, Any] = {
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
+}
 _LLAMA31_SCALING = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -31,7 +41,12 @@ _GEMMA3 = {
 
 
 def _preset(
-    hidden_size: int, intermediate_size: int, num_layers: int, num_heads: int, num_kv_heads: int | None = None, **fields: Any
+    hidden_size: int,
+    intermediate_size: int,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    **fields: Any,
 ) -> dict[str, Any]:
     return {
         "hidden_size": hidden_size,
@@ -56,14 +71,36 @@ PRESETS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 1024,
         "tie_word_embeddings": True,
     },
-    "smollm-135m": _preset(576, 1536, 30, 9, 3, vocab_size=49152, tie_word_embeddings=True, rms_norm_eps=1e-5),
-    "qwen2.5-0.5b": _preset(896, 4864, 24, 14, 2, model_type="qwen2", vocab_size=151936, **_QWEN, **_LONG),
-    "qwen3-0.6b": _preset(
-        1024, 3072, 28, 16, 8, model_type="qwen3", vocab_size=151936, max_position_embeddings=40960, head_dim=128, **_QWEN
+    "smollm-135m": _preset(
+        576, 1536, 30, 9, 3, vocab_size=49152, tie_word_embeddings=True, rms_norm_eps=1e-5
     ),
-    "mistral-7b": _preset(4096, 14336, 32, 32, 8, model_type="mistral", sliding_window=4096, **_LLAMA2 | _LONG),
+    "qwen2.5-0.5b": _preset(
+        896, 4864, 24, 14, 2, model_type="qwen2", vocab_size=151936, **_QWEN, **_LONG
+    ),
+    "qwen3-0.6b": _preset(
+        1024,
+        3072,
+        28,
+        16,
+        8,
+        model_type="qwen3",
+        vocab_size=151936,
+        max_position_embeddings=40960,
+        head_dim=128,
+        **_QWEN,
+    ),
+    "mistral-7b": _preset(
+        4096, 14336, 32, 32, 8, model_type="mistral", sliding_window=4096, **_LLAMA2 | _LONG
+    ),
     "olmo2-1b": _preset(
-        2048, 8192, 16, 16, model_type="olmo2", vocab_size=100352, max_position_embeddings=4096, rope_theta=5e5
+        2048,
+        8192,
+        16,
+        16,
+        model_type="olmo2",
+        vocab_size=100352,
+        max_position_embeddings=4096,
+        rope_theta=5e5,
     ),
     # As many parameters multiply a token as in nano's feed-forward, out of four times as many.
     "nano-moe": _preset(

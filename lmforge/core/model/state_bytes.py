@@ -1,4 +1,7 @@
-"""Bytes of weights and optimizer states, from the options and the numbers of parameters. Without torch."""
+"""Bytes of weights and optimizer states, from the options and the numbers of parameters.
+
+Without torch.
+"""
 
 from dataclasses import dataclass
 
@@ -8,15 +11,18 @@ from lmforge.core.model.flops import parameter_count
 from lmforge.core.options.sections import OptimizerOptions
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2}
-STATE_8BIT_BYTES = 1 + 4 / 256  # of a number in 8 bits, with its part of a scale; rows of no full blocks have more scales
+# Of a number in 8 bits, with its part of a scale; rows of no full blocks have more scales.
+STATE_8BIT_BYTES = 1 + 4 / 256
 
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Numbers of parameters: all, adapters included; those that are trained; and of these the matrices of the blocks.
+    """Numbers of parameters: all, adapters included; those that are trained; and of these the
+    matrices of the blocks.
 
-    The last are the two-dimensional ones, which Muon treats differently. quantized, quantized_bytes: those stored in 4 or 8
-    bits (lora.base_dtype), which are among all, and the bytes they take.
+    The last are the two-dimensional ones, which Muon treats differently. quantized,
+    quantized_bytes: those stored in 4 or 8 bits (lora.base_dtype), which are among all, and the
+    bytes they take.
     """
 
     total: int
@@ -36,11 +42,14 @@ def count_all(model: ModelConfig) -> ParameterCounts:
     return ParameterCounts(count.total, count.total, count.block_matrices)
 
 
-def optimizer_state_bytes(optimizer: OptimizerOptions, master_dtype: str, counts: ParameterCounts) -> int:
-    """Bytes of the optimizer's states, over all ranks that share them; without its step counters, 4 bytes a tensor.
+def optimizer_state_bytes(
+    optimizer: OptimizerOptions, master_dtype: str, counts: ParameterCounts
+) -> int:
+    """Bytes of the optimizer's states, over all ranks that share them; without its step counters, 4
+    bytes a tensor.
 
-    AdamW has two moments; Muon has a momentum of each matrix of the blocks, and AdamW's moments of the other parameters.
-    `OptimizerOptions.uses_state_dtype` says which dtype they have.
+    AdamW has two moments; Muon has a momentum of each matrix of the blocks, and AdamW's moments of
+    the other parameters. `OptimizerOptions.uses_state_dtype` says which dtype they have.
     """
     entry = registry.find("optimizer", optimizer.name)
     facts = entry.facts if entry else {}
@@ -50,9 +59,17 @@ def optimizer_state_bytes(optimizer: OptimizerOptions, master_dtype: str, counts
     states = of_matrices + per_parameter * (counts.trained - counts.trained_block_matrices)
     if optimizer.state_dtype == "8bit":
         return (states - of_matrices) * DTYPE_BYTES["fp32"] + round(of_matrices * STATE_8BIT_BYTES)
-    return states * DTYPE_BYTES[optimizer.state_dtype if optimizer.uses_state_dtype else master_dtype]
+    return (
+        states * DTYPE_BYTES[optimizer.state_dtype if optimizer.uses_state_dtype else master_dtype]
+    )
 
 
-def checkpoint_bytes(optimizer: OptimizerOptions, master_dtype: str, counts: ParameterCounts) -> int:
-    """Bytes of a checkpoint, which holds what training keeps between steps: master weights and optimizer states."""
-    return counts.weight_bytes(master_dtype) + optimizer_state_bytes(optimizer, master_dtype, counts)
+def checkpoint_bytes(
+    optimizer: OptimizerOptions, master_dtype: str, counts: ParameterCounts
+) -> int:
+    """Bytes of a checkpoint, which holds what training keeps between steps: master weights and
+    optimizer states.
+    """
+    return counts.weight_bytes(master_dtype) + optimizer_state_bytes(
+        optimizer, master_dtype, counts
+    )

@@ -4,14 +4,20 @@ import math
 from dataclasses import dataclass
 
 from lmforge.core.errors import UserError, nearest_multiples
-from lmforge.core.options.sections import COMFORTABLE_MICRO_BATCH_TOKENS, DEFAULT_GLOBAL_BATCH_SIZE, TrainOptions
+from lmforge.core.options.sections import (
+    COMFORTABLE_MICRO_BATCH_TOKENS,
+    DEFAULT_GLOBAL_BATCH_SIZE,
+    TrainOptions,
+)
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How one global batch is cut, in sequences: over `data_parallel_size × accumulation × micro_batch_size` places.
+    """How one global batch is cut, in sequences: over `data_parallel_size × accumulation ×
+    micro_batch_size` places.
 
-    Where these are more than `global_batch_size`, the ranks' shares differ by a sequence, and the places left are padding.
+    Where these are more than `global_batch_size`, the ranks' shares differ by a sequence, and the
+    places left are padding.
     """
 
     global_batch_size: int
@@ -30,11 +36,15 @@ class BatchPlan:
         return self.accumulation * self.micro_batch_size
 
     def __str__(self) -> str:
-        ranks = f"{self.data_parallel_size} data-parallel {'rank' if self.data_parallel_size == 1 else 'ranks'}"
+        ranks = (
+            f"{self.data_parallel_size} data-parallel"
+            f" {'rank' if self.data_parallel_size == 1 else 'ranks'}"
+        )
         padding = self.data_parallel_size * self.local_batch_size - self.global_batch_size
         return (
-            f"{self.global_batch_size} sequences × {self.sequence_length} tokens = {self.tokens:,} tokens per step"
-            f" = {ranks} × {self.accumulation} micro-batches × {self.micro_batch_size} sequences"
+            f"{self.global_batch_size} sequences × {self.sequence_length} tokens = {self.tokens:,}"
+            f" tokens per step = {ranks} × {self.accumulation} micro-batches ×"
+            f" {self.micro_batch_size} sequences"
             + (f", of which {padding} {'is' if padding == 1 else 'are'} padding" if padding else "")
         )
 
@@ -46,25 +56,31 @@ def divisors(number: int) -> list[int]:
 
 
 def batch_plan(train: TrainOptions, length: int, ranks: int, group: int = 1) -> BatchPlan:
-    """Cut the global batch for `ranks` data-parallel ranks, which it need not divide by: a run goes on when hosts are lost.
+    """Cut the global batch for `ranks` data-parallel ranks, which it need not divide by: a run goes
+    on when hosts are lost.
 
-    `group` sequences stay together on a rank: the completions of a prompt. Raises UserError where a rank would have no
-    sequence, or `micro_batch_size` or `group` does not divide the batch.
+    `group` sequences stay together on a rank: the completions of a prompt. Raises UserError where a
+    rank would have no sequence, or `micro_batch_size` or `group` does not divide the batch.
     """
-    size = train.global_batch_size or (train.global_batch_tokens or DEFAULT_GLOBAL_BATCH_SIZE * length) // length
+    size = (
+        train.global_batch_size
+        or (train.global_batch_tokens or DEFAULT_GLOBAL_BATCH_SIZE * length) // length
+    )
     if size % group:
         raise UserError(
-            f"train.global_batch_size = {size}: groups of rollout.num_generations = {group} completions need a multiple of"
-            f" {group}; nearest: {nearest_multiples(size, group)}"
+            f"train.global_batch_size = {size}: groups of rollout.num_generations = {group}"
+            f" completions need a multiple of {group}; nearest: {nearest_multiples(size, group)}"
         )
     if size // group < ranks and group > 1:
         raise UserError(
-            f"{ranks} ranks for {size // group} groups of rollout.num_generations = {group} completions: a rank would have"
-            f" none; use at most {size // group} ranks, or a larger train.global_batch_size"
+            f"{ranks} ranks for {size // group} groups of rollout.num_generations = {group}"
+            f" completions: a rank would have none; use at most {size // group} ranks, or a larger"
+            " train.global_batch_size"
         )
     if size < ranks:
         raise UserError(
-            f"{ranks} ranks for a global batch of {size} sequences: a rank would have none; use at most {size} ranks"
+            f"{ranks} ranks for a global batch of {size} sequences: a rank would have none; use at"
+            f" most {size} ranks"
         )
     micro = train.micro_batch_size
     if micro and size % micro:

@@ -1,6 +1,7 @@
-"""The built-in names, and the implementation of each, which is imported when it is first used. This module does not import
-torch. The names are registered as those of plugins are, with `registry.register`. docs/extending.md lists the kinds and the
-arguments of an implementation.
+"""The built-in names, and the implementation of each, which is imported when it is first used.
+
+This module does not import torch. The names are registered as those of plugins are, with
+`registry.register`. docs/extending.md lists the kinds and the arguments of an implementation.
 """
 
 from pathlib import Path
@@ -12,13 +13,12 @@ from lmforge.core.registry import BUILT_IN, register
 
 __all__ = ["register"]
 
-# fmt: off
-# Suffixes of files, without the dot. Which unit reads which of them is in text/sources/text_sources.py.
+# Suffixes of files, without the dot. Which unit reads which of them is in
+# text/sources/text_sources.py.
 TEXT = (
-    "txt text md markdown rst adoc org tex xml css yaml yml toml ini cfg py pyi c h cc cpp hpp cu java kt scala js jsx ts tsx"
-    " go rs rb php pl lua r jl sh bash sql swift cs hs"
+    "txt text md markdown rst adoc org tex xml css yaml yml toml ini cfg py pyi c h cc cpp hpp cu"
+    " java kt scala js jsx ts tsx go rs rb php pl lua r jl sh bash sql swift cs hs"
 )
-# fmt: on
 DOCUMENT_SOURCES = {
     "TextUnit": f"{TEXT} html htm xhtml",
     "JsonlUnit": "json jsonl ndjson",
@@ -26,7 +26,9 @@ DOCUMENT_SOURCES = {
     "TableUnit": "csv tsv",
 }
 # Each is a file of this name.
-FAMILIES = sorted(module.name for module in iter_modules([str(Path(__file__).parents[1] / "model" / "families")]))
+FAMILIES = sorted(
+    module.name for module in iter_modules([str(Path(__file__).parents[1] / "model" / "families")])
+)
 BUILT_IN_NAMES: dict[str, dict[str, str]] = {
     # In the order of `lmforge --help`.
     "verb": {
@@ -136,27 +138,59 @@ BUILT_IN_NAMES: dict[str, dict[str, str]] = {
 }
 # Properties of a name that are needed without importing its implementation (docs/extending.md).
 FACTS: dict[tuple[str, str], dict[str, Any]] = {
-    ("verb", "quickstart"): {"config": "lmforge.ops.options.running:QuickstartOptions", "writes": True},
+    ("verb", "quickstart"): {
+        "config": "lmforge.ops.options.running:QuickstartOptions",
+        "writes": True,
+    },
     ("verb", "prepare"): {"config": "lmforge.text.options.prepare:PrepareOptions", "writes": True},
-    ("verb", "pretrain"): {"config": "lmforge.core.options.stage:PretrainConfig", "distributed": True, "writes": True},
-    ("verb", "sft"): {"config": "lmforge.post.options.tuning:SftConfig", "distributed": True, "writes": True},
-    ("verb", "distill"): {"config": "lmforge.post.options.tuning:DistillConfig", "distributed": True, "writes": True},
-    ("verb", "align"): {"config": "lmforge.post.options.align:AlignConfig", "distributed": True, "writes": True},
+    ("verb", "pretrain"): {
+        "config": "lmforge.core.options.stage:PretrainConfig",
+        "distributed": True,
+        "writes": True,
+    },
+    ("verb", "sft"): {
+        "config": "lmforge.post.options.tuning:SftConfig",
+        "distributed": True,
+        "writes": True,
+    },
+    ("verb", "distill"): {
+        "config": "lmforge.post.options.tuning:DistillConfig",
+        "distributed": True,
+        "writes": True,
+    },
+    ("verb", "align"): {
+        "config": "lmforge.post.options.align:AlignConfig",
+        "distributed": True,
+        "writes": True,
+    },
     ("verb", "run"): {"config": "lmforge.ops.options.running:RunPipelineOptions", "writes": True},
     ("verb", "launch"): {"config": "lmforge.ops.options.running:LaunchVerbOptions", "writes": True},
     ("verb", "jobs"): {"config": "lmforge.ops.options.running:JobsOptions"},
     ("verb", "stop"): {"config": "lmforge.ops.options.running:StopOptions"},
-    ("verb", "evaluate"): {"config": "lmforge.serve.options.models:EvaluateOptions", "distributed": True},
+    ("verb", "evaluate"): {
+        "config": "lmforge.serve.options.models:EvaluateOptions",
+        "distributed": True,
+    },
     ("verb", "generate"): {"config": "lmforge.serve.options.models:GenerateOptions"},
     ("verb", "chat"): {"config": "lmforge.serve.options.models:ChatOptions"},
     ("verb", "serve"): {"config": "lmforge.serve.options.models:ServeOptions", "writes": True},
     ("verb", "export"): {"config": "lmforge.serve.options.models:ExportOptions", "writes": True},
     ("verb", "import"): {"config": "lmforge.serve.options.models:ImportOptions", "writes": True},
-    ("verb", "download"): {"config": "lmforge.serve.options.models:DownloadOptions", "writes": True},
-    ("verb", "bench"): {"config": "lmforge.lab.options.bench:BenchConfig", "distributed": True, "pass_arguments": True},
+    ("verb", "download"): {
+        "config": "lmforge.serve.options.models:DownloadOptions",
+        "writes": True,
+    },
+    ("verb", "bench"): {
+        "config": "lmforge.lab.options.bench:BenchConfig",
+        "distributed": True,
+        "pass_arguments": True,
+    },
     ("verb", "plan"): {"config": "lmforge.lab.options.plan:PlanConfig"},
     ("verb", "ladder"): {"config": "lmforge.lab.options.ladder:LadderConfig", "writes": True},
-    ("verb", "doctor"): {"config": "lmforge.ops.options.examine:DoctorOptions", "distributed": True},
+    ("verb", "doctor"): {
+        "config": "lmforge.ops.options.examine:DoctorOptions",
+        "distributed": True,
+    },
     ("verb", "logs"): {"config": "lmforge.ops.options.running:LogsOptions"},
     ("verb", "top"): {"config": "lmforge.ops.options.running:TopOptions"},
     ("verb", "runs"): {"config": "lmforge.ops.options.running:RunsOptions"},
@@ -175,9 +209,16 @@ FACTS: dict[tuple[str, str], dict[str, Any]] = {
     ("stage", "sft"): {"config": "lmforge.post.options.tuning:SftConfig"},
     ("stage", "distill"): {"config": "lmforge.post.options.tuning:DistillConfig"},
     ("stage", "align"): {"config": "lmforge.post.options.align:AlignConfig"},
-    **{("objective", name): {"method": True} for name in ("dpo", "orpo", "simpo", "kto", "reward", "grpo")},
+    **{
+        ("objective", name): {"method": True}
+        for name in ("dpo", "orpo", "simpo", "kto", "reward", "grpo")
+    },
     ("optimizer", "adamw"): {"reads_found_inf": True},
-    ("optimizer", "muon"): {"reads_found_inf": True, "needs_matrices": True, "states_per_matrix": 1},
+    ("optimizer", "muon"): {
+        "reads_found_inf": True,
+        "needs_matrices": True,
+        "states_per_matrix": 1,
+    },
     **{("model_family", name): {"like": name} for name in BUILT_IN_NAMES["model_family"]},
 }
 

@@ -24,17 +24,28 @@ from lmforge.core.options.options import (
 
 
 def format_help(options_class: type[Options], everything: bool = True) -> str:
-    """Help for options: name, type, meaning and default, one line each. Where a class names its essential ones, they are all
-    that is listed unless `everything` is asked for, and their sections come first."""
+    """Help for options: name, type, meaning and default, one line each.
+
+    Where a class names its essential ones, they are all that is listed unless `everything` is asked
+    for, and their sections come first.
+    """
     known = dict(iter_options(options_class))
-    essential = {path: known[path] for path in (tuple(name.split(".")) for name in options_class.ESSENTIAL.split())}
+    essential = {
+        path: known[path]
+        for path in (tuple(name.split(".")) for name in options_class.ESSENTIAL.split())
+    }
     order = {section: at for at, section in enumerate(dict.fromkeys(path[0] for path in essential))}
     if short := bool(essential) and not everything:
         listed = list(essential.items())
     else:
         # An option that is in no section comes before those that are, as in a recipe.
         listed = sorted(
-            known.items(), key=lambda item: (not _is_positional(item[1]), len(item[0]) > 1, order.get(item[0][0], len(order)))
+            known.items(),
+            key=lambda item: (
+                not _is_positional(item[1]),
+                len(item[0]) > 1,
+                order.get(item[0][0], len(order)),
+            ),
         )
     rows = []
     for path, field in listed:
@@ -42,7 +53,11 @@ def format_help(options_class: type[Options], everything: bool = True) -> str:
         rows.append((path, usage, f"{field.description}{default_text(field)}"))
         if table := _table_class(field):
             rows += [
-                (path, f"    {'.'.join(key)} {type_name(inner)}", f"{inner.description}{default_text(inner)}")
+                (
+                    path,
+                    f"    {'.'.join(key)} {type_name(inner)}",
+                    f"{inner.description}{default_text(inner)}",
+                )
                 for key, inner in iter_options(table)
             ]
     width = min(max(len(usage) for _, usage, _ in rows), MAX_NAME_WIDTH)
@@ -60,7 +75,11 @@ def _section_description(options_class: type[BaseModel], path: OptionPath) -> st
     """The meaning of a section, which may be in another."""
     field = options_class.model_fields[path[0]]
     inner = _section_class(field)
-    return _section_description(inner, path[1:]) if inner and len(path) > 1 else field.description or ""
+    return (
+        _section_description(inner, path[1:])
+        if inner and len(path) > 1
+        else field.description or ""
+    )
 
 
 def type_name(field: FieldInfo) -> str:
@@ -84,4 +103,7 @@ def default_text(field: FieldInfo) -> str:
     if "(default: " in (field.description or ""):
         return ""
     value = "none" if field.default in (None, ()) else field.default
-    return f" (default: {value if isinstance(value, str | Path) else json.dumps(value, default=str, ensure_ascii=False)})"
+    return (
+        " (default:"
+        f" {value if isinstance(value, str | Path) else json.dumps(value, default=str, ensure_ascii=False)})"
+    )

@@ -9,7 +9,14 @@ from typing import Any, TypeVar, cast
 from lmforge.core.errors import UserError, did_you_mean
 from lmforge.core.files.untrusted import quoted
 from lmforge.core.options.extend import extended
-from lmforge.core.options.options import Options, OptionsT, merge_options, parse_options, read_recipe, validate_options
+from lmforge.core.options.options import (
+    Options,
+    OptionsT,
+    merge_options,
+    parse_options,
+    read_recipe,
+    validate_options,
+)
 from lmforge.core.options.stage import StageConfig
 from lmforge.core.plugins import load_plugins, resolve_plugins
 from lmforge.core.registry import KINDS, find, import_named, names, names_unchecked
@@ -18,7 +25,9 @@ StageConfigT = TypeVar("StageConfigT", bound=StageConfig)
 
 
 class _Stages(Mapping[str, type[StageConfig]]):
-    """The config class of each stage by its name; a class is imported when it is first asked for."""
+    """The config class of each stage by its name; a class is imported when it is first asked
+    for.
+    """
 
     def __getitem__(self, name: str) -> type[StageConfig]:
         entry = find("stage", name)
@@ -35,12 +44,16 @@ class _Stages(Mapping[str, type[StageConfig]]):
 
 
 STAGES = _Stages()
-# Options that override arguments and recipe when a stage resumes: what was to be deleted has been deleted.
+# Options that override arguments and recipe when a stage resumes: what was to be deleted has been
+# deleted.
 RESUME_ARGUMENTS = ["--run.overwrite", "false", "--run.resume", "auto"]
 
 
 def config_class(recipe: dict[str, object], source: str) -> type[StageConfig]:
-    """The config class of a recipe, by its run.stage; PretrainConfig where it has none. Raises UserError."""
+    """The config class of a recipe, by its run.stage; PretrainConfig where it has none.
+
+    Raises UserError.
+    """
     return STAGES[_stage_of(recipe, source) or "pretrain"]
 
 
@@ -48,7 +61,9 @@ def _stage_of(recipe: dict[str, object], source: str) -> str | None:
     run = recipe.get("run")
     stage = run.get("stage") if isinstance(run, dict) else None
     if stage is not None and (not isinstance(stage, str) or stage not in STAGES):
-        raise UserError(f"{source}: run.stage: expected one of {', '.join(STAGES)}, got {quoted(stage)}")
+        raise UserError(
+            f"{source}: run.stage: expected one of {', '.join(STAGES)}, got {quoted(stage)}"
+        )
     return stage
 
 
@@ -60,8 +75,9 @@ def read_config(recipe: Path) -> StageConfig:
 
 
 def read_record(recipe: Path) -> StageConfig:
-    """The config of a recipe that a run has recorded, without loading its plugins: their names are kept, their options are left
-    out. Raises UserError."""
+    """The config of a recipe that a run has recorded, without loading its plugins: their names are
+    kept, their options are left out. Raises UserError.
+    """
     table = read_recipe(recipe)
     options_class = config_class(table, str(recipe))
     for kind in KINDS.values():
@@ -70,25 +86,35 @@ def read_record(recipe: Path) -> StageConfig:
         if field is not None and isinstance(section, dict):
             known = getattr(field.annotation, "model_fields", {})
             table[kind.section] = {
-                name: value for name, value in section.items() if name in known or not isinstance(value, dict)
+                name: value
+                for name, value in section.items()
+                if name in known or not isinstance(value, dict)
             }
     with names_unchecked():
         return validate_options(options_class, table, str(recipe))
 
 
 def load_extended(
-    options_class: type[OptionsT], table: dict[str, Any], recipe: Path | None = None, arguments: Sequence[str] = ()
+    options_class: type[OptionsT],
+    table: dict[str, Any],
+    recipe: Path | None = None,
+    arguments: Sequence[str] = (),
 ) -> type[OptionsT]:
-    """Load installed plugins and those that a recipe and a command line name. Returns the class with their options.
+    """Load installed plugins and those that a recipe and a command line name.
 
-    Paths in `table`, the content of `recipe`, become absolute. Raises UserError for a plugin that cannot be used.
+    Returns the class with their options.
+
+    Paths in `table`, the content of `recipe`, become absolute. Raises UserError for a plugin that
+    cannot be used.
     """
     if "plugins" not in options_class.model_fields:
         return options_class
     resolve_plugins(table, recipe)
     typed = _typed_plugins(arguments)
     given = table.get("plugins", ()) if typed is None else typed
-    load_plugins([path for path in given if isinstance(path, str)] if isinstance(given, list | tuple) else ())
+    load_plugins(
+        [path for path in given if isinstance(path, str)] if isinstance(given, list | tuple) else ()
+    )
     return extended(options_class)
 
 
@@ -97,7 +123,9 @@ def _typed_plugins(arguments: Sequence[str]) -> list[str] | None:
     paths: list[str] | None = None
     for at, word in enumerate(arguments):
         if word == "--plugins":
-            paths = list(itertools.takewhile(lambda value: not value.startswith("--"), arguments[at + 1 :]))
+            paths = list(
+                itertools.takewhile(lambda value: not value.startswith("--"), arguments[at + 1 :])
+            )
         elif word.startswith("--plugins="):
             paths = [word.partition("=")[2]]
     return paths
@@ -109,25 +137,40 @@ def parse_verb(options_class: type[OptionsT], arguments: list[str]) -> OptionsT:
 
 
 def parse_config(options_class: type[StageConfigT], arguments: list[str]) -> StageConfigT:
-    """A recipe, if the first argument is one, overridden by the options after it. Raises UserError."""
-    recipe, rest = (Path(arguments[0]), arguments[1:]) if arguments and not arguments[0].startswith("-") else (None, arguments)
+    """A recipe, if the first argument is one, overridden by the options after it.
+
+    Raises UserError.
+    """
+    recipe, rest = (
+        (Path(arguments[0]), arguments[1:])
+        if arguments and not arguments[0].startswith("-")
+        else (None, arguments)
+    )
     table = read_recipe(recipe) if recipe else {}
     stage = _stage_of(table, str(recipe))
-    options_class = cast("type[StageConfigT]", options_class.FOR_STAGE.get(stage or "", options_class))
+    options_class = cast(
+        "type[StageConfigT]", options_class.FOR_STAGE.get(stage or "", options_class)
+    )
     # Checked before options that only the other stage has are refused.
     if stage not in (None, options_class.of_stage):
         verb = options_class.of_verb or options_class.of_stage
         raise UserError(f"{recipe}: this recipe is for `lmforge {stage}`, not for `lmforge {verb}`")
     options_class = load_extended(options_class, table, recipe, rest)
-    config = parse_options(options_class, _expand_short_options(options_class, rest), table, str(recipe or ""))
+    config = parse_options(
+        options_class, _expand_short_options(options_class, rest), table, str(recipe or "")
+    )
     return config.with_name(recipe.stem if recipe else "run")
 
 
 def build_config(stage: str, options: Mapping[str, Any], recipe: Path | None = None) -> StageConfig:
-    """The config of a stage for a program: a recipe, if there is one, overridden by options such as "train.steps". Raises
-    UserError."""
+    """The config of a stage for a program: a recipe, if there is one, overridden by options such as
+    "train.steps". Raises UserError.
+    """
     if stage not in STAGES:
-        raise UserError(f"{stage}: no stage of training{did_you_mean(stage, STAGES)}; there are {', '.join(STAGES)}")
+        raise UserError(
+            f"{stage}: no stage of training{did_you_mean(stage, STAGES)}; there are"
+            f" {', '.join(STAGES)}"
+        )
     table = read_recipe(recipe) if recipe else {}
     given = {tuple(name.split(".")): value for name, value in options.items()}
     words = ["--plugins", *map(str, options["plugins"])] if "plugins" in options else []

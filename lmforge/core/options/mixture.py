@@ -1,4 +1,6 @@
-"""Sources of data with weights, and the phases of a run that mix them: tables of the recipe's [data]."""
+"""Sources of data with weights, and the phases of a run that mix them: tables of the recipe's
+[data].
+"""
 
 import os
 import re
@@ -14,9 +16,14 @@ from lmforge.core.options.options import POSSIBLE_PATH, Options, is_impossible_p
 from lmforge.core.options.ranges import COUNT, LENGTH, SCALE, TOKENS
 
 SOURCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-FOLDER_MEANING = "token folder, as `lmforge prepare` writes them, or an address such as s3://bucket/tokens (extra: cloud)"
+FOLDER_MEANING = (
+    "token folder, as `lmforge prepare` writes them, or an address such as s3://bucket/tokens"
+    " (extra: cloud)"
+)
 QUARANTINE = option(
-    (), "damaged parts of shards to train without, as `lmforge prepare --verify` prints them: SHARD or SHARD:FIRST-LAST"
+    (),
+    "damaged parts of shards to train without, as `lmforge prepare --verify` prints them: SHARD or"
+    " SHARD:FIRST-LAST",
 )
 WeightUnit = Literal["tokens", "samples"]
 
@@ -24,16 +31,32 @@ WeightUnit = Literal["tokens", "samples"]
 class SourceOptions(Options):
     """What the sources of every stage have in common."""
 
-    name: str | None = option(None, "name of the source in metrics and messages (default: that of its folder or first file)")
-    weight: float = option(1.0, "weight of the source in the mixture, relative to the weights of the others", **SCALE)
+    name: str | None = option(
+        None,
+        "name of the source in metrics and messages (default: that of its folder or first file)",
+    )
+    weight: float = option(
+        1.0, "weight of the source in the mixture, relative to the weights of the others", **SCALE
+    )
 
     def label_of(self, location: Path) -> str:
-        """The name of the source that lies there, or what stands for it; of a link to itself, its own name."""
-        return self.name or re.sub("[^A-Za-z0-9._-]+", "-", Path(os.path.realpath(location)).name)[:64].strip("-._") or "source"
+        """The name of the source that lies there, or what stands for it; of a link to itself, its
+        own name.
+        """
+        return (
+            self.name
+            or re.sub("[^A-Za-z0-9._-]+", "-", Path(os.path.realpath(location)).name)[:64].strip(
+                "-._"
+            )
+            or "source"
+        )
 
     def problems(self) -> Iterator[str]:
         if self.name is not None and not SOURCE_NAME.fullmatch(self.name):
-            yield f"data.sources: name: expected letters, digits, dots, dashes and underscores, got {quoted(self.name)}"
+            yield (
+                "data.sources: name: expected letters, digits, dots, dashes and underscores, got"
+                f" {quoted(self.name)}"
+            )
 
 
 class TokenSourceOptions(SourceOptions):
@@ -55,7 +78,9 @@ class FileSourceOptions(SourceOptions):
     """Files of conversations."""
 
     files: tuple[Path, ...] = option(..., "files to train on, or folders of them")
-    validation_files: tuple[Path, ...] = option((), "files to validate on (default: a fraction of the files)")
+    validation_files: tuple[Path, ...] = option(
+        (), "files to validate on (default: a fraction of the files)"
+    )
 
     @property
     def label(self) -> str:
@@ -77,17 +102,27 @@ def labels_of_mixture(sources: Sequence[AnySourceOptions]) -> list[str]:
 
 
 class PhaseOptions(Options):
-    """A part of the run with a mixture of its own. Phases follow each other; later ones may be added while a run goes on."""
+    """A part of the run with a mixture of its own.
 
-    steps: int | None = option(None, "steps of the phase (default: up to the end of the run)", **COUNT)
-    tokens: int | None = option(None, "instead of steps: tokens of the phase, a multiple of the tokens per step", **TOKENS)
+    Phases follow each other; later ones may be added while a run goes on.
+    """
+
+    steps: int | None = option(
+        None, "steps of the phase (default: up to the end of the run)", **COUNT
+    )
+    tokens: int | None = option(
+        None, "instead of steps: tokens of the phase, a multiple of the tokens per step", **TOKENS
+    )
     sequence_length: int | None = option(
         None,
-        "tokens in a sequence (default: data.sequence_length, the maximum); another length begins new epochs",
+        "tokens in a sequence (default: data.sequence_length, the maximum); another length begins"
+        " new epochs",
         **LENGTH,
     )
     weights: tuple[str, ...] = option(
-        (), "weights of the sources in this phase, NAME=WEIGHT; sources that are not named are left out (default: their own)"
+        (),
+        "weights of the sources in this phase, NAME=WEIGHT; sources that are not named are left out"
+        " (default: their own)",
     )
 
     def problems(self) -> Iterator[str]:
@@ -95,7 +130,10 @@ class PhaseOptions(Options):
             yield "data.phases: steps and tokens: give one of them"
         for pair in self.weights:
             if self._weight_of(pair) is None:
-                yield f"data.phases: weights: expected NAME=WEIGHT with a weight above 0, such as web=0.7, got {quoted(pair)}"
+                yield (
+                    "data.phases: weights: expected NAME=WEIGHT with a weight above 0, such as"
+                    f" web=0.7, got {quoted(pair)}"
+                )
         names = Counter(pair.partition("=")[0] for pair in self.weights)
         if double := [name for name, count in names.items() if count > 1]:
             yield f"data.phases: weights: {double[0]} twice"
@@ -104,19 +142,29 @@ class PhaseOptions(Options):
     def _weight_of(pair: str) -> Fraction | None:
         name, _, text = pair.partition("=")
         try:
-            weight = Fraction(text) if len(text) <= 32 and re.fullmatch(r"[0-9.]+(e-?[0-9]{1,2})?", text) else None
+            weight = (
+                Fraction(text)
+                if len(text) <= 32 and re.fullmatch(r"[0-9.]+(e-?[0-9]{1,2})?", text)
+                else None
+            )
         except ValueError:
             return None
         return weight if name and weight else None
 
     @property
     def weight_table(self) -> dict[str, Fraction]:
-        """The weights by the name of their source; empty where the sources' own weights are used."""
-        return {pair.partition("=")[0]: self._weight_of(pair) or Fraction(0) for pair in self.weights}
+        """The weights by the name of their source; empty where the sources' own weights are
+        used.
+        """
+        return {
+            pair.partition("=")[0]: self._weight_of(pair) or Fraction(0) for pair in self.weights
+        }
 
 
 def is_remote(folder: str) -> bool:
-    """Whether a folder in options is an address in a store, such as s3://bucket/tokens; file:///tokens is a local path."""
+    """Whether a folder in options is an address in a store, such as s3://bucket/tokens;
+    file:///tokens is a local path.
+    """
     scheme, separator, _ = folder.partition("://")
     return bool(separator) and scheme.lower() not in ("file", "local")
 
@@ -137,24 +185,37 @@ def mixture_problems(
     for number, phase in enumerate(phases):
         where, is_last = f"data.phases: phase {number + 1}", number == len(phases) - 1
         if unknown := [name for name in phase.weight_table if name not in names]:
-            yield f"{where}: there is no source {quoted(unknown[0])}; the sources are {', '.join(names)}"
+            yield (
+                f"{where}: there is no source {quoted(unknown[0])}; the sources are"
+                f" {', '.join(names)}"
+            )
         if phase.steps is None and phase.tokens is None and not is_last:
-            yield f"{where}: give its steps or tokens: only the last phase lasts to the end of the run"
+            yield (
+                f"{where}: give its steps or tokens: only the last phase lasts to the end of"
+                " the run"
+            )
         if phase.sequence_length is not None and phase.sequence_length > sequence_length:
             yield (
-                f"{where}: its sequence_length = {phase.sequence_length} is more than data.sequence_length = {sequence_length},"
-                " the longest of the run, for which memory and model are checked; raise that"
+                f"{where}: its sequence_length = {phase.sequence_length} is more than"
+                f" data.sequence_length = {sequence_length}, the longest of the run, for which"
+                " memory and model are checked; raise that"
             )
 
 
 def phase_samples(phase: PhaseOptions, global_batch_size: int, sequence_length: int) -> int | None:
-    """The number of samples of a phase; None where it has no end. Raises UserError where its tokens are no whole steps."""
+    """The number of samples of a phase; None where it has no end.
+
+    Raises UserError where its tokens are no whole steps.
+    """
     if phase.tokens is None:
         return None if phase.steps is None else phase.steps * global_batch_size
     step = global_batch_size * sequence_length
     if phase.tokens % step:
         near = nearest_multiples(phase.tokens, step)
-        raise UserError(f"{phase.tokens:,} tokens are not a whole number of steps of {step:,} tokens; nearest: {near}")
+        raise UserError(
+            f"{phase.tokens:,} tokens are not a whole number of steps of {step:,} tokens; nearest:"
+            f" {near}"
+        )
     return phase.tokens // sequence_length
 
 
@@ -174,5 +235,7 @@ def tokens_by_length(
         left -= used
     if left:
         way = "leave out the length of the last one, or add another"
-        raise UserError(f"data.phases: they end {left // global_batch_size} steps before the run; {way}")
+        raise UserError(
+            f"data.phases: they end {left // global_batch_size} steps before the run; {way}"
+        )
     return parts

@@ -1,4 +1,6 @@
-"""The sections of a recipe about saving, logging, monitoring and launching; none changes the training."""
+"""The sections of a recipe about saving, logging, monitoring and launching; none changes the
+training.
+"""
 
 import re
 from collections.abc import Iterator
@@ -9,60 +11,107 @@ from lmforge.core.files.untrusted import quoted, words_problem
 from lmforge.core.options.options import Options, choice, option
 from lmforge.core.options.ranges import COUNT, COUNT_OR_0, DURATION, RANKS, THREADS
 
-# The launchers whose variables say which rank a process is; `core/distributed/environment.py` reads them.
-EnvironmentName = Literal["auto", "single", "local", "torchrun", "slurm", "pbs", "openmpi", "mpich", "pals"]
-ENVIRONMENT = option("auto", "launcher that started the ranks, if it is not detected; single: none, each process trains alone")
+# The launchers whose variables say which rank a process is; `core/distributed/environment.py` reads
+# them.
+EnvironmentName = Literal[
+    "auto", "single", "local", "torchrun", "slurm", "pbs", "openmpi", "mpich", "pals"
+]
+ENVIRONMENT = option(
+    "auto",
+    "launcher that started the ranks, if it is not detected; single: none, each process trains"
+    " alone",
+)
 MAX_PORT = 65_535
-# Variables of libraries and trackers that a run may need; schedulers forward the whole environment by themselves.
-FORWARDED_VARIABLES = ("HF_*", "NCCL_*", "GLOO_*", "TORCH_*", "WANDB_*", "OMP_*", "LMFORGE_*", "PYTHONPATH", "LD_LIBRARY_PATH")
+# Variables of libraries and trackers that a run may need; schedulers forward the whole environment
+# by themselves.
+FORWARDED_VARIABLES = (
+    "HF_*",
+    "NCCL_*",
+    "GLOO_*",
+    "TORCH_*",
+    "WANDB_*",
+    "OMP_*",
+    "LMFORGE_*",
+    "PYTHONPATH",
+    "LD_LIBRARY_PATH",
+)
 
 
 class CheckpointOptions(Options):
-    """Which checkpoints are saved and kept. Newer ones replace temporary ones; only a rollback deletes kept ones."""
+    """Which checkpoints are saved and kept.
+
+    Newer ones replace temporary ones; only a rollback deletes kept ones.
+    """
 
     every_steps: int | None = option(
-        None, "steps between checkpoints; the last step always saves (default: a tenth of the run)", **COUNT
+        None,
+        "steps between checkpoints; the last step always saves (default: a tenth of the run)",
+        **COUNT,
     )
-    every_minutes: float | None = option(None, "minutes between checkpoints, in addition to those by steps", **DURATION)
-    keep_last: int = option(3, "newest temporary checkpoints to keep (transformers: save_total_limit)", **COUNT)
+    every_minutes: float | None = option(
+        None, "minutes between checkpoints, in addition to those by steps", **DURATION
+    )
+    keep_last: int = option(
+        3, "newest temporary checkpoints to keep (transformers: save_total_limit)", **COUNT
+    )
     keep_every_steps: int | None = option(
-        None, "steps between checkpoints that are kept; only a rollback deletes those after the step it returns to", **COUNT
+        None,
+        "steps between checkpoints that are kept; only a rollback deletes those after the step it"
+        " returns to",
+        **COUNT,
     )
     keep_best: int = option(0, "best checkpoints to keep in addition to the newest", **COUNT_OR_0)
     best_metric: str = option(
         "val/loss",
-        "metric in metrics.jsonl that decides which is best: the lowest, but the highest accuracy, reward or pass rate;"
-        " a val/… metric is measured at each checkpoint",
+        "metric in metrics.jsonl that decides which is best: the lowest, but the highest accuracy,"
+        " reward or pass rate; a val/… metric is measured at each checkpoint",
     )
     last_save_model_only: bool = option(
-        False, "save the last step without optimizer states: a third of the size, but no run can resume from it"
+        False,
+        "save the last step without optimizer states: a third of the size, but no run can resume"
+        " from it",
     )
     folder: str | None = option(
         None,
-        "save checkpoints in FOLDER/NAME: a folder, or an address such as s3://bucket/runs (extra: cloud)"
-        " (default: in the run's directory)",
+        "save checkpoints in FOLDER/NAME: a folder, or an address such as s3://bucket/runs (extra:"
+        " cloud) (default: in the run's directory)",
     )
-    async_save: bool = option(True, "write in the background; needs host memory for a copy of what a rank writes")
+    async_save: bool = option(
+        True, "write in the background; needs host memory for a copy of what a rank writes"
+    )
 
 
 class LogOptions(Options):
     """What is logged."""
 
-    every_steps: int = option(10, "steps between lines of metrics (transformers: logging_steps)", **COUNT)
+    every_steps: int = option(
+        10, "steps between lines of metrics (transformers: logging_steps)", **COUNT
+    )
     trackers: tuple[str, ...] = choice((), "where metrics go besides metrics.jsonl", "tracker")
     project: str = option("lmforge", "project of the run in the trackers (mlflow: experiment)")
-    panel: bool = option(True, "in a terminal: show a panel that is redrawn, instead of a line per log step")
+    panel: bool = option(
+        True, "in a terminal: show a panel that is redrawn, instead of a line per log step"
+    )
     profile_steps: str | None = option(
-        None, "trace these steps with torch's profiler, one file per rank: FIRST:LAST, such as 10:13"
+        None,
+        "trace these steps with torch's profiler, one file per rank: FIRST:LAST, such as 10:13",
     )
     calibration: Path | None = option(
-        None, "with log.predict: a file of `lmforge bench --calibrate`, from which the speed is predicted"
+        None,
+        "with log.predict: a file of `lmforge bench --calibrate`, from which the speed is"
+        " predicted",
     )
-    predict: bool = option(False, "predict memory and speed of the run, and compare them with its first 20 steps")
+    predict: bool = option(
+        False, "predict memory and speed of the run, and compare them with its first 20 steps"
+    )
     prediction: Path | None = option(
-        None, "a file of `lmforge ladder`: the report draws the predicted loss, and a run that leaves its interval says so"
+        None,
+        "a file of `lmforge ladder`: the report draws the predicted loss, and a run that leaves its"
+        " interval says so",
     )
-    memory_snapshot: bool = option(False, "on a GPU: record allocations, and write them at the end or when memory runs out")
+    memory_snapshot: bool = option(
+        False, "on a GPU: record allocations, and write them at the end or when memory runs out"
+    )
 
     @property
     def profile_window(self) -> tuple[int, int] | None:
@@ -73,27 +122,37 @@ class LogOptions(Options):
     def problems(self) -> Iterator[str]:
         window = self.profile_window
         if self.profile_steps is not None and (window is None or not 1 <= window[0] <= window[1]):
-            yield f"log.profile_steps = {quoted(self.profile_steps)}: expected FIRST:LAST, two steps from 1 on, such as 10:13"
+            yield (
+                f"log.profile_steps = {quoted(self.profile_steps)}: expected FIRST:LAST, two steps"
+                " from 1 on, such as 10:13"
+            )
 
 
 class WatchOptions(Options):
-    """The watchdog: what is reported when ranks make no progress, and when a rank that cannot continue ends itself."""
+    """The watchdog: what is reported when ranks make no progress, and when a rank that cannot
+    continue ends itself.
+    """
 
     stall_seconds: float = option(
         30.0,
-        "without progress for so long (at least 3 times the usual time of the phase), report where ranks are",
+        "without progress for so long (at least 3 times the usual time of the phase), report where"
+        " ranks are",
         ge=0.5,
         le=1e6,
     )
     timeout_seconds: float | None = option(
-        1800.0, "without progress for so long, end with status 75, for a launcher to restart; none for never", **DURATION
+        1800.0,
+        "without progress for so long, end with status 75, for a launcher to restart; none for"
+        " never",
+        **DURATION,
     )
 
     def problems(self) -> Iterator[str]:
         if self.timeout_seconds is not None and self.timeout_seconds < 2 * self.stall_seconds:
             yield (
-                f"watch.timeout_seconds = {self.timeout_seconds:g}: at least twice watch.stall_seconds"
-                f" = {self.stall_seconds:g}, so that stacks are reported before the end; raise it or lower the other"
+                f"watch.timeout_seconds = {self.timeout_seconds:g}: at least twice"
+                f" watch.stall_seconds = {self.stall_seconds:g}, so that stacks are reported before"
+                " the end; raise it or lower the other"
             )
 
 
@@ -101,36 +160,62 @@ LauncherName = Literal["local", "ssh", "slurm", "pbs", "mpi"]
 
 
 class JobOptions(Options):
-    """Where ranks are started, by whom, and with what: of `lmforge launch` and `lmforge doctor --on`."""
+    """Where ranks are started, by whom, and with what: of `lmforge launch` and `lmforge doctor
+    --on`.
+    """
 
-    processes: int = option(1, "ranks to start on each node (torchrun: --nproc-per-node); not under torchrun", **RANKS)
+    processes: int = option(
+        1, "ranks to start on each node (torchrun: --nproc-per-node); not under torchrun", **RANKS
+    )
     environment: EnvironmentName = ENVIRONMENT
     on: LauncherName = option(
-        "local", "what starts the ranks: this machine, the hosts of a file by ssh, sbatch, qsub, or mpiexec"
+        "local",
+        "what starts the ranks: this machine, the hosts of a file by ssh, sbatch, qsub, or mpiexec",
     )
-    nodes: int | None = option(None, "nodes to run on (default: 1; with ssh the hosts of launch.hosts)", **RANKS)
-    time: str | None = option(None, "time limit of the job: MINUTES, HH:MM:SS or DAYS-HH:MM:SS (default: the scheduler's)")
+    nodes: int | None = option(
+        None, "nodes to run on (default: 1; with ssh the hosts of launch.hosts)", **RANKS
+    )
+    time: str | None = option(
+        None, "time limit of the job: MINUTES, HH:MM:SS or DAYS-HH:MM:SS (default: the scheduler's)"
+    )
     account: str | None = option(None, "account that is charged (slurm, pbs)")
     partition: str | None = option(None, "partition of slurm, or queue of pbs")
     gpus: int | None = option(
-        None, "GPUs to request per node (default: launch.processes, none with train.device = cpu)", ge=0, le=1024
+        None,
+        "GPUs to request per node (default: launch.processes, none with train.device = cpu)",
+        ge=0,
+        le=1024,
     )
-    cpus: int | None = option(None, "CPU cores to request per node (default: the scheduler's)", **THREADS)
+    cpus: int | None = option(
+        None, "CPU cores to request per node (default: the scheduler's)", **THREADS
+    )
     directives: tuple[str, ...] = option(
         (),
-        "further options of the scheduler, such as constraint=a100 (slurm) or 'l filesystems=home' (pbs), with or without"
-        " leading dashes; with ssh and mpi: options of ssh and mpiexec",
+        "further options of the scheduler, such as constraint=a100 (slurm) or 'l filesystems=home'"
+        " (pbs), with or without leading dashes; with ssh and mpi: options of ssh and mpiexec",
     )
-    setup: tuple[str, ...] = option((), "shell commands to run first on each node, such as module load cuda")
-    container: str | None = option(None, "command in front of Python, such as apptainer exec --nv image.sif")
-    python: str | None = option(None, "Python on the nodes (default: the one that runs this command)")
+    setup: tuple[str, ...] = option(
+        (), "shell commands to run first on each node, such as module load cuda"
+    )
+    container: str | None = option(
+        None, "command in front of Python, such as apptainer exec --nv image.sif"
+    )
+    python: str | None = option(
+        None, "Python on the nodes (default: the one that runs this command)"
+    )
     hosts: Path | None = option(None, "file with one host per line (ssh, mpi)")
-    address: str | None = option(None, "name or address at which the other nodes reach the first one (default: detected)")
+    address: str | None = option(
+        None, "name or address at which the other nodes reach the first one (default: detected)"
+    )
     port: int | None = option(
-        None, "port of the first node, for the others to connect to (default: a free one)", ge=1024, le=MAX_PORT
+        None,
+        "port of the first node, for the others to connect to (default: a free one)",
+        ge=1024,
+        le=MAX_PORT,
     )
     forward: tuple[str, ...] = option(
-        FORWARDED_VARIABLES, "ssh: environment variables to forward to the hosts; * matches any characters"
+        FORWARDED_VARIABLES,
+        "ssh: environment variables to forward to the hosts; * matches any characters",
     )
 
     def problems(self) -> Iterator[str]:
@@ -152,7 +237,10 @@ class JobOptions(Options):
     @property
     def directive_options(self) -> list[str]:
         """`directives` with their dashes: two before a word of several letters, or one."""
-        return [line if line.startswith("-") else f"-{'-' * (len(line.split()[0]) > 1)}{line}" for line in self.directives]
+        return [
+            line if line.startswith("-") else f"-{'-' * (len(line.split()[0]) > 1)}{line}"
+            for line in self.directives
+        ]
 
     @property
     def time_seconds(self) -> int | None:
@@ -166,25 +254,37 @@ class JobOptions(Options):
 
 
 class LaunchOptions(JobOptions):
-    """How processes are started. `lmforge launch` reads all of them, the verbs that train `processes`, `environment` and
-    `max_restarts`."""
+    """How processes are started.
 
-    max_restarts: int = option(3, "restarts of all ranks, from the last checkpoint, after one of them was lost", **COUNT_OR_0)
+    `lmforge launch` reads all of them, the verbs that train `processes`, `environment` and
+    `max_restarts`.
+    """
+
+    max_restarts: int = option(
+        3,
+        "restarts of all ranks, from the last checkpoint, after one of them was lost",
+        **COUNT_OR_0,
+    )
     signal_seconds: int = option(
-        120, "seconds before the end of launch.time at which the run saves, and the job is queued again", ge=1, le=86_400
+        120,
+        "seconds before the end of launch.time at which the run saves, and the job is queued again",
+        ge=1,
+        le=86_400,
     )
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         if self.time_seconds is not None and self.time_seconds <= self.signal_seconds:
             yield (
-                f"launch.time = {self.time}: not longer than the {self.signal_seconds} s of launch.signal_seconds,"
-                " which are left for saving"
+                f"launch.time = {self.time}: not longer than the {self.signal_seconds} s of"
+                " launch.signal_seconds, which are left for saving"
             )
 
 
 def parse_time_limit(text: str) -> int | None:
-    """Seconds of a time limit as Slurm and PBS write it: MINUTES, HH:MM:SS, DAYS-HH:MM:SS; None for anything else."""
+    """Seconds of a time limit as Slurm and PBS write it: MINUTES, HH:MM:SS, DAYS-HH:MM:SS; None for
+    anything else.
+    """
     if re.fullmatch(r"[0-9]{1,6}", text):
         return 60 * int(text) or None
     match = re.fullmatch(r"(?:([0-9]{1,3})-)?([0-9]{1,4}):([0-5]?[0-9]):([0-5]?[0-9])", text)

@@ -1,14 +1,16 @@
-"""How large each kind of number may be, in options and in model configs: larger than any machine needs, but always bounded.
-An unbounded number could be a job that never ends, or a size that overflows in a product. Each range is a dict of pydantic's
-bounds: `steps: int = option(1000, "…", **COUNT)`. Whether sizes fit together into memory is checked later, by
-core/distributed/memory.py and lab/plan/out_of_memory.py.
+"""How large each kind of number may be, in options and in model configs: larger than any machine
+needs, but always bounded. An unbounded number could be a job that never ends, or a size that
+overflows in a product. Each range is a dict of pydantic's bounds: `steps: int = option(1000, "…",
+**COUNT)`. Whether sizes fit together into memory is checked later, by core/distributed/memory.py
+and lab/plan/out_of_memory.py.
 """
 
 from typing import Any
 
 Range = dict[str, Any]
 
-COUNT: Range = {"gt": 0, "le": 10**9}  # steps, examples, files: numbers that cost time but little memory
+# Steps, examples, files: numbers that cost time but little memory.
+COUNT: Range = {"gt": 0, "le": 10**9}
 COUNT_OR_0: Range = {"ge": 0, "le": 10**9}
 SEQUENCES: Range = {"gt": 0, "le": 2**24}  # in one batch, of all ranks
 LENGTH: Range = {"gt": 0, "le": 2**26}  # tokens of a sequence
@@ -23,12 +25,14 @@ SEED: Range = {"ge": 0, "le": 2**62}
 FRACTION: Range = {"ge": 0, "le": 1}
 PROBABILITY: Range = {"ge": 0, "lt": 1}  # probabilities that must be below 1, such as dropout
 NONZERO_FRACTION: Range = {"gt": 0, "le": 1}
-SCALE: Range = {"gt": 0, "le": 1e36}  # learning rates, weights of losses, temperatures: what fp32 holds
+# Learning rates, weights of losses, temperatures: what fp32 holds.
+SCALE: Range = {"gt": 0, "le": 1e36}
 SCALE_OR_0: Range = {"ge": 0, "le": 1e36}
 RATIO: Range = {"gt": 0, "le": 1e6}  # tokens for each parameter
 GB_PER_SECOND: Range = {"ge": 1e-6, "le": 1e9}  # of a disk, and divided by
 HOURS: Range = {"ge": 1e-3, "le": 1e15}  # between events, and divided by: of a GPU, or of very many
-DURATION: Range = {"gt": 0, "le": 1e6}  # seconds, minutes, passes over the data; longer ones overflow timers
+# Seconds, minutes, passes over the data; longer ones overflow timers.
+DURATION: Range = {"gt": 0, "le": 1e6}
 
 # A smaller one makes logits infinite.
 REPETITION_PENALTY: Range = {"ge": 0.01, "le": 100}
@@ -57,7 +61,10 @@ MODEL_RANGES: dict[str, Range] = {
     "router_aux_loss_coef": {"gt": 0, "le": 1e6},
     "decoder_sparse_step": {"gt": 0, "le": 2**12},
     "routed_scaling_factor": {"gt": 0, "le": 1e6},
-    **dict.fromkeys(("first_k_dense_replace", "n_shared_experts", "n_group", "topk_group"), Range(gt=0, le=2**12)),
+    **dict.fromkeys(
+        ("first_k_dense_replace", "n_shared_experts", "n_group", "topk_group"),
+        Range(gt=0, le=2**12),
+    ),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), Range(gt=0, le=2**20)),
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), Range(gt=0, le=2**16)),
 }
@@ -67,5 +74,8 @@ ROPE_SCALING_RANGES: dict[str, Range] = {
     "low_freq_factor": {"gt": 0, "le": 1e6},
     "high_freq_factor": {"gt": 0, "le": 1e6},
     "original_max_position_embeddings": MODEL_RANGES["max_position_embeddings"],
-    **dict.fromkeys(("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"), Range(gt=0, le=1e6)),
+    **dict.fromkeys(
+        ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
+        Range(gt=0, le=1e6),
+    ),
 }

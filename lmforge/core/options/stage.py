@@ -1,5 +1,6 @@
-"""The config that all training stages share (its sections, and the combinations that are refused), and the config of
-pretraining."""
+"""The config that all training stages share (its sections, and the combinations that are refused),
+and the config of pretraining.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -19,8 +20,20 @@ from lmforge.core.options.mixture import (
     labels_of_mixture,
     mixture_problems,
 )
-from lmforge.core.options.operation import CheckpointOptions, LaunchOptions, LogOptions, WatchOptions
-from lmforge.core.options.options import PLUGINS, Alternatives, Options, option, section, validate_options
+from lmforge.core.options.operation import (
+    CheckpointOptions,
+    LaunchOptions,
+    LogOptions,
+    WatchOptions,
+)
+from lmforge.core.options.options import (
+    PLUGINS,
+    Alternatives,
+    Options,
+    option,
+    section,
+    validate_options,
+)
 from lmforge.core.options.ranges import COUNT, RANKS, TOKENS
 from lmforge.core.options.sections import (
     DEFAULT_GLOBAL_BATCH_SIZE,
@@ -40,14 +53,17 @@ from lmforge.core.options.sections import (
 
 # The options that `--help` lists for every stage, after the stage's own.
 ESSENTIAL_TO_TRAINING = (
-    "train.steps train.epochs train.global_batch_size train.global_batch_tokens train.micro_batch_size train.dtype"
-    " train.compile optimizer.lr schedule.warmup_steps validation.every_steps sample.every_steps"
-    " checkpoint.every_steps parallel.engine launch.processes run.name run.folder run.overwrite"
+    "train.steps train.epochs train.global_batch_size train.global_batch_tokens"
+    " train.micro_batch_size train.dtype train.compile optimizer.lr schedule.warmup_steps"
+    " validation.every_steps sample.every_steps checkpoint.every_steps parallel.engine"
+    " launch.processes run.name run.folder run.overwrite"
 )
 
 
 class StageConfig(Options):
-    """The options of one run of any stage; `of_stage` is the verb that trains it, `of_verb` another verb that takes them."""
+    """The options of one run of any stage; `of_stage` is the verb that trains it, `of_verb` another
+    verb that takes them.
+    """
 
     of_stage: ClassVar[Stage] = "pretrain"
     of_verb: ClassVar[str | None] = None
@@ -73,15 +89,21 @@ class StageConfig(Options):
     plugins: tuple[str, ...] = PLUGINS
     run: RunOptions = section(RunOptions, "where the run is kept")
     data: SequenceOptions = section(SequenceOptions, "training data")
-    model: ModelOptions = section(ModelOptions, "the model config: a preset or a Hugging Face folder, and changes to it")
+    model: ModelOptions = section(
+        ModelOptions, "the model config: a preset or a Hugging Face folder, and changes to it"
+    )
     parallel: ParallelOptions = section(ParallelOptions, "how the model is distributed over ranks")
     train: TrainOptions = section(TrainOptions, "the training loop")
     objective: ObjectiveOptions = section(ObjectiveOptions, "what the model is trained for")
     optimizer: OptimizerOptions = section(OptimizerOptions, "the optimizer")
     schedule: ScheduleOptions = section(ScheduleOptions, "the learning rate over the run")
-    validation: ValidationOptions = section(ValidationOptions, "loss on validation data while training, and scores of tasks")
+    validation: ValidationOptions = section(
+        ValidationOptions, "loss on validation data while training, and scores of tasks"
+    )
     sample: SampleOptions = section(SampleOptions, "text that the model generates while it trains")
-    checkpoint: CheckpointOptions = section(CheckpointOptions, "which checkpoints are saved and kept")
+    checkpoint: CheckpointOptions = section(
+        CheckpointOptions, "which checkpoints are saved and kept"
+    )
     faults: FaultOptions = section(FaultOptions, "bad steps: what counts as one, and rollback")
     log: LogOptions = section(LogOptions, "what is logged")
     watch: WatchOptions = section(WatchOptions, "the watchdog for ranks that make no progress")
@@ -89,44 +111,79 @@ class StageConfig(Options):
 
     def problems(self) -> Iterator[str]:
         if self.run.stage not in (None, self.of_stage):
-            yield f"run.stage: this recipe is for `lmforge {self.run.stage}`, not for `lmforge {self.of_stage}`"
+            yield (
+                f"run.stage: this recipe is for `lmforge {self.run.stage}`, not for `lmforge"
+                f" {self.of_stage}`"
+            )
         tokens, length = self.train.global_batch_tokens, self.data.sequence_length
         if tokens and tokens % length:
             near = nearest_multiples(tokens, length)
-            yield f"train.global_batch_tokens = {tokens} is not a multiple of data.sequence_length = {length}; nearest: {near}"
+            yield (
+                f"train.global_batch_tokens = {tokens} is not a multiple of data.sequence_length ="
+                f" {length}; nearest: {near}"
+            )
         size, most = self.train.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE, TOKENS["le"]
         if not tokens and size * length > most:
-            yield f"train.global_batch_size = {size} x data.sequence_length = {length}: more than {most:,} tokens per step"
+            yield (
+                f"train.global_batch_size = {size} x data.sequence_length = {length}: more than"
+                f" {most:,} tokens per step"
+            )
         warmup = self.schedule.warmup(self.train.steps)
-        decay = (self.schedule.decay_steps or 0) if self.schedule.name == "warmup-stable-decay" else 0
+        decay = (
+            (self.schedule.decay_steps or 0) if self.schedule.name == "warmup-stable-decay" else 0
+        )
         if self.train.epochs is None and warmup + decay > self.train.steps:
-            given = f"schedule.warmup_steps = {warmup}" + (f" and schedule.decay_steps = {decay}" if decay else "")
+            given = f"schedule.warmup_steps = {warmup}" + (
+                f" and schedule.decay_steps = {decay}" if decay else ""
+            )
             yield f"{given}: more than train.steps = {self.train.steps}; lower them or train longer"
         if self.parallel.splits_model:
-            reason = "with tensor_parallel_degree or pipeline_parallel_degree no rank has the full model; leave it out, and"
+            reason = (
+                "with tensor_parallel_degree or pipeline_parallel_degree no rank has the full"
+                " model; leave it out, and"
+            )
             if self.sample.every_steps:
                 yield f"sample.every_steps: {reason} generate from the checkpoints"
             if self.validation.tasks:
                 yield f"validation.tasks: {reason} evaluate the checkpoints"
-        if self.model.parametrization != "standard" and self.optimizer.name not in ("adamw", "muon"):
+        if self.model.parametrization != "standard" and self.optimizer.name not in (
+            "adamw",
+            "muon",
+        ):
             name = self.optimizer.name
-            yield f"optimizer.name = {name}: model.parametrization is for adamw and muon; use one, or standard"
+            yield (
+                f"optimizer.name = {name}: model.parametrization is for adamw and muon; use one, or"
+                " standard"
+            )
         if self.parallel.tensor_parallel_degree > 1 and self.train.float8:
-            yield "train.float8: not with parallel.tensor_parallel_degree; shard with fsdp2 instead, or leave it out"
+            yield (
+                "train.float8: not with parallel.tensor_parallel_degree; shard with fsdp2 instead,"
+                " or leave it out"
+            )
         if self.parallel.cuts_rows and self.optimizer.state_dtype == "8bit":
             flat = self.parallel.engine == "fsdp1"
             cause, way = ("engine = fsdp1", "fsdp2") if flat else ("tensor_parallel_degree", "bf16")
-            yield f"optimizer.state_dtype = 8bit: not with parallel.{cause}, which cuts rows; use {way}"
+            yield (
+                f"optimizer.state_dtype = 8bit: not with parallel.{cause}, which cuts rows; use"
+                f" {way}"
+            )
         if self.optimizer.stochastic_rounding and self.train.master_dtype != "bf16":
             yield "optimizer.stochastic_rounding: only with train.master_dtype = bf16; leave it out"
         optimizer = registry.find("optimizer", self.optimizer.name)
-        if self.parallel.tensor_parallel_degree > 1 and optimizer and optimizer.facts.get("needs_matrices"):
-            reason = "not with parallel.tensor_parallel_degree, which splits its matrices; use adamw"
+        if (
+            self.parallel.tensor_parallel_degree > 1
+            and optimizer
+            and optimizer.facts.get("needs_matrices")
+        ):
+            reason = (
+                "not with parallel.tensor_parallel_degree, which splits its matrices; use adamw"
+            )
             yield f"optimizer.name = {optimizer.name}: {reason}"
 
     def with_name(self, name: str) -> Self:
-        """The options as a run records them: with their stage, absolute paths of plugins, and the run name `name` unless they
-        have one. Raises UserError."""
+        """The options as a run records them: with their stage, absolute paths of plugins, and the
+        run name `name` unless they have one. Raises UserError.
+        """
         if not self.run.name and (problem := name_problem(name)):
             raise UserError(f"the recipe's file name names the run: {problem}; give a --run.name")
         plugins = tuple(str(expand_home(path).absolute()) for path in self.plugins)
@@ -134,19 +191,28 @@ class StageConfig(Options):
         return named.model_copy(update={"plugins": plugins})
 
     def again(self) -> Self:
-        """The same options for ranks that are restarted: overwriting was done once, and the run is resumed."""
-        return self._with_run(overwrite=False, resume="auto" if self.run.resume == "never" else self.run.resume)
+        """The same options for ranks that are restarted: overwriting was done once, and the run is
+        resumed.
+        """
+        return self._with_run(
+            overwrite=False, resume="auto" if self.run.resume == "never" else self.run.resume
+        )
 
     def _with_run(self, **changes: object) -> Self:
         return self.model_copy(update={"run": self.run.model_copy(update=changes)})
 
     def with_steps(self, sequences_per_epoch: int, sequences_per_step: int) -> Self:
-        """The same options with train.steps in place of train.epochs, if that was given. Raises UserError."""
+        """The same options with train.steps in place of train.epochs, if that was given.
+
+        Raises UserError.
+        """
         if self.train.epochs is None:
             return self
         steps = max(1, math.ceil(self.train.epochs * sequences_per_epoch / sequences_per_step))
         train = self.train.model_copy(update={"steps": steps, "epochs": None})
-        return validate_options(type(self), self.model_copy(update={"train": train}).model_dump(mode="json"))
+        return validate_options(
+            type(self), self.model_copy(update={"train": train}).model_dump(mode="json")
+        )
 
     @property
     def checkpoint_every_steps(self) -> int:
@@ -175,7 +241,9 @@ class StageConfig(Options):
 
     @property
     def group_size(self) -> int:
-        """Sequences of a batch that belong together and stay on one rank, such as completions of one prompt."""
+        """Sequences of a batch that belong together and stay on one rank, such as completions of
+        one prompt.
+        """
         return 1
 
     @property
@@ -185,11 +253,15 @@ class StageConfig(Options):
 
     @property
     def source_names(self) -> list[str]:
-        """The names of the sources of a mixture whose losses are told apart; empty where there is one source."""
+        """The names of the sources of a mixture whose losses are told apart; empty where there is
+        one source.
+        """
         return []
 
     def with_models(self, source: Path | None, replace_model: Callable[[Path], Path]) -> Self:
-        """The same options with another `model.source`, and each other model that they name replaced. Raises UserError."""
+        """The same options with another `model.source`, and each other model that they name
+        replaced. Raises UserError.
+        """
         return self.model_copy(update={"model": self.model.model_copy(update={"source": source})})
 
 
@@ -200,25 +272,35 @@ class PretrainDataOptions(SequenceOptions):
     quarantine: tuple[str, ...] = QUARANTINE
     packing: Literal["concat", "best-fit"] = option(
         "concat",
-        "concat joins the documents and cuts them every data.sequence_length tokens; best-fit cuts only longer documents, and"
-        " needs a folder that `lmforge prepare --best_fit_length` packed for that length",
+        "concat joins the documents and cuts them every data.sequence_length tokens; best-fit cuts"
+        " only longer documents, and needs a folder that `lmforge prepare --best_fit_length` packed"
+        " for that length",
     )
-    sources: tuple[TokenSourceOptions, ...] = option((), "several folders with weights, instead of data.folder")
-    phases: tuple[PhaseOptions, ...] = option((), "parts of the run with other weights or another sequence length, in order")
+    sources: tuple[TokenSourceOptions, ...] = option(
+        (), "several folders with weights, instead of data.folder"
+    )
+    phases: tuple[PhaseOptions, ...] = option(
+        (), "parts of the run with other weights or another sequence length, in order"
+    )
     cache_folder: Path | None = option(
-        None, "with an address: folder in which this host caches what it has read (default: ~/.cache/lmforge/shards)"
+        None,
+        "with an address: folder in which this host caches what it has read (default:"
+        " ~/.cache/lmforge/shards)",
     )
-    cache_gib: float = option(20.0, "with an address: maximum size of cache_folder, in GiB", ge=0.1, le=2**20)
+    cache_gib: float = option(
+        20.0, "with an address: maximum size of cache_folder, in GiB", ge=0.1, le=2**20
+    )
     shuffle_window: int | None = option(
         None,
-        "shuffle within windows of N random chunks of 2M tokens, so that a step reads few places of a slow storage"
-        " (default: a global shuffle)",
+        "shuffle within windows of N random chunks of 2M tokens, so that a step reads few places of"
+        " a slow storage (default: a global shuffle)",
         **COUNT,
     )
     num_canonical_nodes: int = option(
         1,
-        "with shuffle_window: divide the global batch into N equal parts with windows of their own, so that a host, whose"
-        " ranks take neighbouring samples, reads mostly its own part of the shards (as in MosaicML Streaming)",
+        "with shuffle_window: divide the global batch into N equal parts with windows of their own,"
+        " so that a host, whose ranks take neighbouring samples, reads mostly its own part of the"
+        " shards (as in MosaicML Streaming)",
         **RANKS,
     )
 
@@ -230,7 +312,9 @@ class PretrainDataOptions(SequenceOptions):
     @property
     def sequence_lengths(self) -> tuple[int, ...]:
         """Those of the phases."""
-        return tuple(phase.sequence_length or self.sequence_length for phase in self.phases) or (self.sequence_length,)
+        return tuple(phase.sequence_length or self.sequence_length for phase in self.phases) or (
+            self.sequence_length,
+        )
 
     def problems(self) -> Iterator[str]:
         if self.sources and self.folder != type(self).model_fields["folder"].default:
@@ -239,20 +323,30 @@ class PretrainDataOptions(SequenceOptions):
             yield "data.quarantine: with data.sources each source has its own quarantine"
         yield from folder_problems(self.folder, "data.folder")
         if self.num_canonical_nodes > 1 and self.shuffle_window is None:
-            yield "data.num_canonical_nodes: divides the windows of data.shuffle_window; give that too, or leave it out"
+            yield (
+                "data.num_canonical_nodes: divides the windows of data.shuffle_window; give that"
+                " too, or leave it out"
+            )
         for number, length in enumerate(self.sequence_lengths, start=1):
             if self.packing == "best-fit" and length != self.sequence_length:
                 yield (
-                    f"data.phases: phase {number}: its sequence_length = {length} is not data.sequence_length ="
-                    f" {self.sequence_length}, the only one under data.packing = best-fit; leave it out, or use concat"
+                    f"data.phases: phase {number}: its sequence_length = {length} is not"
+                    f" data.sequence_length = {self.sequence_length}, the only one under"
+                    " data.packing = best-fit; leave it out, or use concat"
                 )
-        yield from mixture_problems(self.all_sources if self.sources or self.phases else (), self.phases, self.sequence_length)
+        yield from mixture_problems(
+            self.all_sources if self.sources or self.phases else (),
+            self.phases,
+            self.sequence_length,
+        )
 
 
 class PretrainConfig(StageConfig):
     """lmforge pretrain [RECIPE.toml]: train a model on token shards, or continue a run."""
 
-    ESSENTIAL: ClassVar[str] = f"data.folder data.sources data.sequence_length {StageConfig.ESSENTIAL}"
+    ESSENTIAL: ClassVar[str] = (
+        f"data.folder data.sources data.sequence_length {StageConfig.ESSENTIAL}"
+    )
     ALTERNATIVES: ClassVar[Alternatives] = (
         *StageConfig.ALTERNATIVES,
         (("data", "folder"), ("data", "sources")),

@@ -1,9 +1,11 @@
-"""Activation offload: what the backward pass of a block needs waits in host memory, and comes back one block ahead.
+"""Activation offload: what the backward pass of a block needs waits in host memory, and comes back
+one block ahead.
 
-Copies run on a stream of their own. In the forward pass a block's activations are copied out while the next block computes, and
-freed on the device when that is done; in the backward pass those of the block before are copied back while a block computes. So
-the device holds the activations of two blocks, whatever the depth. What autograd saves is intercepted where a block is called,
-outside of its compiled code and of its checkpointing, whose saved inputs are offloaded too.
+Copies run on a stream of their own. In the forward pass a block's activations are copied out while
+the next block computes, and freed on the device when that is done; in the backward pass those of
+the block before are copied back while a block computes. So the device holds the activations of two
+blocks, whatever the depth. What autograd saves is intercepted where a block is called, outside of
+its compiled code and of its checkpointing, whose saved inputs are offloaded too.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,8 +32,9 @@ class CopyStream(Protocol):
         """Host memory for a copy of `like`."""
 
     def copy(self, pairs: list[tuple[Tensor, Tensor]]) -> Any:
-        """Begin to copy from the first to the second of each pair, after what the device computes now. Returns what to
-        `wait` for."""
+        """Begin to copy from the first to the second of each pair, after what the device computes
+        now. Returns what to `wait` for.
+        """
 
     def wait(self, copied: Any) -> None:
         """Let what the device computes from now on begin after those copies."""
@@ -58,7 +61,9 @@ class CudaCopyStream:
 
 
 class HostCopyStream:
-    """For a CPU, whose memory is the host's: plain copies, which save nothing and show that the values are right."""
+    """For a CPU, whose memory is the host's: plain copies, which save nothing and show that the
+    values are right.
+    """
 
     def empty_on_host(self, like: Tensor) -> Tensor:
         return torch.empty_like(like)
@@ -73,7 +78,9 @@ class HostCopyStream:
 
 @dataclass
 class _Storage:
-    """The bytes of a tensor's storage: on the device until it is copied out, and from when it is asked for to its last use."""
+    """The bytes of a tensor's storage: on the device until it is copied out, and from when it is
+    asked for to its last use.
+    """
 
     on_device: Tensor | None
     num_views: int = 0
@@ -93,7 +100,9 @@ class _View:
 
 @dataclass
 class _BlockCall:
-    """One forward pass of a block. previous: the call whose backward pass follows that of this one."""
+    """One forward pass of a block. previous: the call whose backward pass follows that of this
+    one.
+    """
 
     previous: "_BlockCall | None"
     storages: dict[int, _Storage] = field(default_factory=dict)
@@ -104,18 +113,27 @@ class _BlockCall:
 
 
 class ActivationOffload:
-    """Offloads what blocks save for their backward pass. `num_bytes` counts what was copied to the host so far."""
+    """Offloads what blocks save for their backward pass.
 
-    def __init__(self, device: torch.device, *, stream: CopyStream | None = None, min_bytes: int = MIN_BYTES) -> None:
+    `num_bytes` counts what was copied to the host so far.
+    """
+
+    def __init__(
+        self, device: torch.device, *, stream: CopyStream | None = None, min_bytes: int = MIN_BYTES
+    ) -> None:
         self._device, self._min_bytes = device, min_bytes
-        self._stream = stream or (CudaCopyStream(device) if device.type == "cuda" else HostCopyStream())
+        self._stream = stream or (
+            CudaCopyStream(device) if device.type == "cuda" else HostCopyStream()
+        )
         self._last: _BlockCall | None = None
         self.num_bytes = 0
 
     @contextmanager
     def saving(self, block: nn.Module, is_first: bool, shared: Any) -> Iterator[None]:
-        """Around a call of `block`, the first of a forward pass or another one. `shared`: tensors, at any depth of lists, that
-        other blocks save too, and that stay where they are.
+        """Around a call of `block`, the first of a forward pass or another one.
+
+        `shared`: tensors, at any depth of lists, that other blocks save too, and that stay where
+        they are.
         """
         if not torch.is_grad_enabled():
             yield
@@ -123,16 +141,26 @@ class ActivationOffload:
         call = _BlockCall(None if is_first else self._last)
         stays = {_storage_id(each) for each in tree_leaves(shared) if isinstance(each, Tensor)}
         owned: list[Mapping[str, Tensor | None]] = [
-            tensors for module in block.modules() for tensors in (module._parameters, module._buffers) if tensors
+            tensors
+            for module in block.modules()
+            for tensors in (module._parameters, module._buffers)
+            if tensors
         ]
 
         def pack(tensor: Tensor) -> Tensor | _View:
             local = local_tensor(tensor)
-            if type(local) is not Tensor or local.device.type != self._device.type or not local.is_floating_point():
+            if (
+                type(local) is not Tensor
+                or local.device.type != self._device.type
+                or not local.is_floating_point()
+            ):
                 return tensor
             storage = _storage_id(local)
-            # Weights are looked up each time: FSDP gathers them into other memory, those of experts in the middle of a block.
-            if storage in stays or (storage not in call.storages and storage in _storage_ids(owned)):
+            # Weights are looked up each time: FSDP gathers them into other memory, those of experts
+            # in the middle of a block.
+            if storage in stays or (
+                storage not in call.storages and storage in _storage_ids(owned)
+            ):
                 return tensor
             return self._pack(call, tensor, local)
 
@@ -145,14 +173,20 @@ class ActivationOffload:
         if storage.nbytes() < self._min_bytes:
             return tensor
         if storage._cdata not in call.storages:
-            call.storages[storage._cdata] = _Storage(local.new_empty(0, dtype=torch.uint8).set_(storage))
+            call.storages[storage._cdata] = _Storage(
+                local.new_empty(0, dtype=torch.uint8).set_(storage)
+            )
         saved = call.storages[storage._cdata]
         saved.num_views += 1
         spec = tensor._spec if isinstance(tensor, DTensor) else None
-        return _View(call, saved, local.dtype, (local.storage_offset(), local.shape, local.stride()), spec)
+        return _View(
+            call, saved, local.dtype, (local.storage_offset(), local.shape, local.stride()), spec
+        )
 
     def _copy_out(self, call: _BlockCall) -> None:
-        """Begin to copy a block's activations out, and free those of the block before, which were copied meanwhile."""
+        """Begin to copy a block's activations out, and free those of the block before, which were
+        copied meanwhile.
+        """
         pairs = []
         for storage in call.storages.values():
             assert storage.on_device is not None
@@ -189,7 +223,9 @@ class ActivationOffload:
         if call.previous is not None:
             self._copy_in(call.previous)
         assert storage.on_device is not None, "a second backward pass"
-        tensor = storage.on_device.new_empty(0, dtype=saved.dtype).set_(storage.on_device.untyped_storage(), *saved.layout)
+        tensor = storage.on_device.new_empty(0, dtype=saved.dtype).set_(
+            storage.on_device.untyped_storage(), *saved.layout
+        )
         storage.num_views -= 1
         if not storage.num_views:
             storage.on_device = storage.on_host = None
@@ -201,4 +237,9 @@ def _storage_id(tensor: Tensor) -> int:
 
 
 def _storage_ids(owned: Iterable[Mapping[str, Tensor | None]]) -> set[int]:
-    return {_storage_id(local_tensor(each)) for tensors in owned for each in tensors.values() if each is not None}
+    return {
+        _storage_id(local_tensor(each))
+        for tensors in owned
+        for each in tensors.values()
+        if each is not None
+    }

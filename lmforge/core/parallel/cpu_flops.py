@@ -1,7 +1,8 @@
-"""FLOP/s of a CPU's fastest matrix products, for the MFU and for what dtype `auto` is: measured once and cached.
+"""FLOP/s of a CPU's fastest matrix products, for the MFU and for what dtype `auto` is: measured
+once and cached.
 
-The measurement is kept in the user's cache folder, one file for each processor, number of threads, dtype and version of
-torch. A file that is missing or damaged is measured again.
+The measurement is kept in the user's cache folder, one file for each processor, number of threads,
+dtype and version of torch. A file that is missing or damaged is measured again.
 """
 
 import os
@@ -19,11 +20,12 @@ from lmforge.core.files.atomic_files import atomic_write_json
 from lmforge.core.files.untrusted import read_json
 from lmforge.core.records.runs import processor_name
 
-# Sizes of the square matrices, and the time for each size. The best size differs: caches, and how many threads share a product.
+# Sizes of the square matrices, and the time for each size. The best size differs: caches, and how
+# many threads share a product.
 SIZES = (512, 1024, 2048)
 SECONDS_PER_SIZE = 0.4
-# The minimum fraction of the cores for the fastest product. With less, other processes were using them, and the result is not
-# cached.
+# The minimum fraction of the cores for the fastest product. With less, other processes were using
+# them, and the result is not cached.
 MIN_CORE_FRACTION = 0.85
 
 
@@ -35,32 +37,42 @@ class StoredPeak(BaseModel):
 
 
 def cpu_peak_flops(dtype: torch.dtype, threads: int) -> float:
-    """FLOP/s of this machine's CPU with `threads` threads: kept from an earlier measurement, or measured now."""
+    """FLOP/s of this machine's CPU with `threads` threads: kept from an earlier measurement, or
+    measured now.
+    """
     name = str(dtype).removeprefix("torch.")
     cores = os.cpu_count()
-    machine = f"{processor_name() or platform.machine()}, {cores} cores, {threads} threads, {name}, torch {torch.__version__}"
+    machine = (
+        f"{processor_name() or platform.machine()}, {cores} cores, {threads} threads, {name}, torch"
+        f" {torch.__version__}"
+    )
     path = _cache_file(machine)
     if path is not None and (kept := _read(path, machine)) is not None:
         return kept
     flops, core_fraction = measure_peak_flops(dtype, threads)
     if path is not None and core_fraction >= MIN_CORE_FRACTION:
-        with suppress(OSError, UserError):  # such as a read-only home: it is measured again next time
+        # Such as a read-only home: it is measured again next time.
+        with suppress(OSError, UserError):
             path.parent.mkdir(parents=True, exist_ok=True)
             atomic_write_json(path, StoredPeak(machine=machine, flops=flops).model_dump())
     return flops
 
 
 def measure_peak_flops(dtype: torch.dtype, threads: int) -> tuple[float, float]:
-    """FLOP/s of the fastest of many large matrix products, and the part of `threads` cores that this process had in it.
+    """FLOP/s of the fastest of many large matrix products, and the part of `threads` cores that
+    this process had in it.
 
-    Takes about a second. The first product of each size, which prepares its kernel, counts only if it is the fastest.
+    Takes about a second. The first product of each size, which prepares its kernel, counts only if
+    it is the fastest.
     """
     generator, before = torch.Generator().manual_seed(0), torch.get_num_threads()
     best, core_fraction = 0.0, 0.0
     torch.set_num_threads(threads)
     try:
         for size in SIZES:
-            left, right = (torch.randn(size, size, dtype=dtype, generator=generator) for _ in range(2))
+            left, right = (
+                torch.randn(size, size, dtype=dtype, generator=generator) for _ in range(2)
+            )
             began, fastest = time.perf_counter(), float("inf")
             while time.perf_counter() - began < SECONDS_PER_SIZE:
                 start, cpu_start = time.perf_counter(), time.process_time()
@@ -80,7 +92,9 @@ def _cache_file(machine: str) -> Path | None:
     """The cache file for the peak of a machine; None where this user has no home."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     return (
-        folder / "lmforge" / f"peak-flops-{xxhash.xxh3_64_hexdigest(machine.encode())}.json" if folder.is_absolute() else None
+        folder / "lmforge" / f"peak-flops-{xxhash.xxh3_64_hexdigest(machine.encode())}.json"
+        if folder.is_absolute()
+        else None
     )
 
 

@@ -1,7 +1,9 @@
-"""Pipeline parallelism: the blocks are cut into stages on different ranks, and micro-batches flow through them.
+"""Pipeline parallelism: the blocks are cut into stages on different ranks, and micro-batches flow
+through them.
 
-torch.distributed.pipelining runs the schedule and sends activations and gradients. FSDP2 shards a stage over the ranks that
-run it. The loss is part of the last stage, so that the head's weight is gathered where it is used.
+torch.distributed.pipelining runs the schedule and sends activations and gradients. FSDP2 shards a
+stage over the ranks that run it. The loss is part of the last stage, so that the head's weight is
+gathered where it is used.
 """
 
 from collections import deque
@@ -23,18 +25,31 @@ from lmforge.core.parallel.parallel_model import LossFn
 
 
 def split_blocks(num_blocks: int, num_stages: int) -> list[range]:
-    """Which blocks each stage runs: equal numbers, and one more for the first stages where they do not divide.
+    """Which blocks each stage runs: equal numbers, and one more for the first stages where they do
+    not divide.
 
     The last stage also computes the head.
     """
-    starts = [stage * (num_blocks // num_stages) + min(stage, num_blocks % num_stages) for stage in range(num_stages + 1)]
+    starts = [
+        stage * (num_blocks // num_stages) + min(stage, num_blocks % num_stages)
+        for stage in range(num_stages + 1)
+    ]
     return [range(start, end) for start, end in pairwise(starts)]
 
 
 class StageModule(nn.Module):
-    """Consecutive blocks of a model; the first stage has the embedding too, the last one the final norm, head and loss."""
+    """Consecutive blocks of a model; the first stage has the embedding too, the last one the final
+    norm, head and loss.
+    """
 
-    def __init__(self, model: LanguageModel, block_indices: range, loss_fn: LossFn, is_first: bool, is_last: bool) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        block_indices: range,
+        loss_fn: LossFn,
+        is_first: bool,
+        is_last: bool,
+    ) -> None:
         super().__init__()
         self.is_first, self.is_last = is_first, is_last
         self.embeddings = nn.ModuleList(model.embeddings if is_first else [])
@@ -43,8 +58,8 @@ class StageModule(nn.Module):
         self._model_ref = (model,)  # in a tuple, so that the model is not registered as a submodule
         self._block_indices = block_indices
         self._loss_fn = loss_fn
-        # In the last stage: those of the micro-batches to come, and the loss's metrics of those that came. As arguments extras
-        # would be cast by FSDP, and not cut by torch's schedule.
+        # In the last stage: those of the micro-batches to come, and the loss's metrics of those
+        # that came. As arguments extras would be cast by FSDP, and not cut by torch's schedule.
         self.extras: deque[Extras | None] = deque()
         self.metrics: list[Metrics] = []
 
@@ -54,7 +69,9 @@ class StageModule(nn.Module):
         Returns hidden states; in the last stage the summed loss [1], or what `score_fn` returns.
         """
         (model,) = self._model_ref
-        batch = model.local_batch(Batch(**tensors, extras=self.extras.popleft() if self.is_last else None))
+        batch = model.local_batch(
+            Batch(**tensors, extras=self.extras.popleft() if self.is_last else None)
+        )
         rng = model.make_token_rng(batch.rng_keys, batch.document_ids)
         hidden = model.embed(batch.tokens, batch.positions, rng) if self.is_first else inputs
         hidden = model.run_blocks(
@@ -76,7 +93,9 @@ class StageModule(nn.Module):
 
 
 class _NormOnly:
-    """Stands for the model in the last stage, where the objective calls it: only the final norm is left to compute."""
+    """Stands for the model in the last stage, where the objective calls it: only the final norm is
+    left to compute.
+    """
 
     def __init__(self, model: LanguageModel, hidden: Tensor) -> None:
         self._model, self._hidden = model, hidden
@@ -87,7 +106,10 @@ class _NormOnly:
 
 
 class PipelineModel(FSDP2Model):
-    """FSDP2 within the stages of a pipeline. `model` keeps only the parameters of this rank's stages."""
+    """FSDP2 within the stages of a pipeline.
+
+    `model` keeps only the parameters of this rank's stages.
+    """
 
     def _wrap(self, model_with_loss: nn.Module) -> nn.Module:
         """Cut the model into stages in place, on any device."""
@@ -101,7 +123,9 @@ class PipelineModel(FSDP2Model):
         last = self._num_stages - 1
         check_stages_are_trained(self.model, cuts)
         self._stages = [
-            StageModule(self.model, cuts[index], self._loss_fn, is_first=index == 0, is_last=index == last)
+            StageModule(
+                self.model, cuts[index], self._loss_fn, is_first=index == 0, is_last=index == last
+            )
             for index in self._indices
         ]
         _drop_other_parameters(self.model, self._stages)
@@ -114,7 +138,11 @@ class PipelineModel(FSDP2Model):
 
     @property
     def description(self) -> str:
-        schedule = "1F1B" if len(self._stages) == 1 else f"interleaved 1F1B with {len(self._stages)} stages per rank"
+        schedule = (
+            "1F1B"
+            if len(self._stages) == 1
+            else f"interleaved 1F1B with {len(self._stages)} stages per rank"
+        )
         return f"{super().description}, {schedule}"
 
     def _apply_fsdp(self, root: nn.Module) -> None:
@@ -129,7 +157,8 @@ class PipelineModel(FSDP2Model):
         batch = Batch.cat(micro_batches)
         self._loss_factor = self.gradient_divide_factor / num_items
         shape = len(micro_batches), micro_batches[0].batch_size, batch.sequence_length
-        # Torch does so with a new schedule, which other pipelines may not need now, and ranks of a stage gather together.
+        # Torch does so with a new schedule, which other pipelines may not need now, and ranks of a
+        # stage gather together.
         for unit in self._units:
             unit.reshard()
         if shape != self._schedule_shape:
@@ -155,11 +184,17 @@ class PipelineModel(FSDP2Model):
 
     def _build_schedule(self, num_micro_batches: int, size: int, length: int) -> Any:
         device = self.dist_ctx.device
-        # Shapes are given, or torch would run every stage forward and backward to find them. Its first message on several ranks
-        # at once needs the communicator of the group, which all of them make together.
+        # Shapes are given, or torch would run every stage forward and backward to find them. Its
+        # first message on several ranks at once needs the communicator of the group, which all of
+        # them make together.
         dist.all_reduce(torch.zeros(1, device=device), group=self._group)
         tokens = torch.empty(size, length, dtype=torch.int64, device="meta")
-        hidden = torch.empty(self._hidden_shape(size, length), dtype=self._hidden_dtype, device="meta", requires_grad=True)
+        hidden = torch.empty(
+            self._hidden_shape(size, length),
+            dtype=self._hidden_dtype,
+            device="meta",
+            requires_grad=True,
+        )
         loss = torch.empty(1, device="meta", requires_grad=True)
         stages = [
             PipelineStage(
@@ -173,7 +208,10 @@ class PipelineModel(FSDP2Model):
             )
             for stage, index in zip(self._stages, self._indices, strict=True)
         ]
-        kwargs: dict[str, Any] = {"loss_fn": lambda total, _: total.sum() * self._loss_factor, "scale_grads": False}
+        kwargs: dict[str, Any] = {
+            "loss_fn": lambda total, _: total.sum() * self._loss_factor,
+            "scale_grads": False,
+        }
         if len(stages) == 1:
             return Schedule1F1B(stages[0], num_micro_batches, **kwargs)
         return ScheduleInterleaved1F1B([*stages], num_micro_batches, **kwargs)
@@ -184,10 +222,15 @@ class PipelineModel(FSDP2Model):
         return size, length // parts, self.model.config.hidden_size
 
     def score(self, batch: Batch, score_fn: LossFn) -> Any:
-        """The result of `score_fn` on the rank of the last stage and 0 on the others, so that sums over ranks are correct."""
+        """The result of `score_fn` on the rank of the last stage and 0 on the others, so that sums
+        over ranks are correct.
+        """
         hidden, device = batch.tokens, self.dist_ctx.device
         result: Any = torch.zeros((), dtype=torch.float64, device=device)
-        size, shape = self._group.size(), self._hidden_shape(batch.batch_size, batch.sequence_length)
+        size, shape = (
+            self._group.size(),
+            self._hidden_shape(batch.batch_size, batch.sequence_length),
+        )
         self._stages[-1].extras = deque([batch.extras])
         for stage, index in zip(self._stages, self._indices, strict=True):
             if not stage.is_first:
@@ -214,24 +257,32 @@ class PipelineModel(FSDP2Model):
 
 
 def check_stages_are_trained(model: LanguageModel, cuts: list[range]) -> None:
-    """Raise UserError, on all ranks, where one stage of a model has trained weights and another none, for whose gradients torch
-    would wait."""
+    """Raise UserError, on all ranks, where one stage of a model has trained weights and another
+    none, for whose gradients torch would wait.
+    """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         return
     for stage, cut in enumerate(cuts, start=1):
         modules = [model.blocks[number] for number in cut] + [model.lm_head] * (stage == len(cuts))
-        if not any(parameter.requires_grad for module in modules for parameter in module.parameters()):
+        if not any(
+            parameter.requires_grad for module in modules for parameter in module.parameters()
+        ):
             raise UserError(
-                f"lora.target_modules: no layer of stage {stage} of {len(cuts)} has an adapter, and a pipeline needs one in"
-                " each; name layers of all stages, or use a smaller parallel.pipeline_parallel_degree"
+                f"lora.target_modules: no layer of stage {stage} of {len(cuts)} has an adapter, and"
+                " a pipeline needs one in each; name layers of all stages, or use a smaller"
+                " parallel.pipeline_parallel_degree"
             )
 
 
 def _drop_other_parameters(model: LanguageModel, stages: list[StageModule]) -> None:
-    """Remove all parameters and buffers from `model` except those of `stages`, which keep their names."""
+    """Remove all parameters and buffers from `model` except those of `stages`, which keep their
+    names.
+    """
     kept = {id(tensor) for stage in stages for tensor in (*stage.parameters(), *stage.buffers())}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if id(parameter) not in kept:
                 module.register_parameter(name, None)
-        module._buffers |= {name: each if id(each) in kept else None for name, each in module._buffers.items()}
+        module._buffers |= {
+            name: each if id(each) in kept else None for name, each in module._buffers.items()
+        }

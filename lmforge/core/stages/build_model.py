@@ -1,4 +1,6 @@
-"""A recipe's model with its first weights, distributed over ranks, its optimizer, and its checkpointer."""
+"""A recipe's model with its first weights, distributed over ranks, its optimizer, and its
+checkpointer.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,7 +33,9 @@ from lmforge.core.steps.resume import ResumePoint, load_resume_point
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """The model of a run, ready to train from `point` on: in `dtype`, its blocks `compiled` or not, and why."""
+    """The model of a run, ready to train from `point` on: in `dtype`, its blocks `compiled` or not,
+    and why.
+    """
 
     parallel_model: ParallelModel
     optimizer: torch.optim.Optimizer
@@ -43,7 +47,9 @@ class BuiltModel:
     compile_reason: str
 
 
-def build(ctx: RunContext, inputs: RunInputs, point: ResumePoint, objective: Objective) -> BuiltModel:
+def build(
+    ctx: RunContext, inputs: RunInputs, point: ResumePoint, objective: Objective
+) -> BuiltModel:
     """Build the model of a run and its optimizer, with the weights of `point`.
 
     Every rank calls it. Raises UserError or RunFailed where they do not fit the ranks.
@@ -52,20 +58,35 @@ def build(ctx: RunContext, inputs: RunInputs, point: ResumePoint, objective: Obj
     ctx.watch.set_phase("building", point.step)
     dtype = DTYPES[config.train.dtype]
     with dist_ctx.raise_on_all():
-        compiled, compile_reason = choose_compile(config, dist_ctx.device, config.train.steps - point.step)
+        compiled, compile_reason = choose_compile(
+            config, dist_ctx.device, config.train.steps - point.step
+        )
     resumes = point.manifest is not None
     parallel_model, optimizer = build_model_and_optimizer(
-        config, inputs.model_config, objective, dist_ctx, dtype, compiled, inputs.load_weights, resumes
+        config,
+        inputs.model_config,
+        objective,
+        dist_ctx,
+        dtype,
+        compiled,
+        inputs.load_weights,
+        resumes,
     )
     if compiled:
         ctx.watch.follow_compilation()
-    detector = BadStepDetector(dist_ctx, spike_sigmas=faults.spike_sigmas, window_steps=faults.spike_window_steps)
+    detector = BadStepDetector(
+        dist_ctx, spike_sigmas=faults.spike_sigmas, window_steps=faults.spike_window_steps
+    )
     if resumes:
         ctx.watch.set_phase("loading", point.step)
-        point = load_resume_point(ctx.run, config.train.steps, point, parallel_model, optimizer, ctx.console.info)
+        point = load_resume_point(
+            ctx.run, config.train.steps, point, parallel_model, optimizer, ctx.console.info
+        )
         assert point.manifest is not None
         detector.load_state_dict(point.manifest.bad_step_detector, point.manifest.batch_offset)
-    return BuiltModel(parallel_model, optimizer, objective, detector, point, dtype, compiled, compile_reason)
+    return BuiltModel(
+        parallel_model, optimizer, objective, detector, point, dtype, compiled, compile_reason
+    )
 
 
 def empty_model(config: StageConfig, model_config: ModelConfig) -> LanguageModel:
@@ -87,8 +108,8 @@ def build_model_and_optimizer(
 ) -> tuple[ParallelModel, torch.optim.Optimizer]:
     """The model of a recipe, distributed over the ranks as it says, and its optimizer.
 
-    The model has the weights that `load_weights` reads, or random ones. If it `resumes`, they are unset, since a checkpoint is
-    loaded later.
+    The model has the weights that `load_weights` reads, or random ones. If it `resumes`, they are
+    unset, since a checkpoint is loaded later.
 
     Every rank calls it. Raises UserError, on every rank, where the recipe does not fit them.
     """
@@ -99,7 +120,9 @@ def build_model_and_optimizer(
         speed = options.bias_update_speed
         if speed is None:
             speed = 0.0 if config.is_fine_tuning else DEFAULT_BIAS_UPDATE_SPEED
-        model.balance.config = BalanceConfig(options.router_aux_loss_scope, options.router_z_loss_coef, speed)
+        model.balance.config = BalanceConfig(
+            options.router_aux_loss_scope, options.router_z_loss_coef, speed
+        )
     model.neftune_noise_alpha = config.neftune_noise_alpha
     if (adapters := get_lora_config(config)) is not None:
         add_lora(model, adapters)
@@ -114,7 +137,9 @@ def build_model_and_optimizer(
                     init_adapters(model, config.train.seed)
                     init_adapters(model, config.train.seed, ends=load_weights(model))
             except CorruptCheckpoint as reason:
-                raise CorruptCheckpoint(f"{config.model.source}: {reason}; name another checkpoint") from None
+                raise CorruptCheckpoint(
+                    f"{config.model.source}: {reason}; name another checkpoint"
+                ) from None
 
     parallel_model = parallelize(
         model,
@@ -127,27 +152,45 @@ def build_model_and_optimizer(
         init_weights=(lambda model: None) if resumes else fill_weights,
         loads_weights=load_weights is not None,
     )
-    return parallel_model, build_optimizer(parallel_model.model, config.optimizer, parallel_model.parameter_shapes)
+    return parallel_model, build_optimizer(
+        parallel_model.model, config.optimizer, parallel_model.parameter_shapes
+    )
 
 
 def build_checkpointer(ctx: RunContext, inputs: RunInputs, built: BuiltModel) -> AsyncCheckpointer:
-    """What writes the checkpoints of a run, with what their manifests say of it. Every rank calls it.
+    """What writes the checkpoints of a run, with what their manifests say of it.
+
+    Every rank calls it.
 
     Raises RunFailed where the disk has no space for one.
     """
-    options, counts = ctx.config.checkpoint, count_parameters(inputs.model_config, get_lora_config(ctx.config))
+    options, counts = (
+        ctx.config.checkpoint,
+        count_parameters(inputs.model_config, get_lora_config(ctx.config)),
+    )
     metadata, model = inputs.manifest_fields(ctx.config), built.parallel_model
-    writer = {"ranks": ctx.dist_ctx.world_size, "engine": model.description, "dtype": str(built.dtype)}
+    writer = {
+        "ranks": ctx.dist_ctx.world_size,
+        "engine": model.description,
+        "dtype": str(built.dtype),
+    }
     metadata["written_by"] = writer | metadata["written_by"]
     checkpointer = AsyncCheckpointer(
         ctx.run,
         ctx.dist_ctx,
-        RetentionPolicy(options.keep_last, options.keep_best, options.best_metric, higher_is_better(options.best_metric)),
+        RetentionPolicy(
+            options.keep_last,
+            options.keep_best,
+            options.best_metric,
+            higher_is_better(options.best_metric),
+        ),
         metadata=metadata,
         tokenizer=inputs.tokenizer,
         log=ctx.console.warn,
         async_save=options.async_save,
-        expected_bytes=checkpoint_bytes(ctx.config.optimizer, ctx.config.train.master_dtype, counts),
+        expected_bytes=checkpoint_bytes(
+            ctx.config.optimizer, ctx.config.train.master_dtype, counts
+        ),
     )
     ctx.watch.watch_disk(ctx.run.checkpoints_folder, lambda: checkpointer.expected_bytes)
     with ctx.dist_ctx.raise_on_all():

@@ -1,4 +1,6 @@
-"""The batches of a dataset, and the validation on another: the batch source of every stage but policy optimization."""
+"""The batches of a dataset, and the validation on another: the batch source of every stage but
+policy optimization.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -24,10 +26,15 @@ from lmforge.core.steps.perplexity import evaluate_loss, local_batches
 
 
 def build_loader(
-    config: StageConfig, dataset: TrainingDataset, batch_plan: BatchPlan, dist_ctx: DistributedContext
+    config: StageConfig,
+    dataset: TrainingDataset,
+    batch_plan: BatchPlan,
+    dist_ctx: DistributedContext,
 ) -> BatchLoader:
     """The loader of this rank's part of every global batch."""
-    rank, size = data_parallel_rank_and_size(config.parallel, dist_ctx.rank_info.rank, dist_ctx.world_size)
+    rank, size = data_parallel_rank_and_size(
+        config.parallel, dist_ctx.rank_info.rank, dist_ctx.world_size
+    )
     adapters = config.adapter_options
     drops_in_adapters = adapters is not None and adapters.rank is not None and adapters.dropout > 0
     # Whether the model uses random numbers per token.
@@ -44,7 +51,10 @@ def build_loader(
 
 
 class DatasetBatches:
-    """A BatchSource over the datasets of the inputs. `add_extras` adds what the objective needs beside the tokens."""
+    """A BatchSource over the datasets of the inputs.
+
+    `add_extras` adds what the objective needs beside the tokens.
+    """
 
     def __init__(
         self,
@@ -54,8 +64,13 @@ class DatasetBatches:
         add_extras: Callable[[Batch], Batch] = lambda batch: batch,
     ) -> None:
         self._ctx, self._inputs, self._built, self._add_extras = ctx, inputs, built, add_extras
-        self.dataset, self.global_batch_size = inputs.train_dataset, inputs.batch_plan.global_batch_size
-        self._loader = build_loader(ctx.config, inputs.train_dataset, inputs.batch_plan, ctx.dist_ctx)
+        self.dataset, self.global_batch_size = (
+            inputs.train_dataset,
+            inputs.batch_plan.global_batch_size,
+        )
+        self._loader = build_loader(
+            ctx.config, inputs.train_dataset, inputs.batch_plan, ctx.dist_ctx
+        )
 
     @property
     def data_wait_seconds(self) -> float:
@@ -69,13 +84,16 @@ class DatasetBatches:
         return None
 
     def describe(self, batch_index: int) -> tuple[dict[str, Any], str | None]:
-        """The samples of a batch, and a hash of what they depend on, which `lmforge show data` compares with its data."""
+        """The samples of a batch, and a hash of what they depend on, which `lmforge show data`
+        compares with its data.
+        """
         first, after = (index * self.global_batch_size for index in (batch_index, batch_index + 1))
         return {"samples": [first, after], "plan_hash": self.dataset.plan_hash_at(after)}, None
 
     @torch.no_grad()
     def validate(self, step: int) -> dict[str, float]:
-        """Loss and bits per byte of a language model, also by source; of other objectives the mean of each metric.
+        """Loss and bits per byte of a language model, also by source; of other objectives the mean
+        of each metric.
 
         Every rank calls it.
         """
@@ -84,7 +102,8 @@ class DatasetBatches:
         if (dataset := self._inputs.validation_dataset) is None:
             return {}
         rank, world_size = dist_ctx.rank_info.rank, dist_ctx.world_size
-        progress = partial(self._ctx.watch.set_phase, "evaluate", step)  # each batch is some, for the watchdog
+        # Each batch is some, for the watchdog.
+        progress = partial(self._ctx.watch.set_phase, "evaluate", step)
         progress()
         plan: dict[str, Any] = {
             "rank_and_size": data_parallel_rank_and_size(config.parallel, rank, world_size),
@@ -93,13 +112,25 @@ class DatasetBatches:
             "on_progress": lambda done, total: progress(),
         }
         if isinstance(objective, NextTokenObjective):
-            token_bytes = torch.from_numpy(self._inputs.tokenizer.token_byte_lengths()).to(dist_ctx.device)
-            score = partial(parallel_model.score, score_fn=partial(score_text, token_bytes=token_bytes))
+            token_bytes = torch.from_numpy(self._inputs.tokenizer.token_byte_lengths()).to(
+                dist_ctx.device
+            )
+            score = partial(
+                parallel_model.score, score_fn=partial(score_text, token_bytes=token_bytes)
+            )
             measured = evaluate_loss(score, dataset, dist_ctx, **plan)
-            return {f"val/{name}": value for name, value in measured.items() if name.startswith(("loss", "bits_per_byte"))}
+            return {
+                f"val/{name}": value
+                for name, value in measured.items()
+                if name.startswith(("loss", "bits_per_byte"))
+            }
         accumulator = MetricsAccumulator(dist_ctx)
         for batch in local_batches(dataset, **plan):
-            accumulator.add(parallel_model.score_loss(self._add_extras(batch.to(dist_ctx.device)), objective.loss))
+            accumulator.add(
+                parallel_model.score_loss(
+                    self._add_extras(batch.to(dist_ctx.device)), objective.loss
+                )
+            )
         return {f"val/{name}": value for name, value in accumulator.reduce_and_reset().items()}
 
     def state_dict(self) -> dict[str, Tensor]:

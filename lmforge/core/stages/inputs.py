@@ -1,5 +1,7 @@
-"""The inputs of a run, and whether its model can be trained as the recipe says: what is known before anything of the run is
-written. Those of pretraining are opened here; the others in post/examples.py and post/rl/prompt_inputs.py."""
+"""The inputs of a run, and whether its model can be trained as the recipe says: what is known
+before anything of the run is written. Those of pretraining are opened here; the others in
+post/examples.py and post/rl/prompt_inputs.py.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -28,16 +30,20 @@ from lmforge.core.stages.weight_source import find_weights, resolve_model_config
 
 @dataclass(frozen=True)
 class RunInputs:
-    """All inputs of a run, opened and checked against each other. Nothing of the run has been written yet.
+    """All inputs of a run, opened and checked against each other.
+
+    Nothing of the run has been written yet.
 
     validation_dataset    None where nothing is validated, or the stage validates in its own way
     data_source           where the data lies; goes into checkpoints and messages
     data_summary          what the data is, in words
     source_folders        the folder of each source of a mixture, by its name
-    load_weights          fills a model with its first weights and returns the names it left out; None: random weights
+    load_weights          fills a model with its first weights and returns the names it left out;
+                          None: random weights
     sequences_per_sample  sequences of a batch made from each sequence of `train_dataset`
     opened                what observers have opened, by their names
-    teacher               of a distillation: the model whose forward pass each batch takes; None where it was stored
+    teacher               of a distillation: the model whose forward pass each batch takes; None
+                          where it was stored
     dtype_reason          why the compute dtype is what the recipe says, in words
     """
 
@@ -77,16 +83,25 @@ class RunInputs:
 
 
 def open_pretrain_inputs(config: PretrainConfig, world_size: int) -> RunInputs:
-    """Open the token shards and the model to begin from. Raises UserError where they do not fit together."""
+    """Open the token shards and the model to begin from.
+
+    Raises UserError where they do not fit together.
+    """
     batch_plan = plan_batches(config, world_size)
     sources = TokenSources.open(config)
     tokenizer = sources.tokenizer
-    pretrained = find_weights(config.model.source).staged(config.data.stage_to) if config.model.source else None
+    pretrained = (
+        find_weights(config.model.source).staged(config.data.stage_to)
+        if config.model.source
+        else None
+    )
     has_tokenizer = pretrained and (pretrained.tokenizer_folder / "tokenizer.json").exists()
     if pretrained and has_tokenizer and pretrained.tokenizer().hash != tokenizer.hash:
         folder = pretrained.tokenizer_folder
         way = f"prepare it with --tokenizer {folder}"
-        raise UserError(f"{sources.location}: prepared with another tokenizer than {folder} has; {way}")
+        raise UserError(
+            f"{sources.location}: prepared with another tokenizer than {folder} has; {way}"
+        )
     model_config = resolve_model_config(config, pretrained, tokenizer.vocab_size)
     check_model(config, model_config, batch_plan, tokenizer)
     load_weights = None
@@ -104,50 +119,72 @@ def open_pretrain_inputs(config: PretrainConfig, world_size: int) -> RunInputs:
         model_config,
         batch_plan,
         data_source=sources.location,
-        data_summary="\n           ".join([sources.describe(), *(train.describe_phases() if len(train.phases) > 1 else [])]),
+        data_summary="\n           ".join(
+            [sources.describe(), *(train.describe_phases() if len(train.phases) > 1 else [])]
+        ),
         load_weights=load_weights,
         source_folders=sources.folders_by_name,
     )
 
 
-def check_model(config: StageConfig, model_config: ModelConfig, batch_plan: BatchPlan, tokenizer: Tokenizer) -> None:
+def check_model(
+    config: StageConfig, model_config: ModelConfig, batch_plan: BatchPlan, tokenizer: Tokenizer
+) -> None:
     """Raise UserError where a model with this config cannot be trained as the recipe says."""
     if config.model.embedding_initializer_range is not None and model_config.tie_word_embeddings:
         raise UserError(
-            "model.embedding_initializer_range: this head is tied to the embedding; untie it, or leave that option out"
+            "model.embedding_initializer_range: this head is tied to the embedding; untie it, or"
+            " leave that option out"
         )
     if model_config.reward and not config.trains_reward_model:
         raise UserError(
-            f"{config.model.source}: a reward model, which generates no text; only align.method = reward can start from it"
+            f"{config.model.source}: a reward model, which generates no text; only align.method ="
+            " reward can start from it"
         )
     limit, length = model_config.max_sequence_length, config.data.sequence_length
     if limit is not None and length > limit:
-        raise UserError(f"data.sequence_length = {length}: this model has positions for {limit} tokens; use at most that")
+        raise UserError(
+            f"data.sequence_length = {length}: this model has positions for {limit} tokens; use at"
+            " most that"
+        )
     _check_samples(config, model_config, tokenizer)
     check_parallel(config.parallel, model_config, batch_plan)
     relative_to_base(config.model, model_config)
     if config.optimizer.groups or get_lora_config(config) is not None:
         parameters = build_meta_model(model_config, get_lora_config(config)).named_parameters()
-        assign_groups([name for name, each in parameters if each.requires_grad], config.optimizer.groups)
+        assign_groups(
+            [name for name, each in parameters if each.requires_grad], config.optimizer.groups
+        )
 
 
 def describe_long_sequences(config: StageConfig, inputs: RunInputs) -> list[str]:
-    """A line for sequences that are longer than the rotary positions of the model, or of its teacher, are made for."""
+    """A line for sequences that are longer than the rotary positions of the model, or of its
+    teacher, are made for.
+    """
     length, lines = config.data.sequence_length, []
     for whose, model in (("this model's", inputs.model_config), ("the teacher's", inputs.teacher)):
         positions = None if model is None else model.rotary_positions
         if positions is not None and length > positions:
-            made_for = f"{whose} rotary positions are made for {positions} tokens (max_position_embeddings)"
-            lines.append(f"data.sequence_length = {length}: {made_for}; use at most that, unless it shall learn longer ones")
+            made_for = (
+                f"{whose} rotary positions are made for {positions} tokens"
+                " (max_position_embeddings)"
+            )
+            lines.append(
+                f"data.sequence_length = {length}: {made_for}; use at most that, unless it shall"
+                " learn longer ones"
+            )
     return lines
 
 
 def _check_samples(config: StageConfig, model_config: ModelConfig, tokenizer: Tokenizer) -> None:
-    """Raise UserError for sample prompts that are longer than the training sequences or the model's context."""
+    """Raise UserError for sample prompts that are longer than the training sequences or the model's
+    context.
+    """
     sample, length, longest = config.sample, config.data.sequence_length, 0
     if sample == SampleOptions():
         return
-    # Encoding a text that cannot fit would take long. A tokenizer's normalizer may shorten a text, by less than this factor.
+    # Encoding a text that cannot fit would take long. A tokenizer's normalizer may shorten a text,
+    # by less than this factor.
     most_bytes = 4 * length * int(tokenizer.token_byte_lengths().max())
     for prompt in sample.prompts:
         count = len(tokenizer.encode(prompt)) if len(prompt.encode()) <= most_bytes else length + 1
@@ -158,4 +195,7 @@ def _check_samples(config: StageConfig, model_config: ModelConfig, tokenizer: To
     limit = max(length, model_config.max_position_embeddings)
     if sample.every_steps is not None and longest + sample.max_tokens > limit:
         total = longest + sample.max_tokens
-        raise UserError(f"sample.max_tokens: prompt and sample take {total} tokens, this model has positions for {limit}")
+        raise UserError(
+            f"sample.max_tokens: prompt and sample take {total} tokens, this model has positions"
+            f" for {limit}"
+        )

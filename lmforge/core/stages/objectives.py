@@ -1,7 +1,7 @@
 """Which objective a run has: `build_objective`, and how that of pretraining is built from a config.
 
-Each is called as `(config, options)`: the config of the stage, and the objective's own options, of which these have none. The
-losses themselves are in core/losses/ and post/objectives/.
+Each is called as `(config, options)`: the config of the stage, and the objective's own options, of
+which these have none. The losses themselves are in core/losses/ and post/objectives/.
 """
 
 from typing import Any
@@ -15,14 +15,22 @@ from lmforge.core.options.stage import StageConfig
 
 
 def build_objective(config: StageConfig) -> Objective:
-    """The objective that a recipe chooses. Raises UserError for one that its stage has no data for."""
+    """The objective that a recipe chooses.
+
+    Raises UserError for one that its stage has no data for.
+    """
     default = config.default_objective
     name = config.objective.name or default
     entry = registry.get("objective", name)
     if entry.facts.get("method") and name != default:
-        raise UserError(f"objective.name = {name}: it is a method of alignment; choose it with align.method")
+        raise UserError(
+            f"objective.name = {name}: it is a method of alignment; choose it with align.method"
+        )
     if name == "next-token" and name != default:
-        raise UserError(f"objective.name = {name}: it reads texts alone, and this is {config.of_stage}; use pretrain or sft")
+        raise UserError(
+            f"objective.name = {name}: it reads texts alone, and this is {config.of_stage}; use"
+            " pretrain or sft"
+        )
     if name == "distillation" and name != default:
         raise UserError(f"objective.name = {name}: it needs a teacher; use lmforge distill")
     objective = entry.build(config, entry_options(config.objective, entry))
@@ -31,7 +39,9 @@ def build_objective(config: StageConfig) -> Objective:
 
 def check_objective(objective: Any, what: str = "objective") -> Objective:
     """The objective itself. Raises UserError if it is not an objective."""
-    if missing := [method for method in ("num_items", "loss") if not callable(getattr(objective, method, None))]:
+    if missing := [
+        method for method in ("num_items", "loss") if not callable(getattr(objective, method, None))
+    ]:
         raise UserError(f"{what}: {type(objective).__name__} has no method {missing[0]}")
     return objective
 

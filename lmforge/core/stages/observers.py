@@ -1,8 +1,10 @@
-"""Everything that observes a run, in one place: what is called at which point of the loop, and in which order.
+"""Everything that observes a run, in one place: what is called at which point of the loop, and in
+which order.
 
-The loop (core/loop.py) knows none of it, and would train the same without it. Here are the files of the run, the callbacks of
-plugins and the profiler; what wings attach is registered as "observer" (core/stages/observer.py), what watches an attempt as
-"monitor" and "attempt_observer" (core/seams.py). The list of all is in core/options/builtin_names.py.
+The loop (core/loop.py) knows none of it, and would train the same without it. Here are the files of
+the run, the callbacks of plugins and the profiler; what wings attach is registered as "observer"
+(core/stages/observer.py), what watches an attempt as "monitor" and "attempt_observer"
+(core/seams.py). The list of all is in core/options/builtin_names.py.
 """
 
 from collections.abc import Callable
@@ -24,7 +26,11 @@ from lmforge.core.stages.build_model import BuiltModel
 from lmforge.core.stages.context import RunContext
 from lmforge.core.stages.inputs import RunInputs
 from lmforge.core.stages.observer import ObservedRun, chosen_observers
-from lmforge.core.stages.parameter_counts import count_parameters, get_lora_config, training_flops_per_token
+from lmforge.core.stages.parameter_counts import (
+    count_parameters,
+    get_lora_config,
+    training_flops_per_token,
+)
 from lmforge.core.stages.run_files import MetricsFile
 from lmforge.core.stages.weight_source import find_weights
 from lmforge.core.steps.bad_steps import BadStep
@@ -39,7 +45,12 @@ class Observers(LoopCallbacks):
     """All that observes the loop of a run. Every rank has one."""
 
     def __init__(self, run: ObservedRun, checkpointer: AsyncCheckpointer) -> None:
-        self._ctx, self._inputs, self._built, self._batches = run.ctx, run.inputs, run.built, run.batches
+        self._ctx, self._inputs, self._built, self._batches = (
+            run.ctx,
+            run.inputs,
+            run.built,
+            run.batches,
+        )
         self._checkpointer, self._throughput = checkpointer, run.throughput
         ctx = run.ctx
         self._metrics_file = MetricsFile(ctx.run.metrics_path) if ctx.dist_ctx.is_rank0 else None
@@ -72,9 +83,14 @@ class Observers(LoopCallbacks):
         for each in self._attached:
             each.on_weights_updated(step, seconds, has_compiled)
         if built.compiled and is_first and not has_compiled_blocks(built.parallel_model.model):
-            console.warn("compile is on, but no block was compiled; TORCH_LOGS=dynamo,graph_breaks shows why")
+            console.warn(
+                "compile is on, but no block was compiled; TORCH_LOGS=dynamo,graph_breaks shows why"
+            )
         if has_compiled and step > built.point.step + COMPILE_WARMUP_STEPS:
-            console.info(f"step {step}: compiled again, which stalls every rank; TORCH_LOGS=recompiles shows why")
+            console.info(
+                f"step {step}: compiled again, which stalls every rank; TORCH_LOGS=recompiles"
+                " shows why"
+            )
         console.update_progress(step)
 
     def on_bad_step(self, bad_step: BadStep) -> None:
@@ -83,7 +99,9 @@ class Observers(LoopCallbacks):
             path = bad_step.write(self._ctx.run.path / "bad", batch)
             self._ctx.events.add("bad step", bad_step.step, reason=bad_step.reason)
             words = words or f"its samples are named in {path}"
-            self._ctx.console.warn(f"step {bad_step.step}: {bad_step.reason}; not used, and {words}")
+            self._ctx.console.warn(
+                f"step {bad_step.step}: {bad_step.reason}; not used, and {words}"
+            )
         for each in self._attached:
             each.on_bad_step(bad_step)
 
@@ -91,7 +109,9 @@ class Observers(LoopCallbacks):
         for each in self._attached:
             each.on_rollback(step, to, reason)
         self._ctx.events.add("rollback", step, to=to, reason=reason)
-        self._ctx.console.warn(f"{reason}: rolled back to step {to}, continuing with the batches after them")
+        self._ctx.console.warn(
+            f"{reason}: rolled back to step {to}, continuing with the batches after them"
+        )
 
     def on_log(self, step: int, record: dict[str, Any]) -> None:
         for each in self._attached:
@@ -138,7 +158,9 @@ class Observers(LoopCallbacks):
         ctx.callbacks.call("on_step_end", ctx, step, record)
         if ctx.callbacks.has("on_checkpoint_saved"):
             for saved in ctx.dist_ctx.broadcast(self._checkpointer.take_saved_steps()):
-                ctx.callbacks.call("on_checkpoint_saved", ctx, saved, ctx.run.checkpoint_path(saved))
+                ctx.callbacks.call(
+                    "on_checkpoint_saved", ctx, saved, ctx.run.checkpoint_path(saved)
+                )
         for each in self._attached:
             each.on_step_end(step, record, is_stopping)
 
@@ -154,7 +176,8 @@ class Observers(LoopCallbacks):
 
 
 class StepProfiler:
-    """A profiler's trace of the steps `first` to `last` (from 1), in a file that Perfetto (https://ui.perfetto.dev) opens.
+    """A profiler's trace of the steps `first` to `last` (from 1), in a file that Perfetto
+    (https://ui.perfetto.dev) opens.
 
     `log` is called with a line about the file, which is written if `may_write` says so.
     """
@@ -167,8 +190,16 @@ class StepProfiler:
         log: Callable[[str], None],
         may_write: Callable[[], bool],
     ) -> None:
-        self._window, self._path, self._log, self._may_write = window or (0, -1), path, log, may_write
-        self._activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+        self._window, self._path, self._log, self._may_write = (
+            window or (0, -1),
+            path,
+            log,
+            may_write,
+        )
+        self._activities = [
+            ProfilerActivity.CPU,
+            *([ProfilerActivity.CUDA] if device.type == "cuda" else []),
+        ]
         self._profile: profile | None = None
         self._step: record_function | None = None
         self._traced: list[int] = []
@@ -202,11 +233,18 @@ class StepProfiler:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
         traced.export_chrome_trace(str(self._path))
-        self._log(f"profile    steps {self._traced[0]} to {self._traced[-1]}: {self._path.parent} (open a file with Perfetto)")
+        self._log(
+            f"profile    steps {self._traced[0]} to {self._traced[-1]}: {self._path.parent} (open a"
+            " file with Perfetto)"
+        )
 
 
 def build_throughput(
-    ctx: RunContext, inputs: RunInputs, built: BuiltModel, batches: BatchSource, peak_flops: float | None
+    ctx: RunContext,
+    inputs: RunInputs,
+    built: BuiltModel,
+    batches: BatchSource,
+    peak_flops: float | None,
 ) -> Throughput:
     """What measures the speed of a run."""
     config = ctx.config
@@ -216,7 +254,9 @@ def build_throughput(
         "sample": config.sample.every_steps,
     }
     flops_per_token = cache(partial(training_flops_per_token, config, inputs.model_config))
-    return Throughput(built.parallel_model, batches, flops_per_token, peak_flops, config.train.steps, intervals)
+    return Throughput(
+        built.parallel_model, batches, flops_per_token, peak_flops, config.train.steps, intervals
+    )
 
 
 def log_summary(
@@ -226,23 +266,37 @@ def log_summary(
     peak_flops: float | None,
 ) -> None:
     """Log the model, the data and how it will be trained."""
-    log, config, model_config, dist_ctx = ctx.console.info, ctx.config, inputs.model_config, ctx.dist_ctx
+    log, config, model_config, dist_ctx = (
+        ctx.console.info,
+        ctx.config,
+        inputs.model_config,
+        ctx.dist_ctx,
+    )
     counts = count_parameters(model_config, get_lora_config(config))
     flops_per_token = training_flops_per_token(config, model_config, config.data.sequence_length)
     kind = model_config.model_type
-    ctx.events.add("model", built.point.step, model_type=kind, parameters=counts.total, trained=counts.trained)
+    ctx.events.add(
+        "model", built.point.step, model_type=kind, parameters=counts.total, trained=counts.trained
+    )
     partly = "" if counts.trained == counts.total else f", {counts.trained:,} of them trained"
-    log(f"model      {counts.total:,} parameters ({kind}){partly}, {flops_per_token:.3g} FLOPs per token")
+    log(
+        f"model      {counts.total:,} parameters ({kind}){partly}, {flops_per_token:.3g} FLOPs per"
+        " token"
+    )
     if counts.quantized:
         master, lora = config.train.master_dtype, get_lora_config(config)
         assert lora is not None
         assert lora.stored is not None
         saved = counts.quantized * DTYPE_BYTES[master] - counts.quantized_bytes
-        than = f"{'less' if saved >= 0 else 'more'} than in {master}"  # rows that are padded to a block can take more
+        # Rows that are padded to a block can take more.
+        than = f"{'less' if saved >= 0 else 'more'} than in {master}"
         takes = f"{format_bytes(counts.quantized_bytes)}, {format_bytes(abs(saved))} {than}"
         log(f"base       {counts.quantized:,} frozen weights in {lora.stored.describe()}: {takes}")
     if any(model_config.sparse_layers):
-        log(f"experts    {describe_experts(model_config)}; {built.parallel_model.model.balance.describe()}")
+        log(
+            f"experts    {describe_experts(model_config)};"
+            f" {built.parallel_model.model.balance.describe()}"
+        )
     if built.point.manifest is None:
         words = [f"random, seed {config.train.seed}"]
         if inputs.load_weights and config.model.source is not None:
@@ -252,7 +306,10 @@ def log_summary(
     log(f"batch      {inputs.batch_plan}")
     on_gpu = dist_ctx.device.type == "cuda"
     device = describe_device(dist_ctx.device)
-    log(f"engine     {built.parallel_model.description}, {format_count(dist_ctx.world_size, 'rank')} on {device}")
+    log(
+        f"engine     {built.parallel_model.description},"
+        f" {format_count(dist_ctx.world_size, 'rank')} on {device}"
+    )
     wrapped = model_config.implementation == "transformers"
     attention = "transformers', dense mask"
     if not wrapped:
@@ -261,13 +318,20 @@ def log_summary(
             dist_ctx.device, built.dtype, model_config.head_dim, context_parallel=context_parallel
         )
     compile_words = f"compile {'on' if built.compiled else 'off'} ({built.compile_reason})"
-    float8 = ", products of the blocks in float8 (the MFU is of the bf16 peak)" if config.train.float8 else ""
+    float8 = (
+        ", products of the blocks in float8 (the MFU is of the bf16 peak)"
+        if config.train.float8
+        else ""
+    )
     log(
         f"compute    {str(built.dtype).removeprefix('torch.')} ({inputs.dtype_reason}){float8},"
         f" master weights in {config.train.master_dtype}, attention {attention}, {compile_words}"
     )
     if config.train.deterministic:
-        log("bits       the same from run to run on these ranks, this hardware and these versions (train.deterministic)")
+        log(
+            "bits       the same from run to run on these ranks, this hardware and these versions"
+            " (train.deterministic)"
+        )
     if peak_flops is None:
         log("MFU        left out: the peak of this GPU is not in the table")
     else:

@@ -10,7 +10,14 @@ from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.flops import adapted_flops_per_token, flops_per_token
 from lmforge.core.model.layers import LanguageModel
-from lmforge.core.model.lora import LoraConfig, LoraLinear, ParameterAdapter, adapted_name, adapter_parameters, add_lora
+from lmforge.core.model.lora import (
+    LoraConfig,
+    LoraLinear,
+    ParameterAdapter,
+    adapted_name,
+    adapter_parameters,
+    add_lora,
+)
 from lmforge.core.model.quantization.matrices import quantized_matrices
 from lmforge.core.model.state_bytes import ParameterCounts, count_all
 from lmforge.core.options.stage import StageConfig
@@ -64,26 +71,43 @@ def block_adapters(model_config: ModelConfig, lora: LoraConfig | None) -> LoraCo
         return None
     model = build_meta_model(model_config, lora)
     names = [
-        [name for name, each in block.named_modules() if isinstance(each, LoraLinear | ParameterAdapter)]
+        [
+            name
+            for name, each in block.named_modules()
+            if isinstance(each, LoraLinear | ParameterAdapter)
+        ]
         for block in model.blocks
     ]
     most = max(names, key=len)
     parameters = tuple(adapted_name(name) for name in most if ".adapters." in name)
-    return replace(lora, target_modules=tuple(name for name in most if ".adapters." not in name), target_parameters=parameters)
+    return replace(
+        lora,
+        target_modules=tuple(name for name in most if ".adapters." not in name),
+        target_parameters=parameters,
+    )
 
 
-def training_flops_per_token(config: StageConfig, model_config: ModelConfig, sequence_length: int) -> float:
-    """FLOPs of training on one token: those of core/model/flops.py, less the gradients of frozen weights."""
+def training_flops_per_token(
+    config: StageConfig, model_config: ModelConfig, sequence_length: int
+) -> float:
+    """FLOPs of training on one token: those of core/model/flops.py, less the gradients of frozen
+    weights.
+    """
     lora = get_lora_config(config)
     if lora is None:
         return float(flops_per_token(model_config, sequence_length))
     counts = count_parameters(model_config, lora)
-    return float(adapted_flops_per_token(model_config, sequence_length, counts.total, counts.trained))
+    return float(
+        adapted_flops_per_token(model_config, sequence_length, counts.total, counts.trained)
+    )
 
 
 def check_float8(model: ModelConfig) -> None:
     """Raise UserError where the linear layers of blocks cannot be multiplied in float8."""
     block = build_meta_model(replace(model, num_hidden_layers=1, layer_types=None), None).blocks[0]
     layers = {name: each for name, each in block.named_modules() if isinstance(each, nn.Linear)}
-    sizes = {name.rpartition(".")[2]: (each.in_features, each.out_features) for name, each in layers.items()}
+    sizes = {
+        name.rpartition(".")[2]: (each.in_features, each.out_features)
+        for name, each in layers.items()
+    }
     check_float8_layers(model, sizes)

@@ -12,7 +12,9 @@ from lmforge.core.records.runs import Run
 
 
 def has_torn_end(file: BinaryIO) -> bool:
-    """Whether the last line of an open file was not finished: its writer was killed, or the disk was full."""
+    """Whether the last line of an open file was not finished: its writer was killed, or the disk
+    was full.
+    """
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - 1))
     return file.read(1) not in (b"", b"\n")
@@ -35,9 +37,12 @@ class MetricsFile:
 
 
 class RunEvents:
-    """Appends events to `events.jsonl`, one object a line. Without a run, as on ranks other than 0, it does nothing.
+    """Appends events to `events.jsonl`, one object a line.
 
-    Every event has `time` (ISO 8601, UTC), `kind` and `step` (steps done, None where not known). Kinds, and their fields:
+    Without a run, as on ranks other than 0, it does nothing.
+
+    Every event has `time` (ISO 8601, UTC), `kind` and `step` (steps done, None where not known).
+    Kinds, and their fields:
 
       start        an attempt begins: ranks, hosts, device     checkpoint   a save is requested: kept
       model        model_type, parameters, trained             completions  sampled and scored: table, in `completions/`
@@ -54,7 +59,13 @@ class RunEvents:
         """Append an event. A file that cannot be written does not stop the training."""
         if self._run is None or not self._run.holds_lock():
             return
-        record = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "kind": kind, "step": step, **fields}
-        line = json.dumps(record, ensure_ascii=False).encode(errors="replace")  # of a lone surrogate, which UTF-8 lacks
+        record = {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "kind": kind,
+            "step": step,
+            **fields,
+        }
+        # Of a lone surrogate, which UTF-8 lacks.
+        line = json.dumps(record, ensure_ascii=False).encode(errors="replace")
         with suppress(OSError), open(self._run.events_path, "a+b") as file:
             file.write((b"\n" if has_torn_end(file) else b"") + line + b"\n")

@@ -23,8 +23,8 @@ from lmforge.core.stages.parameter_counts import count_parameters, get_lora_conf
 class RunMemory:
     """What a run is made of, as far as its memory depends on it.
 
-    step: where it continues. teacher: of a distillation, the model that runs beside it. resident_bytes: of this process, before
-    it builds anything.
+    step: where it continues. teacher: of a distillation, the model that runs beside it.
+    resident_bytes: of this process, before it builds anything.
     """
 
     config: StageConfig
@@ -48,10 +48,21 @@ class RunMemory:
         teacher: ModelConfig | None = None,
     ) -> Self:
         """That of a recipe on these ranks, for a run that continues from `step`."""
-        return cls(config, model_config, plan, dist_ctx.rank_info, dist_ctx.device, step, teacher, peak_resident_bytes())
+        return cls(
+            config,
+            model_config,
+            plan,
+            dist_ctx.rank_info,
+            dist_ctx.device,
+            step,
+            teacher,
+            peak_resident_bytes(),
+        )
 
     def least_state_bytes(self) -> float:
-        """Bytes of a rank that do not depend on the batch: weights, optimizer states, gradients, and weights of a step."""
+        """Bytes of a rank that do not depend on the batch: weights, optimizer states, gradients,
+        and weights of a step.
+        """
         config, options, info = self.config, self.config.parallel, self.rank_info
         counts = count_parameters(self.model_config, get_lora_config(config))
         master, dtype = DTYPE_BYTES[config.train.master_dtype], DTYPE_BYTES[config.train.dtype]
@@ -66,26 +77,40 @@ class RunMemory:
         working = 0
         if engine in ("fsdp1", "fsdp2"):
             chosen = options.model_copy(update={"engine": engine})
-            shards = parallel_dims(chosen, info.world_size, min(info.local_world_size, info.world_size)).fsdp_degree
+            shards = parallel_dims(
+                chosen, info.world_size, min(info.local_world_size, info.world_size)
+            ).fsdp_degree
         elif dtype < master:
             working = (counts.total - counts.quantized) * dtype
-        return (state_bytes / shards + working) / (options.tensor_parallel_degree * options.pipeline_parallel_degree)
+        return (state_bytes / shards + working) / (
+            options.tensor_parallel_degree * options.pipeline_parallel_degree
+        )
 
     def check(self) -> None:
-        """Raise UserError where the run certainly does not fit on this rank. The model's state and the batch are exact. A
-        compiler keeps fewer activations than are predicted: they count only with their smallest part, the input of each
-        block.
+        """Raise UserError where the run certainly does not fit on this rank.
+
+        The model's state and the batch are exact. A compiler keeps fewer activations than are
+        predicted: they count only with their smallest part, the input of each block.
         """
         options, plan, model = self.config.parallel, self.plan, self.model_config
         tokens = plan.micro_batch_size * plan.sequence_length // options.context_parallel_degree
-        hidden = tokens * model.hidden_size * model.num_hidden_layers // options.pipeline_parallel_degree
-        batch = plan.accumulation * plan.micro_batch_size * plan.sequence_length * BATCH_BYTES_PER_TOKEN
+        hidden = (
+            tokens * model.hidden_size * model.num_hidden_layers // options.pipeline_parallel_degree
+        )
+        batch = (
+            plan.accumulation * plan.micro_batch_size * plan.sequence_length * BATCH_BYTES_PER_TOKEN
+        )
         least = self.least_state_bytes() + hidden * DTYPE_BYTES[self.config.train.dtype]
-        what, ranks = "model, gradients, optimizer and activations of a rank", self.rank_info.local_world_size
+        what, ranks = (
+            "model, gradients, optimizer and activations of a rank",
+            self.rank_info.local_world_size,
+        )
         check_fits(least, self.device, what, self.suggest_what_fits, num_ranks=ranks)
         what = f"a batch of {plan.tokens:,} tokens"
         check_fits(batch, torch.device("cpu"), what, "use a smaller global batch", num_ranks=ranks)
 
     def suggest_what_fits(self, available_bytes: float) -> str:
-        """Advice after the run did not fit into so many bytes on each rank: only what fits by estimate."""
+        """Advice after the run did not fit into so many bytes on each rank: only what fits by
+        estimate.
+        """
         return str(registry.get("memory_advice", "search").build(self, available_bytes))

@@ -1,4 +1,6 @@
-"""The samples that a pretraining recipe asks for: its sources opened, checked against each other, and mixed."""
+"""The samples that a pretraining recipe asks for: its sources opened, checked against each other,
+and mixed.
+"""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -12,7 +14,12 @@ from lmforge.core.data.shards.format import SHARDS_MANIFEST
 from lmforge.core.data.shards.staged_copy import find_staged
 from lmforge.core.data.tokenizer import Tokenizer
 from lmforge.core.errors import UserError, prefix_errors
-from lmforge.core.options.mixture import TokenSourceOptions, is_remote, phase_samples, tokens_by_length
+from lmforge.core.options.mixture import (
+    TokenSourceOptions,
+    is_remote,
+    phase_samples,
+    tokens_by_length,
+)
 from lmforge.core.options.stage import PretrainConfig, PretrainDataOptions
 from lmforge.core.records.runs import parse_location
 
@@ -26,16 +33,22 @@ class TokenSources:
 
     @classmethod
     def open(cls, config: PretrainConfig) -> "TokenSources":
-        """Raises UserError where a folder is damaged, or two have different tokenizers or the same tokens."""
+        """Raises UserError where a folder is damaged, or two have different tokenizers or the same
+        tokens.
+        """
         folders = tuple(open_source(config.data, each) for each in config.data.all_sources)
         by_tokens: dict[str, TokenFolder] = {}
         for folder in folders:
             if folder.manifest.tokenizer != folders[0].manifest.tokenizer:
                 raise UserError(
-                    f"{folder.path}: prepared with another tokenizer than {folders[0].path}; prepare it with that one"
+                    f"{folder.path}: prepared with another tokenizer than {folders[0].path};"
+                    " prepare it with that one"
                 )
             if (same := by_tokens.setdefault(folder.split("train").digest, folder)) is not folder:
-                raise UserError(f"{folder.path}: holds the same tokens as {same.path}; name it once, with a higher weight")
+                raise UserError(
+                    f"{folder.path}: holds the same tokens as {same.path}; name it once, with a"
+                    " higher weight"
+                )
         return cls(config, folders)
 
     @property
@@ -63,12 +76,21 @@ class TokenSources:
             num_tokens = folder.split("train").num_tokens
             sequences = self._train_split(source, length).sequences_per_epoch
             masked = folder.split("train").quarantined.num_tokens
-            words = f", {masked:,} of them in quarantine: sequences with any of those are padding" if masked else ""
-            lines.append(f"{folder.path}: {num_tokens:,} tokens{words}, {sequences:,} sequences per epoch")
+            words = (
+                f", {masked:,} of them in quarantine: sequences with any of those are padding"
+                if masked
+                else ""
+            )
+            lines.append(
+                f"{folder.path}: {num_tokens:,} tokens{words}, {sequences:,} sequences per epoch"
+            )
         return "; ".join(lines)
 
     def training(self, global_batch_size: int) -> MixedDataset:
-        """The samples to train on. Raises UserError for a source without a sequence or with too small a weight."""
+        """The samples to train on.
+
+        Raises UserError for a source without a sequence or with too small a weight.
+        """
         data, phases = self.config.data, []
         samples_per_batch: dict[int, Fraction] = {}
         for number, length in enumerate(data.sequence_lengths):
@@ -78,16 +100,26 @@ class TokenSources:
             weights = {name: table.get(name, Fraction(0)) for name in self.names}
             where = f"data.phases: phase {number + 1}" if phase else "data.sources"
             with prefix_errors(where):
-                # Every sample has as many tokens, so that weights of tokens and of samples are the same.
+                # Every sample has as many tokens, so that weights of tokens and of samples are the
+                # same.
                 proportions = proportions_of(weights)
                 num_samples = phase_samples(phase, global_batch_size, length) if phase else None
             for source, proportion in enumerate(proportions):
-                if proportion:  # in the first phase that reads it: the order of an epoch cannot change with later weights
+                # In the first phase that reads it: the order of an epoch cannot change with later
+                # weights.
+                if proportion:
                     samples_per_batch.setdefault(source, global_batch_size * proportion)
-            periods = [samples_per_batch.get(source, Fraction(1)) for source in range(len(self.folders))]
-            datasets = tuple(self._train_split(source, length, period) for source, period in enumerate(periods))
+            periods = [
+                samples_per_batch.get(source, Fraction(1)) for source in range(len(self.folders))
+            ]
+            datasets = tuple(
+                self._train_split(source, length, period) for source, period in enumerate(periods)
+            )
             phases.append(Phase(num_samples, proportions, datasets))
-        tokens_by_length(data.phases, self.config.train.steps, global_batch_size, data.sequence_length)  # the phases suffice
+        # The phases suffice.
+        tokens_by_length(
+            data.phases, self.config.train.steps, global_batch_size, data.sequence_length
+        )
         parts, seed = data.num_canonical_nodes, self.config.train.seed
         return MixedDataset(self.names, phases, unit=global_batch_size, seed=seed, parts=parts)
 
@@ -96,7 +128,9 @@ class TokenSources:
         """The training datasets by source, sequence length and lanes, each made once."""
         return {}
 
-    def _train_split(self, source: int, length: int, samples_per_batch: Fraction = Fraction(1)) -> TokenDataset:
+    def _train_split(
+        self, source: int, length: int, samples_per_batch: Fraction = Fraction(1)
+    ) -> TokenDataset:
         nodes = self.config.data.num_canonical_nodes
         lanes = Lanes(nodes, samples_per_batch) if nodes > 1 else None
         key = source, length, lanes
@@ -110,19 +144,29 @@ class TokenSources:
                 lanes=lanes,
                 packing=data.packing,
             )
-            if folder.split("train").quarantined.num_tokens == (count := folder.split("train").num_tokens):
-                raise UserError(f"{folder.path}: all of its {count:,} tokens are in quarantine; leave it out")
+            if folder.split("train").quarantined.num_tokens == (
+                count := folder.split("train").num_tokens
+            ):
+                raise UserError(
+                    f"{folder.path}: all of its {count:,} tokens are in quarantine; leave it out"
+                )
             if count <= length:
                 raise UserError(
-                    f"{folder.path}: {count:,} tokens, less than one sequence of {length:,}; prepare more, or shorten it"
+                    f"{folder.path}: {count:,} tokens, less than one sequence of {length:,};"
+                    " prepare more, or shorten it"
                 )
             self._opened[key] = dataset
         return self._opened[key]
 
     def validation(self) -> PackedDataset:
-        """The validation splits of all sources that have one, one after another. Raises UserError where none has."""
+        """The validation splits of all sources that have one, one after another.
+
+        Raises UserError where none has.
+        """
         named = dict(zip(self.names, self.folders, strict=True))
-        folders = {name: folder for name, folder in named.items() if "validation" in folder.splits} or named
+        folders = {
+            name: folder for name, folder in named.items() if "validation" in folder.splits
+        } or named
         length = self.config.data.sequence_length
         splits = {
             name: TokenDataset(folder, split="validation", sequence_length=length, shuffle=False)
@@ -132,13 +176,21 @@ class TokenSources:
 
 
 def find_missing_folders(config: PretrainConfig) -> list[str]:
-    """The recipe's folders on this machine that are not prepared yet. Folders in an object store are not checked."""
+    """The recipe's folders on this machine that are not prepared yet.
+
+    Folders in an object store are not checked.
+    """
     folders = [source.folder for source in config.data.all_sources if not is_remote(source.folder)]
     return [folder for folder in folders if not (parse_location(folder) / SHARDS_MANIFEST).exists()]
 
 
-def open_source(data: PretrainDataOptions, source: TokenSourceOptions, *, staged: bool = True) -> TokenFolder:
-    """A token folder of a recipe. With `staged`, the copy on this host's own disk if there is one. Raises UserError."""
+def open_source(
+    data: PretrainDataOptions, source: TokenSourceOptions, *, staged: bool = True
+) -> TokenFolder:
+    """A token folder of a recipe.
+
+    With `staged`, the copy on this host's own disk if there is one. Raises UserError.
+    """
     is_staged = staged and not is_remote(source.folder)
     return TokenFolder.open(
         find_staged(data.stage_to, parse_location(source.folder)) if is_staged else source.folder,

@@ -1,9 +1,10 @@
 """Which steps are bad.
 
-A step whose loss or gradient norm is not finite, or whose loss is a spike, is skipped and counted. After several in a row the
-run rolls back to a checkpoint and goes on with later batches (as PaLM did, arXiv 2204.02311, section 5.1). A step is checked on
-the device and the result is read one step later, so that the host does not wait for it. The check uses sums over all ranks, so
-all ranks decide the same.
+A step whose loss or gradient norm is not finite, or whose loss is a spike, is skipped and counted.
+After several in a row the run rolls back to a checkpoint and goes on with later batches (as PaLM
+did, arXiv 2204.02311, section 5.1). A step is checked on the device and the result is read one step
+later, so that the host does not wait for it. The check uses sums over all ranks, so all ranks
+decide the same.
 """
 
 import math
@@ -26,7 +27,9 @@ IN_A_ROW = "bad steps in a row"
 
 @dataclass(frozen=True)
 class BadStep:
-    """A step that was skipped: its number (from 1), the index of its batch (from 0), and its loss and gradient norm."""
+    """A step that was skipped: its number (from 1), the index of its batch (from 0), and its loss
+    and gradient norm.
+    """
 
     step: int
     batch_index: int
@@ -41,7 +44,10 @@ class BadStep:
         return f"loss is {self.loss:.4g}, a spike"
 
     def write(self, folder: Path, batch: dict[str, Any]) -> Path:
-        """Write it and the `batch` description to a file for `lmforge show data`. Returns the file's path."""
+        """Write it and the `batch` description to a file for `lmforge show data`.
+
+        Returns the file's path.
+        """
         path = folder / f"step-{self.step:08d}-batch-{self.batch_index}.json"
         path.parent.mkdir(exist_ok=True)
         numbers = {"loss": repr(self.loss), "grad_norm": repr(self.grad_norm)}
@@ -54,36 +60,58 @@ class BadStepDetector:
 
     skipped_steps          bad steps so far, whose updates were skipped
     consecutive_bad_steps  bad steps in a row, up to the last one that was read
-    batch_offset           step k trains on batch k + batch_offset: a rollback repeats steps, and goes on with later batches
+    batch_offset           step k trains on batch k + batch_offset: a rollback repeats steps, and
+                           goes on with later batches
     rollbacks              times the run has rolled back
     """
 
-    def __init__(self, dist_ctx: DistributedContext, *, spike_sigmas: float | None, window_steps: int) -> None:
-        self.skipped_steps, self.consecutive_bad_steps, self.batch_offset, self.rollbacks = 0, 0, 0, 0
+    def __init__(
+        self, dist_ctx: DistributedContext, *, spike_sigmas: float | None, window_steps: int
+    ) -> None:
+        self.skipped_steps, self.consecutive_bad_steps, self.batch_offset, self.rollbacks = (
+            0,
+            0,
+            0,
+            0,
+        )
         self._dist_ctx = dist_ctx
         self._spike_sigmas = spike_sigmas
         # Losses of good steps, the newest last; NaN where there was none yet.
         self._recent_losses = torch.full(
-            (window_steps if spike_sigmas else 0,), torch.nan, dtype=torch.float64, device=dist_ctx.device
+            (window_steps if spike_sigmas else 0,),
+            torch.nan,
+            dtype=torch.float64,
+            device=dist_ctx.device,
         )
         self._pending: deque[tuple[int, int, Tensor, torch.cuda.Event | None]] = deque()
 
     def check(self, step: int, metrics: Sequence[Metrics], gradient_norm: Tensor) -> Tensor:
-        """Whether step `step` (from 1) is bad: bool, on the device. `metrics` are this rank's, of each micro-batch."""
+        """Whether step `step` (from 1) is bad: bool, on the device.
+
+        `metrics` are this rank's, of each micro-batch.
+        """
         pairs = [each["loss"] for each in metrics if "loss" in each]
         losses = [torch.stack([part.detach().double() for part in pair]) for pair in pairs]
         device = self._dist_ctx.device
-        total = torch.stack(losses).sum(0) if losses else torch.zeros(2, dtype=torch.float64, device=device)
+        total = (
+            torch.stack(losses).sum(0)
+            if losses
+            else torch.zeros(2, dtype=torch.float64, device=device)
+        )
         total, count = self._dist_ctx.all_reduce_sum(total)
         loss, norm = total / count.clamp(min=1), gradient_norm.double()
         bad = ~(torch.isfinite(loss) & torch.isfinite(norm))
         if self._spike_sigmas:
             bad = bad | self._is_spike(loss)
-            self._recent_losses = torch.where(bad, self._recent_losses, torch.cat([self._recent_losses[1:], loss[None]]))
+            self._recent_losses = torch.where(
+                bad, self._recent_losses, torch.cat([self._recent_losses[1:], loss[None]])
+            )
         values = torch.stack([bad.double(), loss, norm])
         event = None
         if values.is_cuda:
-            values = torch.empty(3, dtype=torch.float64, pin_memory=True).copy_(values, non_blocking=True)
+            values = torch.empty(3, dtype=torch.float64, pin_memory=True).copy_(
+                values, non_blocking=True
+            )
             event = torch.cuda.current_stream().record_event()
         self._pending.append((step, step - 1 + self.batch_offset, values, event))
         return bad
@@ -93,17 +121,25 @@ class BadStepDetector:
         known = ~self._recent_losses.isnan()
         count = known.sum()
         mean = self._recent_losses.nansum() / count.clamp(min=1)
-        deviation = (torch.where(known, self._recent_losses - mean, 0.0).square().sum() / count.clamp(min=1)).sqrt()
+        deviation = (
+            torch.where(known, self._recent_losses - mean, 0.0).square().sum() / count.clamp(min=1)
+        ).sqrt()
         # The standard deviation of a few losses is not reliable.
-        return (count * 2 >= len(self._recent_losses)) & (loss > mean + self._spike_sigmas * deviation)
+        return (count * 2 >= len(self._recent_losses)) & (
+            loss > mean + self._spike_sigmas * deviation
+        )
 
     def take_bad_steps(self, wait: bool, max_consecutive: int) -> list[BadStep]:
-        """The bad steps among those checked before the last one; with `wait` also the last, for which the host waits.
+        """The bad steps among those checked before the last one; with `wait` also the last, for
+        which the host waits.
 
-        After `max_consecutive` in a row later steps are not read, so the result does not depend on when this is called.
+        After `max_consecutive` in a row later steps are not read, so the result does not depend on
+        when this is called.
         """
         bad_steps: list[BadStep] = []
-        while len(self._pending) > (0 if wait else 1) and self.consecutive_bad_steps < max_consecutive:
+        while (
+            len(self._pending) > (0 if wait else 1) and self.consecutive_bad_steps < max_consecutive
+        ):
             step, batch, values, event = self._pending.popleft()
             if event is not None:
                 event.synchronize()
@@ -127,7 +163,10 @@ class BadStepDetector:
         self.rollbacks += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """The state for a checkpoint, so that a resumed run decides the same. All checked steps have been read."""
+        """The state for a checkpoint, so that a resumed run decides the same.
+
+        All checked steps have been read.
+        """
         return {
             "skipped_steps": self.skipped_steps,
             "consecutive_bad_steps": self.consecutive_bad_steps,
@@ -136,12 +175,17 @@ class BadStepDetector:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], batch_offset: int) -> None:
-        self.skipped_steps, self.consecutive_bad_steps = state["skipped_steps"], state["consecutive_bad_steps"]
+        self.skipped_steps, self.consecutive_bad_steps = (
+            state["skipped_steps"],
+            state["consecutive_bad_steps"],
+        )
         self.rollbacks, self.batch_offset = state["rollbacks"], batch_offset
         self.load_losses(state)
 
     def load_losses(self, state: Mapping[str, Any]) -> None:
         """Load the newest losses of a checkpoint, as many as fit in this run's window."""
-        losses = [math.nan if loss is None else loss for loss in state["losses"]][-len(self._recent_losses) :]
+        losses = [math.nan if loss is None else loss for loss in state["losses"]][
+            -len(self._recent_losses) :
+        ]
         if len(self._recent_losses) and losses:
             self._recent_losses[-len(losses) :] = torch.tensor(losses, dtype=torch.float64)

@@ -1,5 +1,6 @@
-"""The checkpoints of a run while it trains: when they are saved (by steps, by time, and again after a failed save), what is in
-them, and the return to one after bad steps. All ranks save and load at the same step.
+"""The checkpoints of a run while it trains: when they are saved (by steps, by time, and again after
+a failed save), what is in them, and the return to one after bad steps. All ranks save and load at
+the same step.
 """
 
 import time
@@ -40,9 +41,12 @@ class SaveRequest(IntEnum):
 
 
 class Checkpoints:
-    """Saves model, optimizer, `batches` and `detector` of a run, and loads them. Every rank has one.
+    """Saves model, optimizer, `batches` and `detector` of a run, and loads them.
 
-    Requests by the clock come from rank 0 only; `StopSignals` makes all ranks follow them at the same step.
+    Every rank has one.
+
+    Requests by the clock come from rank 0 only; `StopSignals` makes all ranks follow them at the
+    same step.
     """
 
     def __init__(
@@ -71,7 +75,9 @@ class Checkpoints:
 
     @property
     def needs_validation(self) -> bool:
-        """Whether each checkpoint needs a validation at its step, because the best ones are kept."""
+        """Whether each checkpoint needs a validation at its step, because the best ones are
+        kept.
+        """
         return self._options.keep_best > 0 and self._options.best_metric.startswith("val/")
 
     def requested_by_clock(self) -> SaveRequest:
@@ -97,7 +103,9 @@ class Checkpoints:
         return SaveRequest.NONE
 
     def raise_if_ending(self, request: int, step: int) -> None:
-        """Raise RunFailed where a request of any rank ends the run: LockLost on all of them if one has lost the lock."""
+        """Raise RunFailed where a request of any rank ends the run: LockLost on all of them if one
+        has lost the lock.
+        """
         if request == SaveRequest.LOCK_LOST:
             raise self._checkpointer.run.lost_lock()
         if request == SaveRequest.GIVE_UP:
@@ -109,22 +117,32 @@ class Checkpoints:
 
     def requested_by_step(self, step: int, stopping: bool) -> SaveRequest:
         """The request that follows from the number of steps done."""
-        if self._options.keep_every_steps is not None and step % self._options.keep_every_steps == 0:
+        if (
+            self._options.keep_every_steps is not None
+            and step % self._options.keep_every_steps == 0
+        ):
             return SaveRequest.KEPT
-        return SaveRequest.REGULAR if stopping or step % self._every_steps == 0 else SaveRequest.NONE
+        return (
+            SaveRequest.REGULAR if stopping or step % self._every_steps == 0 else SaveRequest.NONE
+        )
 
     def save(self, step: int, metrics: dict[str, Any], kept: bool, stopping: bool) -> None:
         """Save a checkpoint of `step`; where the run is `stopping`, wait until it is written.
 
         Raises RunFailed where the last checkpoint of a run cannot be written.
         """
-        dataset, read = self._batches.dataset, (step + self._detector.batch_offset) * self._batches.global_batch_size
+        dataset, read = (
+            self._batches.dataset,
+            (step + self._detector.batch_offset) * self._batches.global_batch_size,
+        )
         for attempt in range(FINAL_SAVE_ATTEMPTS):
             if attempt:
                 time.sleep(FINAL_RETRY_SECONDS)
             self._last_saved = time.monotonic()  # the clock of regular checkpoints starts again
             self._last_request = SaveRequest.KEPT if kept else SaveRequest.REGULAR
-            state: StateDict = self._parallel_model.state_dict(self._optimizer, named_optimizer_state)
+            state: StateDict = self._parallel_model.state_dict(
+                self._optimizer, named_optimizer_state
+            )
             if self._options.last_save_model_only and step == self._steps:
                 state = {"model": state["model"]}
             elif rollouts := self._batches.state_dict():
@@ -148,24 +166,35 @@ class Checkpoints:
         raise RunFailed(f"step {step}: {self._checkpointer.describe_failures()}")
 
     def roll_back(self, last_bad_step: BadStep, cause: str) -> int:
-        """Load the newest checkpoint from before the bad steps in a row, and delete those after it. Returns its step.
+        """Load the newest checkpoint from before the bad steps in a row, and delete those after it.
 
-        Training goes on with the batch after the last bad one. Every rank calls it at the same step. Raises RunFailed where
-        there is no such checkpoint, or the run has rolled back too often, and LockLost.
+        Returns its step.
+
+        Training goes on with the batch after the last bad one. Every rank calls it at the same
+        step. Raises RunFailed where there is no such checkpoint, or the run has rolled back too
+        often, and LockLost.
         """
         checkpointer, detector = self._checkpointer, self._detector
         run, dist_ctx = checkpointer.run, checkpointer.dist_ctx
         if detector.rollbacks >= self._max_rollbacks:
-            times = f"after {detector.rollbacks} rollbacks" if detector.rollbacks else "and faults.max_rollbacks = 0"
+            times = (
+                f"after {detector.rollbacks} rollbacks"
+                if detector.rollbacks
+                else "and faults.max_rollbacks = 0"
+            )
             raise RunFailed(f"{cause}, {times}; a lower optimizer.lr or a longer warm-up may help")
         checkpointer.wait()
         first_bad_step = max(0, last_bad_step.step - detector.consecutive_bad_steps) + 1
         with dist_ctx.raise_on_all():
             run.ensure_lock()  # what another run has saved there is not of this one
-        point = dist_ctx.decide_on_rank0(partial(find_resume_point, run, self._steps, first_bad_step))
+        point = dist_ctx.decide_on_rank0(
+            partial(find_resume_point, run, self._steps, first_bad_step)
+        )
         if point.manifest is None:
             raise RunFailed(f"{cause}, and no checkpoint from before them to roll back to")
-        point = load_resume_point(run, self._steps, point, self._parallel_model, self._optimizer, checkpointer.log)
+        point = load_resume_point(
+            run, self._steps, point, self._parallel_model, self._optimizer, checkpointer.log
+        )
         assert point.manifest is not None
         for later in run.checkpoint_steps() if dist_ctx.is_rank0 else ():
             if later > point.step:  # a run that resumed from it would repeat the bad steps
@@ -175,7 +204,9 @@ class Checkpoints:
                 except LockLost:
                     break  # all ranks end at the next step
                 except Exception as problem:
-                    checkpointer.log(f"{run.checkpoint_path(later)}: could not be deleted: {problem}")
+                    checkpointer.log(
+                        f"{run.checkpoint_path(later)}: could not be deleted: {problem}"
+                    )
         detector.load_losses(point.manifest.bad_step_detector)
         detector.rolled_back_to(point.step, next_batch=last_bad_step.batch_index + 1)
         return point.step

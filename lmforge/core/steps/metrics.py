@@ -16,7 +16,9 @@ from lmforge.core.steps.callbacks import BatchSource
 
 
 class MetricsAccumulator:
-    """Sums (or the largest) of metrics since the last log step, on the device as pairs with counts: adding never waits."""
+    """Sums (or the largest) of metrics since the last log step, on the device as pairs with counts:
+    adding never waits.
+    """
 
     def __init__(self, dist_ctx: DistributedContext) -> None:
         self._dist_ctx = dist_ctx
@@ -41,7 +43,8 @@ class MetricsAccumulator:
         self._sums = {}
 
     def reduce_and_reset(self) -> dict[str, float]:
-        """The mean, or the largest, of each metric over all ranks and micro-batches since the last call; the host waits.
+        """The mean, or the largest, of each metric over all ranks and micro-batches since the last
+        call; the host waits.
 
         Metrics that were never counted are omitted.
         """
@@ -53,18 +56,27 @@ class MetricsAccumulator:
         means = dict(zip(names, (values[:, 0] / values[:, 1]).tolist(), strict=True))
         if any(name.endswith(MAXIMUM) for name in names):
             largest = zip(*self._dist_ctx.all_gather(local[:, 0].tolist()), strict=True)
-            means |= {name: max(each) for name, each in zip(names, largest, strict=True) if name.endswith(MAXIMUM)}
+            means |= {
+                name: max(each)
+                for name, each in zip(names, largest, strict=True)
+                if name.endswith(MAXIMUM)
+            }
         self.reset()
-        return {name: means[name] for name, count in zip(names, values[:, 1].tolist(), strict=True) if count}
+        return {
+            name: means[name]
+            for name, count in zip(names, values[:, 1].tolist(), strict=True)
+            if count
+        }
 
 
 class Throughput:
-    """Rates of training since the last log step, without what is `excluded`: validation, saving and samples. Padding is not
-    counted.
+    """Rates of training since the last log step, without what is `excluded`: validation, saving and
+    samples. Padding is not counted.
 
-    `flops_per_token` (by the sequence length) and `peak_flops` (of a rank; None: unknown) give the MFU. The remaining time is
-    estimated from regular steps (not the first, nor those that compiled), and from what was last excluded by each name, which
-    happens every `intervals[name]` steps until `steps` are done.
+    `flops_per_token` (by the sequence length) and `peak_flops` (of a rank; None: unknown) give the
+    MFU. The remaining time is estimated from regular steps (not the first, nor those that
+    compiled), and from what was last excluded by each name, which happens every `intervals[name]`
+    steps until `steps` are done.
     """
 
     def __init__(
@@ -76,7 +88,11 @@ class Throughput:
         steps: int,
         intervals: Mapping[str, int | None],
     ) -> None:
-        self._parallel_model, self._batches, self._dist_ctx = parallel_model, batches, parallel_model.dist_ctx
+        self._parallel_model, self._batches, self._dist_ctx = (
+            parallel_model,
+            batches,
+            parallel_model.dist_ctx,
+        )
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
         self._steps, self._intervals = steps, intervals
         # Tokens, and the FLOPs that they take.
@@ -95,10 +111,14 @@ class Throughput:
         """Count the tokens of these batches; the host does not wait."""
         for batch in batches:
             tokens = (batch.document_ids >= 0).sum().double()
-            self._work += torch.stack([tokens, tokens * self._flops_per_token(batch.sequence_length)])
+            self._work += torch.stack(
+                [tokens, tokens * self._flops_per_token(batch.sequence_length)]
+            )
 
     def count_unusual_step(self, seconds: float) -> None:
-        """Leave this step out of the estimate of the remaining time: it compiled, or was the first."""
+        """Leave this step out of the estimate of the remaining time: it compiled, or was the
+        first.
+        """
         self._unusual_steps += 1
         self._unusual_seconds += seconds
 
@@ -117,11 +137,16 @@ class Throughput:
         steps = max(1, step - self._start_step)
         seconds = max(1e-9, time.perf_counter() - self._start_time - self._excluded_seconds)
         # Ranks that share a model count the same sequences.
-        work = self._dist_ctx.all_reduce_sum(self._work.clone()) / self._parallel_model.model_parallel_size
+        work = (
+            self._dist_ctx.all_reduce_sum(self._work.clone())
+            / self._parallel_model.model_parallel_size
+        )
         tokens, flops = (work / seconds).tolist()
         rates = {
             "tokens_per_second": tokens,
-            "mfu": flops / self._dist_ctx.world_size / self._peak_flops if self._peak_flops else None,
+            "mfu": flops / self._dist_ctx.world_size / self._peak_flops
+            if self._peak_flops
+            else None,
             "step_seconds": seconds / steps,
             "data_seconds": (self._batches.data_wait_seconds - self._start_data_seconds) / steps,
             "memory_gib": peak_memory_gib(self._dist_ctx.device),
@@ -131,20 +156,32 @@ class Throughput:
         return rates
 
     def _seconds_left(self, step: int, steps: int, seconds: float) -> float | None:
-        """The remaining seconds at `step`, after `steps` that took `seconds`; None before the first regular step."""
+        """The remaining seconds at `step`, after `steps` that took `seconds`; None before the first
+        regular step.
+        """
         last = self._steps
         if steps > self._unusual_steps:
-            self._usual_step_seconds = (seconds - self._unusual_seconds) / (steps - self._unusual_steps)
+            self._usual_step_seconds = (seconds - self._unusual_seconds) / (
+                steps - self._unusual_steps
+            )
         if self._usual_step_seconds is None:
             return None if step < last else 0.0
         every = self._intervals.items()
-        other = (self._seconds_of.get(name, 0.0) * (last // each - step // each) for name, each in every if each)
+        other = (
+            self._seconds_of.get(name, 0.0) * (last // each - step // each)
+            for name, each in every
+            if each
+        )
         return (last - step) * self._usual_step_seconds + sum(other)
 
 
 def describe_device(device: torch.device) -> str:
     """The name of the GPU, or the number of CPU threads of a rank."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads per rank"
+    return (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"cpu, {torch.get_num_threads()} threads per rank"
+    )
 
 
 def peak_memory_gib(device: torch.device) -> float:

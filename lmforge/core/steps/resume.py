@@ -14,7 +14,10 @@ from lmforge.core.optim.optimizer import named_optimizer_state
 from lmforge.core.parallel.parallel_model import ParallelModel
 from lmforge.core.records.runs import Run
 
-NO_USABLE_CHECKPOINT = "{run}: none of its checkpoints can be used ({reason}); restore one, or begin again with --run.overwrite"
+NO_USABLE_CHECKPOINT = (
+    "{run}: none of its checkpoints can be used ({reason}); restore one, or begin again with"
+    " --run.overwrite"
+)
 
 
 @dataclass(frozen=True)
@@ -32,30 +35,40 @@ class ResumePoint:
 
 
 def find_resume_point(run: Run, steps: int, before_step: int | None = None) -> ResumePoint:
-    """The newest checkpoint (of a step below `before_step`) from which a run of `steps` steps can resume. Tensors are not read.
+    """The newest checkpoint (of a step below `before_step`) from which a run of `steps` steps can
+    resume. Tensors are not read.
 
     Raises UserError where there are checkpoints and none of them can be used.
     """
     skipped: list[str] = []
     for folder, manifest in checkpoint.candidates(run, skipped, before_step):
         if "optimizer" in manifest.contents or manifest.step >= steps:
-            return ResumePoint(folder, manifest, (*skipped, f"continuing {run.path} from step {manifest.step}"))
+            return ResumePoint(
+                folder, manifest, (*skipped, f"continuing {run.path} from step {manifest.step}")
+            )
         skipped.append(f"{folder}: holds the model alone; skipped")
     if run.checkpoint_steps() and skipped:
-        raise UserError(NO_USABLE_CHECKPOINT.format(run=run.path, reason=skipped[0].removesuffix("; skipped")))
+        raise UserError(
+            NO_USABLE_CHECKPOINT.format(run=run.path, reason=skipped[0].removesuffix("; skipped"))
+        )
     begins = f"{run.path}: has no checkpoint yet; it begins at step 0"
     return ResumePoint(messages=(*skipped, begins) if run.exists() else ())
 
 
 def verify_finished(run: Run, point: ResumePoint, steps: int) -> ResumePoint:
-    """Check every byte of the checkpoint of a run that has no steps left. Returns an older point where it is corrupt."""
+    """Check every byte of the checkpoint of a run that has no steps left.
+
+    Returns an older point where it is corrupt.
+    """
     assert point.checkpoint_folder is not None
     try:
         checkpoint.verify(point.checkpoint_folder)
         return point
     except CorruptCheckpoint as reason:
         older = find_resume_point(run, steps, before_step=point.step)
-        return replace(older, messages=(f"{point.checkpoint_folder}: {reason}; skipped", *older.messages))
+        return replace(
+            older, messages=(f"{point.checkpoint_folder}: {reason}; skipped", *older.messages)
+        )
 
 
 def load_resume_point(
@@ -66,9 +79,11 @@ def load_resume_point(
     optimizer: torch.optim.Optimizer,
     log: Callable[[str], None],
 ) -> ResumePoint:
-    """Load model and optimizer from a checkpoint, or from the newest one before it that is not corrupt.
+    """Load model and optimizer from a checkpoint, or from the newest one before it that is not
+    corrupt.
 
-    Every rank calls it. Returns the point that was loaded. Raises UserError where no checkpoint can be used.
+    Every rank calls it. Returns the point that was loaded. Raises UserError where no checkpoint can
+    be used.
     """
     dist_ctx = parallel_model.dist_ctx
     while True:
@@ -80,8 +95,9 @@ def load_resume_point(
         try:
             with dist_ctx.raise_on_all():
                 checkpoint.load(point.checkpoint_folder, state)
-                # Weights, order, dropout and samples are functions of seeds and indices; lmforge never uses torch's generator.
-                # Its state is restored for other code in this process.
+                # Weights, order, dropout and samples are functions of seeds and indices; lmforge
+                # never uses torch's generator. Its state is restored for other code in this
+                # process.
                 checkpoint.set_rng_state(point.manifest.rng)
             break
         except CorruptCheckpoint as error:
@@ -102,4 +118,8 @@ def last_checkpoint_message(run: Run) -> str:
         steps = run.checkpoint_steps()
     except UserError as problem:
         return str(problem)
-    return f"last checkpoint: {run.checkpoint_path(steps[-1])}" if steps else "no checkpoint had been saved"
+    return (
+        f"last checkpoint: {run.checkpoint_path(steps[-1])}"
+        if steps
+        else "no checkpoint had been saved"
+    )

@@ -1,5 +1,6 @@
-"""Weights that bitsandbytes has stored in NF4, as folders on the hub have them: a matrix is a tensor of codes, and beside its
-name are its scales and a small table in JSON. Other formats of it are refused by name.
+"""Weights that bitsandbytes has stored in NF4, as folders on the hub have them: a matrix is a
+tensor of codes, and beside its name are its scales and a small table in JSON. Other formats of it
+are refused by name.
 """
 
 from collections.abc import Collection, Mapping
@@ -48,7 +49,9 @@ class StoredMatrix:
     def read(self) -> Tensor:
         """Its bytes, as quantization/blocks.py has them, on the CPU."""
         codes, scales = (self._read(end).contiguous() for end in ("", ".absmax"))
-        nested = (self._read(".nested_absmax").float(), self._mean) if self.stored.double_quant else None
+        nested = (
+            (self._read(".nested_absmax").float(), self._mean) if self.stored.double_quant else None
+        )
         return pack_nf4(codes.view(torch.uint8), scales if nested else scales.float(), nested)
 
     def dequantize(self) -> Tensor:
@@ -59,9 +62,12 @@ class StoredMatrix:
         return self._files[self.name + end].read(self.name + end)
 
 
-def stored_matrices(file_of: Mapping[str, SafetensorsFile]) -> tuple[dict[str, StoredMatrix], Collection[str]]:
-    """The matrices in NF4 among tensors in files, by name, and the names of all that belongs to them. Raises UserError where
-    they have other blocks or other values."""
+def stored_matrices(
+    file_of: Mapping[str, SafetensorsFile],
+) -> tuple[dict[str, StoredMatrix], Collection[str]]:
+    """The matrices in NF4 among tensors in files, by name, and the names of all that belongs to
+    them. Raises UserError where they have other blocks or other values.
+    """
     matrices = {}
     for name in [each.removesuffix(_STATE) for each in file_of if each.endswith(_STATE)]:
         place = f"{file_of[name + _STATE].path}: {name}"
@@ -72,9 +78,18 @@ def stored_matrices(file_of: Mapping[str, SafetensorsFile]) -> tuple[dict[str, S
         needed = [name, *(name + end for end in (_PARTS if nested else (_PARTS[0], _PARTS[1])))]
         if missing := [each for each in needed if each not in file_of]:
             raise UserError(f"{place}: quantized without {missing[0]}; copy the folder again")
-        for end, is_bytes in ((".absmax", nested), *([(".nested_absmax", False)] if nested else [])):
-            _check_dtype(f"{place}{end}", file_of[name + end].entries[name + end].dtype, is_bytes=is_bytes)
-        _check_values(place, file_of[name + ".quant_map"].read(name + ".quant_map"), code_values("nf4", torch.device("cpu")))
+        for end, is_bytes in (
+            (".absmax", nested),
+            *([(".nested_absmax", False)] if nested else []),
+        ):
+            _check_dtype(
+                f"{place}{end}", file_of[name + end].entries[name + end].dtype, is_bytes=is_bytes
+            )
+        _check_values(
+            place,
+            file_of[name + ".quant_map"].read(name + ".quant_map"),
+            code_values("nf4", torch.device("cpu")),
+        )
         if nested:
             table = file_of[name + ".nested_quant_map"].read(name + ".nested_quant_map")
             _check_values(place, table, code_values("int8", torch.device("cpu")))
@@ -84,9 +99,16 @@ def stored_matrices(file_of: Mapping[str, SafetensorsFile]) -> tuple[dict[str, S
         }
         for field, (size, expected) in sizes.items():
             if size != expected:
-                raise UserError(f"{place}: quantized with {field} {size}, and only {expected} is read; use the original model")
+                raise UserError(
+                    f"{place}: quantized with {field} {size}, and only {expected} is read; use the"
+                    " original model"
+                )
         matrices[name] = StoredMatrix(
-            name, tuple(state["shape"]), BlockFormat("nf4", nested), state.get("nested_offset", 0.0), file_of
+            name,
+            tuple(state["shape"]),
+            BlockFormat("nf4", nested),
+            state.get("nested_offset", 0.0),
+            file_of,
         )
         _check_sizes(place, matrices[name], file_of)
     return matrices, {name + end for name in matrices for end in _PARTS}
@@ -100,15 +122,28 @@ def _check_dtype(place: str, dtype: torch.dtype, *, is_bytes: bool) -> None:
 
 def _check_values(place: str, table: Tensor, expected: Tensor) -> None:
     if not torch.equal(table.float(), expected):
-        raise UserError(f"{place}: quantized to other values than those of NF4; use the original model")
+        raise UserError(
+            f"{place}: quantized to other values than those of NF4; use the original model"
+        )
 
 
 def _check_sizes(place: str, matrix: StoredMatrix, file_of: Mapping[str, SafetensorsFile]) -> None:
-    codes, scales = (file_of[matrix.name + end].entries[matrix.name + end] for end in ("", ".absmax"))
+    codes, scales = (
+        file_of[matrix.name + end].entries[matrix.name + end] for end in ("", ".absmax")
+    )
     numbers, blocks = codes.meta.nbytes * 2, scales.meta.numel()
     count = torch.Size(matrix.shape).numel()
-    fits = min(matrix.shape, default=0) > 0 and numbers == count + count % 2 and blocks == -(-count // NF4_BLOCK)
+    fits = (
+        min(matrix.shape, default=0) > 0
+        and numbers == count + count % 2
+        and blocks == -(-count // NF4_BLOCK)
+    )
     if matrix.stored.double_quant:
-        fits &= file_of[nested := f"{matrix.name}.nested_absmax"].entries[nested].meta.numel() == -(-blocks // BLOCK)
+        fits &= file_of[nested := f"{matrix.name}.nested_absmax"].entries[nested].meta.numel() == -(
+            -blocks // BLOCK
+        )
     if not fits:
-        raise UserError(f"{place}: {numbers} numbers and {blocks} scales do not fit its shape; copy the folder again")
+        raise UserError(
+            f"{place}: {numbers} numbers and {blocks} scales do not fit its shape; copy the folder"
+            " again"
+        )

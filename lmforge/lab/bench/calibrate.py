@@ -1,7 +1,9 @@
-"""`lmforge bench --calibrate`: measures the speeds for `lmforge plan --calibration` in about two minutes, and writes one file.
+"""`lmforge bench --calibrate`: measures the speeds for `lmforge plan --calibration` in about two
+minutes, and writes one file.
 
-All ranks measure at the same time: on a CPU they share cores and memory, as ranks that train do. Collectives and disks are
-measured in the same way as by `lmforge doctor`. The form of the file is in lab/plan/calibration.py.
+All ranks measure at the same time: on a CPU they share cores and memory, as ranks that train do.
+Collectives and disks are measured in the same way as by `lmforge doctor`. The form of the file is
+in lab/plan/calibration.py.
 """
 
 import math
@@ -31,14 +33,17 @@ from lmforge.ops.doctor.storage_checks import checkpoint_folder, time_disk
 FEW_SECONDS = 10.0
 # As many experts have equal parts of the rows of a product.
 EXPERTS = 8
-# The operands that are used in turn exceed the caches, since in a step operands come from memory too. With two small operands
-# in a CPU's caches, products were 15 % and element-wise operators 5 times faster than in a step.
+# The operands that are used in turn exceed the caches, since in a step operands come from memory
+# too. With two small operands in a CPU's caches, products were 15 % and element-wise operators 5
+# times faster than in a step.
 RING_BYTES, MAX_RING = {"cpu": 2**26, "cuda": 2**28}, 64
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The sizes at which a kind of device is measured. widths: of both matrices. attention_elements: of the queries."""
+    """The sizes at which a kind of device is measured. widths: of both matrices.
+    attention_elements: of the queries.
+    """
 
     rows: tuple[int, ...]
     widths: tuple[int, ...]
@@ -52,7 +57,9 @@ class Grid:
 
     def without_largest(self) -> "Grid":
         """The same with smaller sizes only."""
-        smaller: dict[str, Any] = {name: sizes[:-1] for name, sizes in vars(self).items() if isinstance(sizes, tuple)}
+        smaller: dict[str, Any] = {
+            name: sizes[:-1] for name, sizes in vars(self).items() if isinstance(sizes, tuple)
+        }
         return replace(self, **smaller)
 
     @property
@@ -67,12 +74,28 @@ def _powers_of_2(*exponents: int) -> tuple[int, ...]:
 
 GRIDS = {
     "cpu": Grid(
-        (128, 1024, 4096), (128, 512, 2048), (32, 64, 128), (128, 512, 2048),
-        _powers_of_2(14, 18, 20, 22, 24, 26), _powers_of_2(12, 16, 20, 22, 24, 26), 2**19, 2**27, 0),
+        (128, 1024, 4096),
+        (128, 512, 2048),
+        (32, 64, 128),
+        (128, 512, 2048),
+        _powers_of_2(14, 18, 20, 22, 24, 26),
+        _powers_of_2(12, 16, 20, 22, 24, 26),
+        2**19,
+        2**27,
+        0,
+    ),
     "cuda": Grid(
-        (1024, 4096, 16384), (1024, 4096, 14336), (64, 128), (1024, 4096, 16384),
-        _powers_of_2(20, 24, 27, 29), _powers_of_2(16, 20, 24, 27, 29), 2**25, 2**31, 2**28),
-}  # fmt: skip
+        (1024, 4096, 16384),
+        (1024, 4096, 14336),
+        (64, 128),
+        (1024, 4096, 16384),
+        _powers_of_2(20, 24, 27, 29),
+        _powers_of_2(16, 20, 24, 27, 29),
+        2**25,
+        2**31,
+        2**28,
+    ),
+}
 
 
 def choose_grid(device: torch.device, seconds: float) -> Grid:
@@ -81,7 +104,10 @@ def choose_grid(device: torch.device, seconds: float) -> Grid:
 
 
 def calibrate(config: BenchConfig) -> int:
-    """Measure and write the file, on rank 0. Every rank calls it. Raises UserError where the file exists."""
+    """Measure and write the file, on rank 0.
+
+    Every rank calls it. Raises UserError where the file exists.
+    """
     out = config.bench.out
     began = time.perf_counter()
     with init_distributed(config.train.device, config.train.threads) as dist_ctx:
@@ -95,7 +121,10 @@ def calibrate(config: BenchConfig) -> int:
                 atomic_write_json(out, calibration.model_dump(mode="json"))
     if dist_ctx.is_rank0:
         taken = format_duration(time.perf_counter() - began)
-        print(f"{out}: {len(calibration.measurements)} measurements of {calibration.describe()}, in {taken}")
+        print(
+            f"{out}: {len(calibration.measurements)} measurements of {calibration.describe()}, in"
+            f" {taken}"
+        )
     return 0
 
 
@@ -109,19 +138,33 @@ def measure_calibration(dist_ctx: DistributedContext, config: BenchConfig) -> Ca
     every = dist_ctx.all_gather([each.value for each in local])
     # A step waits for its slowest rank.
     slowest = [min(values) for values in zip(*every, strict=True)]
-    measured = [each.model_copy(update={"value": value}) for each, value in zip(local, slowest, strict=True)]
+    measured = [
+        each.model_copy(update={"value": value}) for each, value in zip(local, slowest, strict=True)
+    ]
     if dist_ctx.world_size > 1:
         sizes = choose_grid(device, config.bench.calibrate_seconds).collective_bytes
         timed = time_collectives(dist_ctx.world_size, device, sizes, COLLECTIVES)
-        measured += [_measurement(name, s, bytes=round(size)) for name, results in timed.items() for size, s in results]
+        measured += [
+            _measurement(name, s, bytes=round(size))
+            for name, results in timed.items()
+            for size, s in results
+        ]
     disk = dist_ctx.decide_on_rank0(lambda: _measure_disk(config))
     measured += [_measurement(name, rate) for name, rate in disk.items()]
-    memory = torch.cuda.mem_get_info()[1] if on_gpu else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = (
+        torch.cuda.mem_get_info()[1]
+        if on_gpu
+        else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    )
     environment = describe_environment()
     calibration = Calibration(
         version=VERSION,
         kind="cuda" if on_gpu else "cpu",
-        device=torch.cuda.get_device_name(device) if on_gpu else processor_name() or environment["platform"],
+        device=(
+            torch.cuda.get_device_name(device)
+            if on_gpu
+            else processor_name() or environment["platform"]
+        ),
         ranks=dist_ctx.world_size,
         hosts=hosts,
         threads=torch.get_num_threads(),
@@ -138,7 +181,9 @@ def _measurement(what: str, value: float, dtype: str | None = None, **sizes: int
 
 
 def _measure_disk(config: BenchConfig) -> dict[str, float]:
-    """Bytes/s written to and read from the recipe's checkpoint folder; nothing for an object store."""
+    """Bytes/s written to and read from the recipe's checkpoint folder; nothing for an object
+    store.
+    """
     folder = checkpoint_folder(config)
     if not is_local(folder):
         return {}
@@ -165,7 +210,9 @@ class _Stopwatch:
 
     @property
     def _has_float8(self) -> bool:
-        return self._on_gpu and torch.cuda.get_device_capability(self._device) >= FLOAT8_MIN_CAPABILITY
+        return (
+            self._on_gpu and torch.cuda.get_device_capability(self._device) >= FLOAT8_MIN_CAPABILITY
+        )
 
     def measure(self) -> Iterator[Measurement]:
         """Always in the same order, on every rank."""
@@ -179,10 +226,15 @@ class _Stopwatch:
         yield from self._memory()
 
     def _time(self, call: Callable[[], object]) -> float:
-        """Seconds of a call: the median of many. On a CPU with one thread only the time in which it ran counts, without the
-        time that other programs take."""
+        """Seconds of a call: the median of many.
+
+        On a CPU with one thread only the time in which it ran counts, without the time that other
+        programs take.
+        """
         threads = torch.get_num_threads()
-        clock: dict[str, Any] = {"timer": time.thread_time} if not self._on_gpu and threads == 1 else {}
+        clock: dict[str, Any] = (
+            {"timer": time.thread_time} if not self._on_gpu and threads == 1 else {}
+        )
         timer = Timer("call()", globals={"call": call}, num_threads=threads, **clock)
         timer.timeit(1)
         self._dist_ctx.all_reduce_sum(torch.zeros(1, device=self._device))  # ranks begin together
@@ -199,7 +251,9 @@ class _Stopwatch:
         return cycle([first, *([each.clone() for each in first] for _ in range(count - 1))])
 
     def _products(self, dtype: str) -> Iterator[Measurement]:
-        """A linear layer's product, and the two of its backward pass, whose operands lie in memory in other ways."""
+        """A linear layer's product, and the two of its backward pass, whose operands lie in memory
+        in other ways.
+        """
         for rows, inner, columns in self._grid.products:
             operands = self._ring(((rows, inner), (columns, inner), (rows, columns)), DTYPES[dtype])
 
@@ -220,8 +274,12 @@ class _Stopwatch:
     def _products_of_experts(self, dtype: str) -> Iterator[Measurement]:
         """Of one size, for the ratio to a dense product."""
         rows, width = self._grid.rows[-1], self._grid.widths[1]
-        operands = self._ring(((rows, width), (EXPERTS, width, width), (rows, width)), DTYPES[dtype])
-        ends = torch.arange(1, EXPERTS + 1, dtype=torch.int32, device=self._device) * (rows // EXPERTS)
+        operands = self._ring(
+            ((rows, width), (EXPERTS, width, width), (rows, width)), DTYPES[dtype]
+        )
+        ends = torch.arange(1, EXPERTS + 1, dtype=torch.int32, device=self._device) * (
+            rows // EXPERTS
+        )
 
         def forward() -> None:
             x, weight, _ = next(operands)
@@ -232,9 +290,14 @@ class _Stopwatch:
             multiply_groups(gradient, weight, ends, True)
             sum_outer_products(gradient, x, ends)
 
-        sizes, flops = {"rows": rows, "inner": width, "columns": width, "experts": EXPERTS}, 2.0 * rows * width * width
+        sizes, flops = (
+            {"rows": rows, "inner": width, "columns": width, "experts": EXPERTS},
+            2.0 * rows * width * width,
+        )
         yield _measurement("product of experts", flops / self._time(forward), dtype, **sizes)
-        yield _measurement("product of experts backward", 2 * flops / self._time(backward), dtype, **sizes)
+        yield _measurement(
+            "product of experts backward", 2 * flops / self._time(backward), dtype, **sizes
+        )
 
     def _float8_products(self) -> Iterator[Measurement]:
         """Products of numbers that are scaled and cast already."""
@@ -244,10 +307,14 @@ class _Stopwatch:
 
             def multiply(operands: Operands = operands) -> None:
                 x, weight = next(operands)
-                torch._scaled_mm(x, weight.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+                torch._scaled_mm(
+                    x, weight.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True
+                )
 
             sizes = {"rows": rows, "inner": inner, "columns": columns}
-            yield _measurement("product", 2.0 * rows * inner * columns / self._time(multiply), "fp8", **sizes)
+            yield _measurement(
+                "product", 2.0 * rows * inner * columns / self._time(multiply), "fp8", **sizes
+            )
 
     def _attention(self, dtype: str) -> Iterator[Measurement]:
         """Attention as models compute it on this device, over one document a sequence."""
@@ -257,21 +324,28 @@ class _Stopwatch:
             q, k, v = (self._random(*size, dtype=DTYPES[dtype]).requires_grad_() for _ in range(3))
             ids = torch.zeros(1, length, dtype=torch.int32, device=self._device)
             starts = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
-            mask = create_attention_mask(ids, None, document_starts=starts, dtype=DTYPES[dtype], head_dim=head_dim)
+            mask = create_attention_mask(
+                ids, None, document_starts=starts, dtype=DTYPES[dtype], head_dim=head_dim
+            )
             gradient = self._random(*size, dtype=DTYPES[dtype])
-            # A GPU computes the causal half; a CPU computes chunks of queries with all keys up to their end.
+            # A GPU computes the causal half; a CPU computes chunks of queries with all keys up to
+            # their end.
             scores = length * length / 2 if self._on_gpu else _num_chunked_scores(length)
             flops = 4.0 * heads * head_dim * scores
             with torch.no_grad():
                 seconds = self._time(lambda q=q, k=k, v=v, mask=mask: attend(q, k, v, mask))  # type: ignore[misc]
-            yield _measurement("attention", flops / seconds, dtype, head_dim=head_dim, length=length)
+            yield _measurement(
+                "attention", flops / seconds, dtype, head_dim=head_dim, length=length
+            )
             result = attend(q, k, v, mask)
             seconds = self._time(
                 lambda result=result, inputs=(q, k, v), gradient=gradient: torch.autograd.grad(  # type: ignore[misc]
                     result, inputs, gradient, retain_graph=True
                 )
             )
-            yield _measurement("attention backward", 2.5 * flops / seconds, dtype, head_dim=head_dim, length=length)
+            yield _measurement(
+                "attention backward", 2.5 * flops / seconds, dtype, head_dim=head_dim, length=length
+            )
 
     def _element_wise(self, dtype: str) -> Iterator[Measurement]:
         """An operator that reads two arrays of so many bytes and writes one."""
@@ -288,17 +362,29 @@ class _Stopwatch:
     def _memory(self) -> Iterator[Measurement]:
         """The memory's bandwidth, and that of copies to and from a GPU."""
         grid = self._grid
-        target, source = (torch.ones(grid.memory_bytes, dtype=torch.uint8, device=self._device) for _ in range(2))
-        yield _measurement("memory", 2 * grid.memory_bytes / self._time(lambda: target.copy_(source)))
+        target, source = (
+            torch.ones(grid.memory_bytes, dtype=torch.uint8, device=self._device) for _ in range(2)
+        )
+        yield _measurement(
+            "memory", 2 * grid.memory_bytes / self._time(lambda: target.copy_(source))
+        )
         if self._on_gpu:
             pinned = torch.ones(grid.copy_bytes, dtype=torch.uint8).pin_memory()
             part = source[: grid.copy_bytes]
             to_device = self._time(lambda: part.copy_(pinned, non_blocking=True))
             yield _measurement("host to device", grid.copy_bytes / to_device)
-            yield _measurement("device to host", grid.copy_bytes / self._time(lambda: pinned.copy_(part, non_blocking=True)))
+            yield _measurement(
+                "device to host",
+                grid.copy_bytes / self._time(lambda: pinned.copy_(part, non_blocking=True)),
+            )
 
 
 def _num_chunked_scores(length: int) -> int:
-    """How many scores attention on a CPU computes for a sequence: chunks of queries, each with all keys up to its end."""
+    """How many scores attention on a CPU computes for a sequence: chunks of queries, each with all
+    keys up to its end.
+    """
     chunk = max(256, -(-length // 8))
-    return sum((min(start + chunk, length) - start) * min(start + chunk, length) for start in range(0, length, chunk))
+    return sum(
+        (min(start + chunk, length) - start) * min(start + chunk, length)
+        for start in range(0, length, chunk)
+    )

@@ -1,7 +1,8 @@
 """Whether activations and their changes keep their size as a model gets wider or deeper.
 
-The coordinate check of Yang et al. (arXiv 2203.03466, appendix D): models of several sizes take a few steps on one batch, and
-what each kind of module computes is compared with what it computed before the first. The verdict is in coordinates_table.py.
+The coordinate check of Yang et al. (arXiv 2203.03466, appendix D): models of several sizes take a
+few steps on one batch, and what each kind of module computes is compared with what it computed
+before the first. The verdict is in coordinates_table.py.
 """
 
 import math
@@ -35,8 +36,10 @@ OUTPUTS = {"self_attn": "attention", "attn": "attention", "mlp": "feed-forward"}
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Of one kind of module: the mean absolute value of its output after the steps, and of how it changed, for each model.
-    changes_alone: sizes do not count."""
+    """Of one kind of module: the mean absolute value of its output after the steps, and of how it
+    changed, for each model.
+    changes_alone: sizes do not count.
+    """
 
     module: str
     sizes: tuple[float, ...]
@@ -45,7 +48,9 @@ class Coordinates:
 
     @property
     def spread(self) -> float:
-        """The largest change over the smallest, or size, where that is more; infinite where one is 0 or not finite."""
+        """The largest change over the smallest, or size, where that is more; infinite where one is
+        0 or not finite.
+        """
         compared = [self.changes] if self.changes_alone else [self.changes, self.sizes]
         if not all(math.isfinite(each) and each > 0 for values in compared for each in values):
             return math.inf
@@ -53,14 +58,20 @@ class Coordinates:
 
 
 def small(config: ModelConfig, width: int, layers: int | None = None) -> ModelConfig:
-    """A small model of this kind and hidden size: all else grows in proportion, but heads have the same width."""
+    """A small model of this kind and hidden size: all else grows in proportion, but heads have the
+    same width.
+    """
     layers = layers or min(config.num_hidden_layers, MOST_LAYERS)
     config = replace(config, vocab_size=min(config.vocab_size, MOST_IDS))
     return in_proportion(config, width, width // HEAD_DIM, HEAD_DIM, layers)
 
 
 def compare(
-    configs: Sequence[ModelConfig], options: ModelOptions, optimizer: OptimizerOptions, steps: int, seeds: int = SEEDS
+    configs: Sequence[ModelConfig],
+    options: ModelOptions,
+    optimizer: OptimizerOptions,
+    steps: int,
+    seeds: int = SEEDS,
 ) -> list[Coordinates]:
     """What each kind of module computes in each model; the mean over seeds."""
     found: dict[str, list[tuple[float, float]]] = defaultdict(list)
@@ -71,13 +82,22 @@ def compare(
             found[name].append((sum(sizes) / seeds, sum(changes) / seeds))
     # Logits may shrink before they are learned.
     return [
-        Coordinates(name, tuple(size for size, _ in pairs), tuple(change for _, change in pairs), name == "logits")
+        Coordinates(
+            name,
+            tuple(size for size, _ in pairs),
+            tuple(change for _, change in pairs),
+            name == "logits",
+        )
         for name, pairs in found.items()
     ]
 
 
 def _measure(
-    config: ModelConfig, options: ModelOptions, optimizer_options: OptimizerOptions, steps: int, seed: int
+    config: ModelConfig,
+    options: ModelOptions,
+    optimizer_options: OptimizerOptions,
+    steps: int,
+    seed: int,
 ) -> dict[str, tuple[float, float]]:
     """(size, change) of each kind of module after the steps."""
     model = build_model(config, torch.device("cpu"))
@@ -96,14 +116,22 @@ def _measure(
     kinds: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for (kind, old), (_, new) in zip(before, after, strict=True):
         kinds[kind].append((new.abs().mean().item(), (new - old).abs().mean().item()))
-    return {kind: tuple(sum(each) / len(pairs) for each in zip(*pairs, strict=True)) for kind, pairs in kinds.items()}
+    return {
+        kind: tuple(sum(each) / len(pairs) for each in zip(*pairs, strict=True))
+        for kind, pairs in kinds.items()
+    }
 
 
 def _batch(vocab_size: int, seed: int) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(vocab_size, (SEQUENCES, LENGTH), generator=generator)
     positions = torch.arange(LENGTH).expand(SEQUENCES, -1)
-    return Batch(tokens, (tokens * 7 + 3) % vocab_size, positions, torch.zeros(SEQUENCES, LENGTH, dtype=torch.int32))
+    return Batch(
+        tokens,
+        (tokens * 7 + 3) % vocab_size,
+        positions,
+        torch.zeros(SEQUENCES, LENGTH, dtype=torch.int32),
+    )
 
 
 @torch.no_grad()
@@ -116,10 +144,16 @@ def _outputs(model: LanguageModel, batch: Batch) -> list[tuple[str, Tensor]]:
 
     kinds: list[tuple[nn.Module, str]] = [(model.blocks[-1], "residual stream")]
     for block in model.blocks:
-        kinds += [(module, OUTPUTS[name]) for name, module in block.named_children() if name in OUTPUTS]
+        kinds += [
+            (module, OUTPUTS[name]) for name, module in block.named_children() if name in OUTPUTS
+        ]
     handles = [module.register_forward_hook(partial(keep, kind)) for module, kind in kinds]
     # Some families scale embeddings before the first block.
-    handles.append(model.blocks[0].register_forward_pre_hook(lambda block, args: outputs.append(("embedding", args[0]))))
+    handles.append(
+        model.blocks[0].register_forward_pre_hook(
+            lambda block, args: outputs.append(("embedding", args[0]))
+        )
+    )
     hidden = model(batch.tokens, batch.positions, batch.document_ids)
     outputs.append(("logits", model.lm_head(hidden)))
     for handle in handles:

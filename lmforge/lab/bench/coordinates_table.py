@@ -1,5 +1,7 @@
-"""`lmforge doctor --coordinates`: the coordinate check (coordinates.py) of a recipe over widths, and with completep over
-depths, beside the standard parametrization: its verdict, as a table or JSON."""
+"""`lmforge doctor --coordinates`: the coordinate check (coordinates.py) of a recipe over widths,
+and with completep over depths, beside the standard parametrization: its verdict, as a table or
+JSON.
+"""
 
 import json
 import math
@@ -25,7 +27,9 @@ AT_ANY_DEPTH = ("embedding", "residual stream", "logits")
 
 @dataclass(frozen=True)
 class Comparison:
-    """The check over some sizes of a model, with the smallest as the base, and in the standard parametrization."""
+    """The check over some sizes of a model, with the smallest as the base, and in the standard
+    parametrization.
+    """
 
     parametrization: str
     over: str
@@ -39,49 +43,85 @@ class Comparison:
 
     def as_json(self) -> dict[str, object]:
         pairs = zip(self.results, self.standard, strict=True)
-        rows = [asdict(each) | {"spread": each.spread, "standard": other.spread} for each, other in pairs]
+        rows = [
+            asdict(each) | {"spread": each.spread, "standard": other.spread}
+            for each, other in pairs
+        ]
         return {self.over: self.sizes, "parametrization": self.parametrization, "modules": rows}
 
     def print(self, console: Console, steps: int) -> None:
-        title = f"change of a module's output after {steps} steps, at {self.over} {self.sizes[0]} to {self.sizes[-1]}"
+        title = (
+            f"change of a module's output after {steps} steps, at {self.over} {self.sizes[0]} to"
+            f" {self.sizes[-1]}"
+        )
         table = Table(title=title, title_justify="left")
         table.add_column("module")
         for name in (*map(str, self.sizes), self.parametrization, "spread", "standard", "spread"):
             table.add_column(name, justify="right")
         for each, other in zip(self.results, self.standard, strict=True):
-            row = [each.module, *(f"{change:.3g}" for change in each.changes), bars(each.changes), f"{each.spread:.2f}"]
+            row = [
+                each.module,
+                *(f"{change:.3g}" for change in each.changes),
+                bars(each.changes),
+                f"{each.spread:.2f}",
+            ]
             style = "bold red" if each.spread > FLAT else None
             table.add_row(*row, bars(other.changes), f"{other.spread:.2f}", style=style)
         console.print(table)
         verdict = f"NOT FLAT, spread above {FLAT}: {', '.join(self.uneven)}"
         verdict = verdict if self.uneven else f"flat: every spread is at most {FLAT}"
-        console.print(f"{self.parametrization}: {verdict}", style="bold red" if self.uneven else None, soft_wrap=True)
+        console.print(
+            f"{self.parametrization}: {verdict}",
+            style="bold red" if self.uneven else None,
+            soft_wrap=True,
+        )
 
 
 def check_coordinates(config: StageConfig, model: ModelConfig, steps: int, output: str) -> int:
-    """Compare small models like this one over widths under mup, and where the recipe has completep over depths under that; and
-    print the results. Returns 1 where they are not flat."""
-    standard = config.model.model_copy(update=dict.fromkeys(BASE_OPTIONS) | {"parametrization": "standard"})
+    """Compare small models like this one over widths under mup, and where the recipe has completep
+    over depths under that; and print the results. Returns 1 where they are not flat.
+    """
+    standard = config.model.model_copy(
+        update=dict.fromkeys(BASE_OPTIONS) | {"parametrization": "standard"}
+    )
 
-    def comparison(over: str, sizes: tuple[int, ...], configs: list[ModelConfig], options: dict[str, object]) -> Comparison:
+    def comparison(
+        over: str, sizes: tuple[int, ...], configs: list[ModelConfig], options: dict[str, object]
+    ) -> Comparison:
         scaled = standard.model_copy(update={"base_width": WIDTHS[0], **options})
-        results, plain = (compare(configs, each, config.optimizer, steps) for each in (scaled, standard))
+        results, plain = (
+            compare(configs, each, config.optimizer, steps) for each in (scaled, standard)
+        )
         if over == "depths":
             results, plain = (_at_any_depth(each) for each in (results, plain))
         return Comparison(scaled.parametrization, over, sizes, results, plain)
 
-    comparisons = [comparison("widths", WIDTHS, [small(model, each) for each in WIDTHS], {"parametrization": "mup"})]
+    comparisons = [
+        comparison(
+            "widths", WIDTHS, [small(model, each) for each in WIDTHS], {"parametrization": "mup"}
+        )
+    ]
     if config.model.parametrization == "completep":
         deeper = [small(model, WIDTHS[0], each) for each in DEPTHS]
         completep = {"parametrization": "completep", "base_depth": DEPTHS[0]}
         comparisons.append(comparison("depths", DEPTHS, deeper, completep))
     if output == "json":
-        print(json.dumps(without_non_finite({"flat": FLAT, "comparisons": [each.as_json() for each in comparisons]}), indent=1))
+        print(
+            json.dumps(
+                without_non_finite(
+                    {"flat": FLAT, "comparisons": [each.as_json() for each in comparisons]}
+                ),
+                indent=1,
+            )
+        )
     else:
         console = page_console(120)
         for each in comparisons:
             each.print(console, steps)
-        console.print("spread: largest ÷ smallest size or change, whichever is more (of logits, and over depths: change)")
+        console.print(
+            "spread: largest ÷ smallest size or change, whichever is more (of logits, and over"
+            " depths: change)"
+        )
     return int(any(each.uneven for each in comparisons))
 
 
@@ -90,7 +130,12 @@ def _at_any_depth(results: list[Coordinates]) -> list[Coordinates]:
 
 
 def bars(values: Sequence[float]) -> str:
-    """A character for each value, an eighth of its height for each factor of the root of 2 below the largest."""
+    """A character for each value, an eighth of its height for each factor of the root of 2 below
+    the largest.
+    """
     known = [value for value in values if math.isfinite(value) and value > 0]
-    heights = [max(0, 7 - round(2 * math.log2(max(known) / value))) if value in known else None for value in values]
+    heights = [
+        max(0, 7 - round(2 * math.log2(max(known) / value))) if value in known else None
+        for value in values
+    ]
     return "".join("?" if height is None else "▁▂▃▄▅▆▇█"[height] for height in heights)

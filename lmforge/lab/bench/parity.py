@@ -1,6 +1,8 @@
-"""Whether every parallel strategy computes the same: a small model is trained a few steps with each, and in one process.
+"""Whether every parallel strategy computes the same: a small model is trained a few steps with
+each, and in one process.
 
-`lmforge doctor --parity` prints the comparison, and the tests of the strategies check it: losses, gradient norms, weights.
+`lmforge doctor --parity` prints the comparison, and the tests of the strategies check it: losses,
+gradient norms, weights.
 """
 
 import time
@@ -25,10 +27,19 @@ from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.init_weights import init_weights
 from lmforge.core.model.layers import LanguageModel
 from lmforge.core.optim.optimizer import build_optimizer, named_optimizer_state
-from lmforge.core.options.activation_checkpointing import CHECKPOINTING_MODES, FullCheckpointing, SelectiveOperators
+from lmforge.core.options.activation_checkpointing import (
+    CHECKPOINTING_MODES,
+    FullCheckpointing,
+    SelectiveOperators,
+)
 from lmforge.core.options.sections import OptimizerOptions, ParallelOptions
 from lmforge.core.parallel.dims import data_parallel_rank_and_size
-from lmforge.core.parallel.parallel_model import ParallelModel, full_tensor, local_tensor, train_step
+from lmforge.core.parallel.parallel_model import (
+    ParallelModel,
+    full_tensor,
+    local_tensor,
+    train_step,
+)
 from lmforge.core.parallel.parallelize import parallelize
 from lmforge.core.steps.metrics import peak_memory_gib
 from lmforge.lab.bench.bounds import relative_difference
@@ -57,22 +68,35 @@ SMALL_MIXTURE = ModelConfig(
 )
 # The strategies that a mixture is trained with, besides expert parallelism.
 MIXTURE_CASES = (
-    *("ddp", "fsdp1 full-shard", "fsdp2 full-shard", "fsdp2, checkpointing full", "fsdp2, 2 micro-batches", "tensor 2"),
+    *(
+        "ddp",
+        "fsdp1 full-shard",
+        "fsdp2 full-shard",
+        "fsdp2, checkpointing full",
+        "fsdp2, 2 micro-batches",
+        "tensor 2",
+    ),
     *("context 2", "pipeline 2, 4 micro-batches", "fsdp2, compiled"),
 )
-# A larger epsilon than in training: AdamW's step then depends on the size of a gradient. So a gradient of the wrong scale is
-# detected, while the sign of a gradient that is zero up to rounding does not matter.
+# A larger epsilon than in training: AdamW's step then depends on the size of a gradient. So a
+# gradient of the wrong scale is detected, while the sign of a gradient that is zero up to rounding
+# does not matter.
 OPTIMIZER = OptimizerOptions(lr=2e-3, eps=1e-3, weight_decay=0.1)
 MAX_GRAD_NORM = 0.5
 NOTHING = nullcontext()
-# Softmax ignores them: their gradient is rounding, of which AdamW makes whole steps. Those of GPT-2 are a third of `c_attn`;
-# how other fused biases are laid out is up to their family.
-KEY_BIASES = tuple(f"{name}.bias" for name in ("k_proj", "key", "query_key_value", "qkv", "qkv_proj"))
+# Softmax ignores them: their gradient is rounding, of which AdamW makes whole steps. Those of GPT-2
+# are a third of `c_attn`; how other fused biases are laid out is up to their family.
+KEY_BIASES = tuple(
+    f"{name}.bias" for name in ("k_proj", "key", "query_key_value", "qkv", "qkv_proj")
+)
 
 
 @dataclass(frozen=True)
 class ParityCase:
-    """One way to train the small model, with a name for the table. `change_model` is called before it is parallelized."""
+    """One way to train the small model, with a name for the table.
+
+    `change_model` is called before it is parallelized.
+    """
 
     name: str
     options: ParallelOptions
@@ -89,10 +113,12 @@ class ParityResult:
     """What a case computed.
 
     losses, grad_norms: of each step.
-    hidden_dtypes: of the residual stream, at the input of each block on any rank; not where blocks are compiled.
+    hidden_dtypes: of the residual stream, at the input of each block on any rank; not where blocks
+    are compiled.
     weights: full tensors by name after the last step, on rank 0 only.
-    memory_bytes: of this rank's parameters, gradients and optimizer states after a step, and of activations between forward
-        and backward of its first micro-batch; the last not where blocks are compiled.
+    memory_bytes: of this rank's parameters, gradients and optimizer states after a step, and of
+        activations between forward and backward of its first micro-batch; the last not where blocks
+        are compiled.
     memory_gib: peak memory.
     """
 
@@ -107,7 +133,9 @@ class ParityResult:
 
 @dataclass(frozen=True)
 class ParityData:
-    """Random data from a seed: `sequences` of `sequence_length` tokens per step, ragged; some have no label at all."""
+    """Random data from a seed: `sequences` of `sequence_length` tokens per step, ragged; some have
+    no label at all.
+    """
 
     sequences: int
     sequence_length: int = 64
@@ -141,11 +169,16 @@ def run_case(
     dist_ctx: DistributedContext,
     last_step: AbstractContextManager[object] = NOTHING,
 ) -> ParityResult:
-    """Train as `case` says, on all ranks together; uncompiled, the last step is inside `last_step`. Raises UserError."""
+    """Train as `case` says, on all ranks together; uncompiled, the last step is inside `last_step`.
+
+    Raises UserError.
+    """
     objective = NextTokenObjective()
     model = _build_model(case, data.seed, objective, dist_ctx)
     optimizer = build_optimizer(model.model, case.optimizer, model.parameter_shapes)
-    part, num_parts = data_parallel_rank_and_size(case.options, dist_ctx.rank_info.rank, dist_ctx.world_size)
+    part, num_parts = data_parallel_rank_and_size(
+        case.options, dist_ctx.rank_info.rank, dist_ctx.world_size
+    )
     size = data.sequences // num_parts
     micro_size = size // case.accumulation
     tracker = ActivationTracker()
@@ -158,34 +191,49 @@ def run_case(
         if phase == "optimizer":
             parameters = model.parameters()
             gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-            memory_bytes.update(parameters=_local_bytes(parameters), gradients=_local_bytes(gradients))
+            memory_bytes.update(
+                parameters=_local_bytes(parameters), gradients=_local_bytes(gradients)
+            )
 
     losses, norms, began = [], [], 0.0
     for step in range(data.steps):
         if step == 1:
             began = time.perf_counter()
-        batch = data.batch(step, case.model_config.vocab_size)[part * size : (part + 1) * size].to(dist_ctx.device)
+        batch = data.batch(step, case.model_config.vocab_size)[part * size : (part + 1) * size].to(
+            dist_ctx.device
+        )
         observed = step + 1 == data.steps and not case.compile_model
         with last_step if observed else NOTHING, tracker if observed else NOTHING:
             norm, metrics = train_step(
                 model,
                 optimizer,
-                [batch[number * micro_size : (number + 1) * micro_size] for number in range(case.accumulation)],
+                [
+                    batch[number * micro_size : (number + 1) * micro_size]
+                    for number in range(case.accumulation)
+                ],
                 objective.num_items,
                 lr=case.optimizer.lr,
                 max_grad_norm=MAX_GRAD_NORM,
                 set_phase=set_phase,
             )
         norms.append(norm)
-        total, count = (torch.stack([each["loss"][index] for each in metrics]).sum() for index in (0, 1))
-        losses.append(dist_ctx.all_reduce_sum(total) / dist_ctx.all_reduce_sum(count).clamp(min=1.0))
+        total, count = (
+            torch.stack([each["loss"][index] for each in metrics]).sum() for index in (0, 1)
+        )
+        losses.append(
+            dist_ctx.all_reduce_sum(total) / dist_ctx.all_reduce_sum(count).clamp(min=1.0)
+        )
     values = torch.stack([*losses, *norms]).double().tolist()
     seconds = time.perf_counter() - began
     states = [value for state in optimizer.state.values() for value in state.values()]
     tensors = model.state_dict(optimizer, named_optimizer_state)["model"]
-    weights = {name: full_tensor(tensor).detach().float().cpu().clone() for name, tensor in tensors.items()}
+    weights = {
+        name: full_tensor(tensor).detach().float().cpu().clone() for name, tensor in tensors.items()
+    }
     if case.options.pipeline_parallel_degree > 1:  # each rank has those of its stages
-        weights = {name: tensor for part in dist_ctx.all_gather(weights) for name, tensor in part.items()}
+        weights = {
+            name: tensor for part in dist_ctx.all_gather(weights) for name, tensor in part.items()
+        }
     return ParityResult(
         losses=values[: data.steps],
         grad_norms=values[data.steps :],
@@ -205,7 +253,9 @@ def _observe_hidden_dtypes(model: ParallelModel) -> set[torch.dtype]:
     return dtypes
 
 
-def _build_model(case: ParityCase, seed: int, objective: NextTokenObjective, dist_ctx: DistributedContext) -> ParallelModel:
+def _build_model(
+    case: ParityCase, seed: int, objective: NextTokenObjective, dist_ctx: DistributedContext
+) -> ParallelModel:
     model = build_model(case.model_config, "meta")
     case.change_model(model)
     return parallelize(
@@ -229,7 +279,10 @@ def relative_differences(result: ParityResult, reference: ParityResult) -> dict[
     def largest(ours: list[float], theirs: list[float]) -> float:
         return max(map(relative_difference, ours, theirs))
 
-    weights = [weights_difference(name, result.weights[name], tensor) for name, tensor in reference.weights.items()]
+    weights = [
+        weights_difference(name, result.weights[name], tensor)
+        for name, tensor in reference.weights.items()
+    ]
     return {
         "loss": largest(result.losses, reference.losses),
         "gradient_norm": largest(result.grad_norms, reference.grad_norms),
@@ -237,10 +290,14 @@ def relative_differences(result: ParityResult, reference: ParityResult) -> dict[
     }
 
 
-def weights_difference(name: str, ours: Tensor, theirs: Tensor, order: float = inf, at_least: float = 1e-12) -> float:
-    """The norm of this order of a tensor's difference, relative to that of `theirs`, or to `at_least` where that is larger.
+def weights_difference(
+    name: str, ours: Tensor, theirs: Tensor, order: float = inf, at_least: float = 1e-12
+) -> float:
+    """The norm of this order of a tensor's difference, relative to that of `theirs`, or to
+    `at_least` where that is larger.
 
-    By default of the largest elements. Infinite where anything is not finite. Biases on keys are left out.
+    By default of the largest elements. Infinite where anything is not finite. Biases on keys are
+    left out.
     """
     difference = ours.float() - theirs.float()
     if not (difference.isfinite().all() and isfinite(at_least)):
@@ -255,25 +312,40 @@ def weights_difference(name: str, ours: Tensor, theirs: Tensor, order: float = i
 
 
 def run_single(case: ParityCase, data: ParityData, dist_ctx: DistributedContext) -> ParityResult:
-    """The result of one process on the same device: the reference for all cases of one model and optimizer."""
+    """The result of one process on the same device: the reference for all cases of one model and
+    optimizer.
+    """
     alone = DistributedContext(RankInfo(), dist_ctx.device, None)
-    return run_case(replace(case, options=ParallelOptions(engine="single"), compile_model=False, accumulation=1), data, alone)
+    return run_case(
+        replace(
+            case, options=ParallelOptions(engine="single"), compile_model=False, accumulation=1
+        ),
+        data,
+        alone,
+    )
 
 
-def strategy_cases(world_size: int, compile_model: bool, dtype: torch.dtype = torch.float32) -> list[ParityCase]:
+def strategy_cases(
+    world_size: int, compile_model: bool, dtype: torch.dtype = torch.float32
+) -> list[ParityCase]:
     """Every strategy that fits this number of ranks, computing in `dtype`."""
     half = world_size // 2 if world_size % 2 == 0 else 1
     full: dict[str, Any] = {"activation_checkpointing": FullCheckpointing.name}
     hybrid: dict[str, Any] = {"sharding": "hybrid-full-shard", "shard_degree": half}
     fsdp1, fsdp2 = partial(_case, engine="fsdp1"), partial(_case, engine="fsdp2")
-    hybrids = [("hybrid-full-shard", hybrid), ("hybrid-grad-shard", {**hybrid, "sharding": "hybrid-grad-shard"})]
+    hybrids = [
+        ("hybrid-full-shard", hybrid),
+        ("hybrid-grad-shard", {**hybrid, "sharding": "hybrid-grad-shard"}),
+    ]
     cases = []
     if world_size == 1:
         cases.append(_case("one process, 2 micro-batches", 2, engine="single"))
     else:
         cases.append(_case("ddp", engine="ddp"))
         cases += [fsdp1(f"fsdp1 {name}", sharding=name) for name in ("full-shard", "grad-shard")]
-    cases += [fsdp2(f"fsdp2 {name}", sharding=name) for name in ("full-shard", "grad-shard", "no-shard")]
+    cases += [
+        fsdp2(f"fsdp2 {name}", sharding=name) for name in ("full-shard", "grad-shard", "no-shard")
+    ]
     if half > 1:  # fsdp1 does not shard over groups of one
         cases += [fsdp1(f"fsdp1 {name}, groups of {half}", **options) for name, options in hybrids]
     if world_size > 1:
@@ -299,7 +371,9 @@ def strategy_cases(world_size: int, compile_model: bool, dtype: torch.dtype = to
         chosen = ("tensor 2", "context 2", "pipeline 2, 4 micro-batches")
         compiled = [fsdp2("fsdp2"), fsdp2("fsdp2, checkpointing full", **full)]
         compiled += [each for each in cases if each.name in chosen]
-        cases += [replace(case, name=f"{case.name}, compiled", compile_model=True) for case in compiled]
+        cases += [
+            replace(case, name=f"{case.name}, compiled", compile_model=True) for case in compiled
+        ]
     return [replace(case, dtype=dtype) for case in cases]
 
 
@@ -311,42 +385,80 @@ def _model_parallel_cases(world_size: int) -> list[ParityCase]:
     """Tensor, context and pipeline parallelism that fit, alone and together."""
     full: dict[str, Any] = {"activation_checkpointing": FullCheckpointing.name}
     fsdp2 = partial(_case, engine="fsdp2")
-    tensor, context, pipeline = ({f"{name}_parallel_degree": 2} for name in ("tensor", "context", "pipeline"))
+    tensor, context, pipeline = (
+        {f"{name}_parallel_degree": 2} for name in ("tensor", "context", "pipeline")
+    )
     cases = []
     if world_size % 2 == 0:
         cases += [
             fsdp2("tensor 2", **tensor),
             fsdp2("context 2", **context),
-            fsdp2("context 2, checkpointing selective-ops", activation_checkpointing=SelectiveOperators.name, **context),
+            fsdp2(
+                "context 2, checkpointing selective-ops",
+                activation_checkpointing=SelectiveOperators.name,
+                **context,
+            ),
             fsdp2("pipeline 2, 4 micro-batches", 4, **pipeline),
-            fsdp2("pipeline 2, interleaved, 4 micro-batches", 4, pipeline_schedule="interleaved", **pipeline),
+            fsdp2(
+                "pipeline 2, interleaved, 4 micro-batches",
+                4,
+                pipeline_schedule="interleaved",
+                **pipeline,
+            ),
         ]
     if world_size == 2:
         cases.append(fsdp2("tensor 2, checkpointing full, 2 micro-batches", 2, **full, **tensor))
         cases.append(fsdp2("tensor 2, activation offload", activation_offload=True, **tensor))
-        cases.append(fsdp2("pipeline 2, activation offload, 4 micro-batches", 4, activation_offload=True, **full, **pipeline))
+        cases.append(
+            fsdp2(
+                "pipeline 2, activation offload, 4 micro-batches",
+                4,
+                activation_offload=True,
+                **full,
+                **pipeline,
+            )
+        )
     if world_size % 4 == 0:
         cases += [
             fsdp2("tensor 2 × context 2", **tensor, **context),
             fsdp2("tensor 2 × pipeline 2, 2 micro-batches", 2, **tensor, **pipeline),
             fsdp2("context 2 × pipeline 2, 2 micro-batches", 2, **context, **pipeline),
             fsdp2("context 4, grad-shard", context_parallel_degree=4, sharding="grad-shard"),
-            fsdp2("tensor 2, hybrid-full-shard, groups of 2", sharding="hybrid-full-shard", shard_degree=2, **tensor),
+            fsdp2(
+                "tensor 2, hybrid-full-shard, groups of 2",
+                sharding="hybrid-full-shard",
+                shard_degree=2,
+                **tensor,
+            ),
         ]
     return cases
 
 
-def mixture_cases(world_size: int, compile_model: bool, dtype: torch.dtype = torch.float32) -> list[ParityCase]:
-    """Strategies of a small mixture of experts: in fp32, since the rounding of bf16 chooses other experts for some tokens."""
+def mixture_cases(
+    world_size: int, compile_model: bool, dtype: torch.dtype = torch.float32
+) -> list[ParityCase]:
+    """Strategies of a small mixture of experts: in fp32, since the rounding of bf16 chooses other
+    experts for some tokens.
+    """
     if dtype != torch.float32:
         return []
-    cases = [case for case in strategy_cases(world_size, compile_model) if case.name in MIXTURE_CASES]
-    cases += [case for case in expert_parallel_cases(world_size) if compile_model or not case.compile_model]
-    return [replace(case, name=f"mixture: {case.name}", model_config=SMALL_MIXTURE) for case in cases]
+    cases = [
+        case for case in strategy_cases(world_size, compile_model) if case.name in MIXTURE_CASES
+    ]
+    cases += [
+        case
+        for case in expert_parallel_cases(world_size)
+        if compile_model or not case.compile_model
+    ]
+    return [
+        replace(case, name=f"mixture: {case.name}", model_config=SMALL_MIXTURE) for case in cases
+    ]
 
 
 def expert_parallel_cases(world_size: int) -> list[ParityCase]:
-    """Expert parallelism that fits, alone and with what else cuts a model: for a mixture of 8 experts."""
+    """Expert parallelism that fits, alone and with what else cuts a model: for a mixture of 8
+    experts.
+    """
     full: dict[str, Any] = {"activation_checkpointing": FullCheckpointing.name}
     selective: dict[str, Any] = {"activation_checkpointing": SelectiveOperators.name}
     tensor, context, pipeline, experts = (
@@ -358,20 +470,55 @@ def expert_parallel_cases(world_size: int) -> list[ParityCase]:
         cases += [
             fsdp2("experts 2", **experts),
             fsdp2("experts 2, checkpointing full, 2 micro-batches", 2, **experts, **full),
-            fsdp2("experts 2 grad-shard, CPU offload", sharding="grad-shard", cpu_offload=True, **experts),
+            fsdp2(
+                "experts 2 grad-shard, CPU offload",
+                sharding="grad-shard",
+                cpu_offload=True,
+                **experts,
+            ),
             fsdp2("experts 2 × tensor 2", **experts, **tensor),
-            fsdp2("experts 2 × context 2, checkpointing selective-ops", **experts, **context, **selective),
-            replace(fsdp2("experts 2, checkpointing full, compiled", **experts, **full), compile_model=True),
+            fsdp2(
+                "experts 2 × context 2, checkpointing selective-ops",
+                **experts,
+                **context,
+                **selective,
+            ),
+            replace(
+                fsdp2("experts 2, checkpointing full, compiled", **experts, **full),
+                compile_model=True,
+            ),
         ]
     if world_size % 4 == 0:
         cases += [
             fsdp2("experts 4", expert_parallel_degree=4),
-            fsdp2("experts 2, hybrid-full-shard, groups of 2", sharding="hybrid-full-shard", shard_degree=2, **experts),
+            fsdp2(
+                "experts 2, hybrid-full-shard, groups of 2",
+                sharding="hybrid-full-shard",
+                shard_degree=2,
+                **experts,
+            ),
             fsdp2("experts 2 × tensor 2, no-shard", sharding="no-shard", **experts, **tensor),
-            fsdp2("experts 4 × tensor 2 × context 2", expert_parallel_degree=4, **tensor, **context),
-            fsdp2("experts 2 × pipeline 2, interleaved", 4, pipeline_schedule="interleaved", **experts, **pipeline, **full),
+            fsdp2(
+                "experts 4 × tensor 2 × context 2", expert_parallel_degree=4, **tensor, **context
+            ),
+            fsdp2(
+                "experts 2 × pipeline 2, interleaved",
+                4,
+                pipeline_schedule="interleaved",
+                **experts,
+                **pipeline,
+                **full,
+            ),
             fsdp2("experts 2 × tensor 2 × pipeline 2", 2, **experts, **tensor, **pipeline),
         ]
     if world_size % 8 == 0:
-        cases += [fsdp2("experts 4 × tensor 2 × pipeline 2", 2, expert_parallel_degree=4, **tensor, **pipeline)]
+        cases += [
+            fsdp2(
+                "experts 4 × tensor 2 × pipeline 2",
+                2,
+                expert_parallel_degree=4,
+                **tensor,
+                **pipeline,
+            )
+        ]
     return cases

@@ -1,4 +1,6 @@
-"""`lmforge doctor --parity`: the table of whether every parallel strategy computes the same here, with these ranks."""
+"""`lmforge doctor --parity`: the table of whether every parallel strategy computes the same here,
+with these ranks.
+"""
 
 import faulthandler
 import gc
@@ -30,14 +32,24 @@ MIB = 2**20
 STDERR_FILENO = 2
 GRACE_SECONDS = 5.0
 # What a rank holds: the first three between steps, the last between forward and backward.
-MEMORY_COLUMNS = {"parameters": "weights", "gradients": "grads", "optimizer": "optim.", "activations": "activ."}
+MEMORY_COLUMNS = {
+    "parameters": "weights",
+    "gradients": "grads",
+    "optimizer": "optim.",
+    "activations": "activ.",
+}
 
 
 def check_parity(options: DoctorOptions) -> int:
-    """Train the small model under every strategy that fits the ranks, and print a table. Returns 1 where one is wrong."""
+    """Train the small model under every strategy that fits the ranks, and print a table.
+
+    Returns 1 where one is wrong.
+    """
     with init_distributed(options.device, threads=1) as dist_ctx:
         if options.compile and (missing := missing_for_compile(dist_ctx.device)):
-            raise UserError(f"--compile: {missing} on this machine; install it, or leave the option out")
+            raise UserError(
+                f"--compile: {missing} on this machine; install it, or leave the option out"
+            )
         rows = _run_cases(dist_ctx, options)
         if dist_ctx.is_rank0 and options.output == "json":
             print(json.dumps(without_non_finite(rows), indent=1))
@@ -48,17 +60,25 @@ def check_parity(options: DoctorOptions) -> int:
 
 def _run_cases(dist_ctx: DistributedContext, options: DoctorOptions) -> list[dict[str, Any]]:
     """A row for each strategy on rank 0; none on the other ranks."""
-    data = ParityData(sequences=SEQUENCES_PER_RANK * dist_ctx.world_size, steps=options.steps, seed=options.seed)
+    data = ParityData(
+        sequences=SEQUENCES_PER_RANK * dist_ctx.world_size, steps=options.steps, seed=options.seed
+    )
     of_ranks = dist_ctx.world_size, options.compile, DTYPES[options.dtype]
     cases = [*parity.strategy_cases(*of_ranks), *parity.mixture_cases(*of_ranks)]
     references = dict[ModelConfig, ParityResult]()
     if dist_ctx.is_rank0:
         with _reported_if_late("one process", options.timeout_seconds, 0):
             of_models = {case.model_config: case for case in cases}
-            references = {model: parity.run_single(case, data, dist_ctx) for model, case in of_models.items()}
-    gc.freeze()  # cases and the compiler run garbage collection often, which need not traverse lasting objects each time
+            references = {
+                model: parity.run_single(case, data, dist_ctx) for model, case in of_models.items()
+            }
+    # Cases and the compiler run garbage collection often, which need not traverse lasting objects
+    # each time.
+    gc.freeze()
     rows = []
-    with Console(stderr=True, quiet=not (dist_ctx.is_rank0 and sys.stderr.isatty())).status("") as status:
+    with Console(stderr=True, quiet=not (dist_ctx.is_rank0 and sys.stderr.isatty())).status(
+        ""
+    ) as status:
         for case in cases:
             status.update(case.name)
             if dist_ctx.device.type == "cuda":
@@ -73,20 +93,27 @@ def _run_cases(dist_ctx: DistributedContext, options: DoctorOptions) -> list[dic
 
 @contextmanager
 def _reported_if_late(strategy: str, seconds: float, rank: int) -> Iterator[None]:
-    """A block that, every so many seconds until it ends, is named with its rank and the stacks of all threads."""
+    """A block that, every so many seconds until it ends, is named with its rank and the stacks of
+    all threads.
+    """
     ended = threading.Event()
 
     def name_it() -> None:
         waited = 0.0
         while not ended.wait(seconds):
             waited += seconds
-            print_line(f"rank {rank}: {strategy} has not ended after {format_duration(waited)}; the stacks of the rank:")
+            print_line(
+                f"rank {rank}: {strategy} has not ended after {format_duration(waited)}; the stacks"
+                " of the rank:"
+            )
             faulthandler.dump_traceback(STDERR_FILENO)
             dump_without_lock()
 
     def dump_without_lock() -> None:
-        """Where the rank holds Python's lock and waits, no thread of Python can print its stacks, but one of faulthandler can.
-        Reading stacks that run may crash, so it begins only when the other has had its time, and begins anew after it."""
+        """Where the rank holds Python's lock and waits, no thread of Python can print its stacks,
+        but one of faulthandler can. Reading stacks that run may crash, so it begins only when the
+        other has had its time, and begins anew after it.
+        """
         faulthandler.dump_traceback_later(seconds + GRACE_SECONDS, repeat=True, file=STDERR_FILENO)
 
     late = threading.Thread(target=name_it, name="late", daemon=True)
@@ -100,7 +127,9 @@ def _reported_if_late(strategy: str, seconds: float, rank: int) -> Iterator[None
         faulthandler.cancel_dump_traceback_later()
 
 
-def _row(case: ParityCase, result: ParityResult, reference: ParityResult, dist_ctx: DistributedContext) -> dict[str, Any]:
+def _row(
+    case: ParityCase, result: ParityResult, reference: ParityResult, dist_ctx: DistributedContext
+) -> dict[str, Any]:
     differences, device_type = parity.relative_differences(result, reference), dist_ctx.device.type
     bound = bound_of_splits(dtype_name(case.dtype), device_type)
     return {
@@ -110,8 +139,10 @@ def _row(case: ParityCase, result: ParityResult, reference: ParityResult, dist_c
         "reference": reference.losses[-1],
         "difference": differences,
         # What is not finite is infinitely far. Compiled, the residual stream is not seen.
-        "wrong": not all(differences[name] <= getattr(bound, name) for name in differences)
-        or result.hidden_dtypes != (set() if case.compile_model else {case.dtype}),
+        "wrong": (
+            not all(differences[name] <= getattr(bound, name) for name in differences)
+            or result.hidden_dtypes != (set() if case.compile_model else {case.dtype})
+        ),
         "tokens_per_second": result.tokens_per_second,
         "mib": {name: size / MIB for name, size in result.memory_bytes.items()},
         "peak_gib": result.memory_gib if device_type == "cuda" else None,
@@ -125,7 +156,15 @@ def _print_table(rows: list[dict[str, Any]], dist_ctx: DistributedContext, dtype
     table = Table(title=f"{ranks} on {device_type}, {dtype}", title_justify="left")
     table.add_column("strategy")
     peak = ["peak GiB"] if device_type == "cuda" else []
-    for name in ("loss", "Δ loss", "Δ gradient", "Δ weights", "tok/s", *MEMORY_COLUMNS.values(), *peak):
+    for name in (
+        "loss",
+        "Δ loss",
+        "Δ gradient",
+        "Δ weights",
+        "tok/s",
+        *MEMORY_COLUMNS.values(),
+        *peak,
+    ):
         table.add_column(name, justify="right")
     for row in rows:
         cells = [
@@ -140,14 +179,22 @@ def _print_table(rows: list[dict[str, Any]], dist_ctx: DistributedContext, dtype
     console = page_console(160)
     console.print(table)
     bound = bound_of_splits(dtype, device_type)
-    bounds = dict.fromkeys(f"{each:.2g}" for each in (bound.loss, bound.gradient_norm, bound.weights))
+    bounds = dict.fromkeys(
+        f"{each:.2g}" for each in (bound.loss, bound.gradient_norm, bound.weights)
+    )
     wrong, within = [row["strategy"] for row in rows if row["wrong"]], ", ".join(bounds)
     verdict = f"{len(rows)} strategies agree with one process within {within}"
     if len(bounds) > 1:
         verdict += f" (loss, gradient, weights), with a residual stream in {dtype}"
     if wrong:
-        verdict = f"WRONG, further than {within} from one process, or in another dtype: {', '.join(wrong)}"
+        verdict = (
+            f"WRONG, further than {within} from one process, or in another dtype:"
+            f" {', '.join(wrong)}"
+        )
     console.print(verdict, style="bold red" if wrong else None, soft_wrap=True)
     console.print("Δ: largest relative difference from one process over all steps")
-    memory = "MiB on rank 0: weights, gradients and optimizer states between steps, activations before the backward pass"
+    memory = (
+        "MiB on rank 0: weights, gradients and optimizer states between steps, activations before"
+        " the backward pass"
+    )
     console.print(memory, soft_wrap=True)

@@ -1,4 +1,5 @@
-"""`lmforge bench`: what a step of a recipe costs, for one recipe or a sweep over options or recipes; `trial.py` measures it.
+"""`lmforge bench`: what a step of a recipe costs, for one recipe or a sweep over options or
+recipes; `trial.py` measures it.
 
 The prediction of `lmforge plan` for these ranks is printed beside the measurement.
 """
@@ -22,15 +23,19 @@ from lmforge.lab.options.bench import RECIPE_AXIS, BenchConfig, sweep_combinatio
 from lmforge.ops.terminal.cells import page_console
 
 OUT_OF_MEMORY = "out of memory"
-# Columns where standard output is not a terminal: wide enough that nothing is cut off, since paths may differ only at the end.
+# Columns where standard output is not a terminal: wide enough that nothing is cut off, since paths
+# may differ only at the end.
 FILE_WIDTH = 10_000
 
 
 def bench(config: BenchConfig, arguments: list[str]) -> int:
-    """Time the recipe, or every combination of a sweep, and print. `arguments` is the command line without the verb.
+    """Time the recipe, or every combination of a sweep, and print.
 
-    Returns the exit status: 130 for a sweep that was interrupted, which prints what it has. Raises UserError where the recipe
-    cannot be trained here, and RunFailed, after the whole sweep, where a combination failed for another reason than memory.
+    `arguments` is the command line without the verb.
+
+    Returns the exit status: 130 for a sweep that was interrupted, which prints what it has. Raises
+    UserError where the recipe cannot be trained here, and RunFailed, after the whole sweep, where a
+    combination failed for another reason than memory.
     """
     if config.bench.calibrate:
         from lmforge.lab.bench.calibrate import calibrate
@@ -44,52 +49,95 @@ def bench(config: BenchConfig, arguments: list[str]) -> int:
     if config.bench.trace:
         raise UserError("--trace: not with --sweep; trace one recipe")
     if read_rank_info().launched:
-        raise UserError("--sweep: starts ranks itself, so do not start it with torchrun; use --launch.processes")
+        raise UserError(
+            "--sweep: starts ranks itself, so do not start it with torchrun; use --launch.processes"
+        )
     return _sweep(config, arguments)
 
 
 def _sweep(config: BenchConfig, arguments: list[str]) -> int:
-    """Time every combination and print. Each is reported when it is done; finished ones are printed even after an interruption.
+    """Time every combination and print.
 
-    Raises UserError where no combination can be timed, and RunFailed where one crashed: the others are timed all the same.
+    Each is reported when it is done; finished ones are printed even after an interruption.
+
+    Raises UserError where no combination can be timed, and RunFailed where one crashed: the others
+    are timed all the same.
     """
     combinations = sweep_combinations(config.bench.sweep)
     rows = list[dict[str, Any]]()
     if RECIPE_AXIS in combinations[0] and not arguments[0].startswith("-"):
-        raise UserError(f"--sweep {RECIPE_AXIS}=…: with {arguments[0]} before it there are two; leave one out")
+        raise UserError(
+            f"--sweep {RECIPE_AXIS}=…: with {arguments[0]} before it there are two; leave one out"
+        )
     try:
         for number, overrides in enumerate(combinations, start=1):
-            print(f"{number} of {len(combinations)}  {_words(overrides)} …", file=sys.stderr, flush=True)
+            print(
+                f"{number} of {len(combinations)}  {_words(overrides)} …",
+                file=sys.stderr,
+                flush=True,
+            )
             rows.append({**_run_trial(arguments, overrides), "swept": overrides})
-            print(f"{number} of {len(combinations)}  {_summary_line(rows[-1])}", file=sys.stderr, flush=True)
+            print(
+                f"{number} of {len(combinations)}  {_summary_line(rows[-1])}",
+                file=sys.stderr,
+                flush=True,
+            )
     except KeyboardInterrupt:
-        print(f"lmforge: interrupted after {len(rows)} of {len(combinations)} combinations", file=sys.stderr, flush=True)
+        print(
+            f"lmforge: interrupted after {len(rows)} of {len(combinations)} combinations",
+            file=sys.stderr,
+            flush=True,
+        )
         return 128 + signal.SIGINT
     finally:
         if rows:
             _print_results(rows, config.bench.output)
     if crashed := [row for row in rows if row.get("crashed")]:
-        raise RunFailed(f"--sweep: {len(crashed)} of {len(rows)} combinations failed; the first: {_summary_line(crashed[0])}")
+        raise RunFailed(
+            f"--sweep: {len(crashed)} of {len(rows)} combinations failed; the first:"
+            f" {_summary_line(crashed[0])}"
+        )
     if all(row.get("failed", OUT_OF_MEMORY) != OUT_OF_MEMORY for row in rows):
-        raise UserError(f"--sweep: none of its {len(rows)} combinations can be timed; the first: {rows[0]['failed']}")
+        raise UserError(
+            f"--sweep: none of its {len(rows)} combinations can be timed; the first:"
+            f" {rows[0]['failed']}"
+        )
     return 0
 
 
 def _run_trial(arguments: list[str], overrides: dict[str, str]) -> dict[str, Any]:
-    """One combination in separate processes, so that its memory is freed and its failure is contained."""
+    """One combination in separate processes, so that its memory is freed and its failure is
+    contained.
+    """
     recipe = [overrides[RECIPE_AXIS]] if RECIPE_AXIS in overrides else []
-    options = [word for name, value in overrides.items() if name != RECIPE_AXIS for word in (f"--{name}", value)]
+    options = [
+        word
+        for name, value in overrides.items()
+        if name != RECIPE_AXIS
+        for word in (f"--{name}", value)
+    ]
     # If an option is given twice, the last value counts; a list may be empty.
     words = [*recipe, *arguments, *options]
     try:
         parse_config(BenchConfig, words)
     except UserError as problem:
         return {"failed": str(problem)}
-    command = [sys.executable, "-m", "lmforge", "bench", *words, "--bench.output", "json", "--bench.sweep"]
+    command = [
+        sys.executable,
+        "-m",
+        "lmforge",
+        "bench",
+        *words,
+        "--bench.output",
+        "json",
+        "--bench.sweep",
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode == 0:
         return dict(json.loads(done.stdout)[0])
-    last_line = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "no error message")
+    last_line = next(
+        (line for line in reversed(done.stderr.splitlines()) if line.strip()), "no error message"
+    )
     if ran_out_of_memory(done.returncode, done.stderr):
         return {"failed": OUT_OF_MEMORY}
     return {"failed": last_line.removeprefix("lmforge: "), "crashed": done.returncode != 2}
@@ -97,7 +145,12 @@ def _run_trial(arguments: list[str], overrides: dict[str, str]) -> dict[str, Any
 
 def ran_out_of_memory(status: int | None, stderr: str) -> bool:
     """Whether a process that ended with `status` and wrote `stderr` ran out of memory."""
-    return "OutOfMemoryError" in stderr or "out of memory" in stderr or "can't allocate memory" in stderr or status == -9
+    return (
+        "OutOfMemoryError" in stderr
+        or "out of memory" in stderr
+        or "can't allocate memory" in stderr
+        or status == -9
+    )
 
 
 def _words(overrides: dict[str, str]) -> str:
@@ -108,8 +161,15 @@ def _summary_line(row: dict[str, Any]) -> str:
     if "failed" in row:
         return f"{_words(row['swept'])}: {row['failed']}"
     step, mfu = row["step_seconds"]["median"], f", MFU {row['mfu']:.0%}" if row["mfu"] else ""
-    beside = f" (predicted {_interval(speeds)})" if (speeds := row["predicted"].get("tokens_per_second_interval")) else ""
-    rates = f"{row['tokens_per_second']:,.0f} tokens/s{beside}, {1e3 * step:.0f} ms per step{mfu}, {row['memory_gib']:.2f} GiB"
+    beside = (
+        f" (predicted {_interval(speeds)})"
+        if (speeds := row["predicted"].get("tokens_per_second_interval"))
+        else ""
+    )
+    rates = (
+        f"{row['tokens_per_second']:,.0f} tokens/s{beside}, {1e3 * step:.0f} ms per step{mfu},"
+        f" {row['memory_gib']:.2f} GiB"
+    )
     return f"{_words(row['swept'])}: {rates}"
 
 
@@ -119,27 +179,46 @@ def _print_results(rows: list[dict[str, Any]], output: str) -> None:
         return
     console = page_console(FILE_WIDTH, markup=False, soft_wrap=True)
     timed = [row for row in rows if "failed" not in row]
-    _print_of_each(console, timed, lambda row: f"{row['ranks']} × {row['device']}, {row['dtype']}, data: {row['data']}")
+    _print_of_each(
+        console,
+        timed,
+        lambda row: f"{row['ranks']} × {row['device']}, {row['dtype']}, data: {row['data']}",
+    )
     if timed and len(rows) == 1:
-        console.print(f"{timed[0]['engine']}, {timed[0]['parameters']:,} parameters, {timed[0]['batch']}")
+        console.print(
+            f"{timed[0]['engine']}, {timed[0]['parameters']:,} parameters, {timed[0]['batch']}"
+        )
     _print_table(console, rows)
     for row in rows:
         if row.get("failed", OUT_OF_MEMORY) != OUT_OF_MEMORY:
             console.print(f"{_outcome(row)}: {_summary_line(row)}")
     if timed:
-        console.print("ms of the phases: of the median step, which they add up to; comm.: collectives in them")
+        console.print(
+            "ms of the phases: of the median step, which they add up to; comm.: collectives in them"
+        )
         console.print("TFLOP/s and MFU: of a rank, counted as docs/tuning.md says")
-        console.print("predicted: from least to most, as lmforge plan does; in brackets the estimate divided by the measured")
+        console.print(
+            "predicted: from least to most, as lmforge plan does; in brackets the estimate divided"
+            " by the measured"
+        )
         _print_of_each(console, timed, lambda row: f"prediction: {row['predicted']['source']}")
 
 
-def _print_of_each(console: Console, rows: list[dict[str, Any]], describe: Callable[[dict[str, Any]], str]) -> None:
-    """A line that holds for all rows; where it differs, each line with the combinations that it holds for."""
+def _print_of_each(
+    console: Console, rows: list[dict[str, Any]], describe: Callable[[dict[str, Any]], str]
+) -> None:
+    """A line that holds for all rows; where it differs, each line with the combinations that it
+    holds for.
+    """
     rows_of = dict[str, list[dict[str, Any]]]()
     for row in rows:
         rows_of.setdefault(describe(row), []).append(row)
     for line, own in rows_of.items():
-        console.print(line if len(rows_of) == 1 else f"{'; '.join(_words(row['swept']) for row in own)}: {line}")
+        console.print(
+            line
+            if len(rows_of) == 1
+            else f"{'; '.join(_words(row['swept']) for row in own)}: {line}"
+        )
 
 
 def _print_table(console: Console, rows: list[dict[str, Any]]) -> None:
@@ -155,8 +234,13 @@ def _print_table(console: Console, rows: list[dict[str, Any]]) -> None:
         cells = [_outcome(row)] if "failed" in row else _cells(row)
         values = [*(row["swept"][name] for name in swept), *cells]
         table.add_row(*values, style="yellow" if "failed" in row else None)
-        lines.append(", ".join(f"{title} {value}" for title, value in zip(titles, values, strict=False)))
-    if Measurement.get(console, console.options.update(max_width=FILE_WIDTH), table).maximum <= console.width:
+        lines.append(
+            ", ".join(f"{title} {value}" for title, value in zip(titles, values, strict=False))
+        )
+    if (
+        Measurement.get(console, console.options.update(max_width=FILE_WIDTH), table).maximum
+        <= console.width
+    ):
         console.print(table, soft_wrap=False)
         return
     for line in lines:
@@ -180,13 +264,20 @@ def _cells(row: dict[str, Any]) -> list[str]:
     speeds = predicted.get("tokens_per_second_interval")
     return [
         f"{row['tokens_per_second']:,.0f}",
-        f"{_interval(speeds)} ({speed / row['tokens_per_second']:.2f})" if speed and speeds else "?",
+        (
+            f"{_interval(speeds)} ({speed / row['tokens_per_second']:.2f})"
+            if speed and speeds
+            else "?"
+        ),
         f"{1e3 * step['median']:.0f} ({1e3 * step['min']:.0f}–{1e3 * step['max']:.0f})",
         f"{row['tflops_a_rank']:.3g}",
         f"{row['mfu']:.0%}" if row["mfu"] else "?",
         f"{row['memory_gib']:.2f}",
         "–".join(f"{each:.2f}" for each in memory) if memory else "?",
         # A pipeline's schedule mixes the passes: all of it counts as forward.
-        *(f"{1e3 * seconds:.0f}" if (seconds := row["phase_seconds"][phase]) else "–" for phase in TIMED_PHASES),
+        *(
+            f"{1e3 * seconds:.0f}" if (seconds := row["phase_seconds"][phase]) else "–"
+            for phase in TIMED_PHASES
+        ),
         f"{1e3 * row['communication_seconds']:.0f}",
     ]

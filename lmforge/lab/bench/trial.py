@@ -1,7 +1,9 @@
-"""The cost of a step of one recipe on these ranks: times of full steps, of their phases, and of communication.
+"""The cost of a step of one recipe on these ranks: times of full steps, of their phases, and of
+communication.
 
-A trial builds what training would build, runs whole optimizer steps and times them and their phases. It then runs a step under
-the profiler, to time communication. Tokens come from the recipe's shards, or are random where there are none.
+A trial builds what training would build, runs whole optimizer steps and times them and their
+phases. It then runs a step under the profiler, to time communication. Tokens come from the recipe's
+shards, or are random where there are none.
 """
 
 import gc
@@ -44,7 +46,10 @@ COLLECTIVE_NAMES = ("gloo:", "ncclDevKernel", "ncclKernel")
 
 
 def measure(config: BenchConfig) -> dict[str, Any]:
-    """Times and rates of one recipe on these ranks. Every rank calls it and gets rank 0's result."""
+    """Times and rates of one recipe on these ranks.
+
+    Every rank calls it and gets rank 0's result.
+    """
     set_determinism(config.train.deterministic)
     with init_distributed(config.train.device, config.train.threads) as dist_ctx:
         trial = _Trial(config, dist_ctx)
@@ -62,9 +67,13 @@ class _Trial:
         config = config.model_copy(update={"data": config.data.model_copy(update={"phases": ()})})
         tokens = None if find_missing_folders(config) else TokenSources.open(config)
         pretrained = find_weights(config.model.source) if config.model.source else None
-        self._model_config = resolve_model_config(config, pretrained, tokens.tokenizer.vocab_size if tokens else None)
+        self._model_config = resolve_model_config(
+            config, pretrained, tokens.tokenizer.vocab_size if tokens else None
+        )
         check_parallel(config.parallel, self._model_config, self._plan)
-        for line in describe_unused_sharding(config.parallel, dist_ctx.world_size, dist_ctx.device.type):
+        for line in describe_unused_sharding(
+            config.parallel, dist_ctx.world_size, dist_ctx.device.type
+        ):
             print_line(line)
         config, _ = with_dtype(config, dist_ctx)
         with dist_ctx.raise_on_all():
@@ -91,10 +100,16 @@ class _Trial:
         self.data: BatchLoader | _RandomBatches
         self._data_words = tokens.location if tokens else "random tokens"
         if tokens is None:
-            rank, _ = data_parallel_rank_and_size(config.parallel, dist_ctx.rank_info.rank, dist_ctx.world_size)
-            self.data = _RandomBatches(self._model_config.vocab_size, self._plan, self._device, seed=rank)
+            rank, _ = data_parallel_rank_and_size(
+                config.parallel, dist_ctx.rank_info.rank, dist_ctx.world_size
+            )
+            self.data = _RandomBatches(
+                self._model_config.vocab_size, self._plan, self._device, seed=rank
+            )
         else:
-            self.data = build_loader(config, tokens.training(self._plan.global_batch_size), self._plan, dist_ctx)
+            self.data = build_loader(
+                config, tokens.training(self._plan.global_batch_size), self._plan, dist_ctx
+            )
 
     def run(self) -> dict[str, Any]:
         """Time steps and their phases, then communication."""
@@ -103,16 +118,22 @@ class _Trial:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         cpu_before = time.process_time()
-        steps = sorted((self._timed_step() for _ in range(bench.steps)), key=lambda phases: sum(phases.values()))
+        steps = sorted(
+            (self._timed_step() for _ in range(bench.steps)),
+            key=lambda phases: sum(phases.values()),
+        )
         cpu_seconds = (time.process_time() - cpu_before) / bench.steps
         memory_gib = peak_memory_gib(self._device)
         return self._row([sum(phases.values()) for phases in steps]) | {
             "warmup_seconds": warmup_seconds,
-            "cpu_seconds": cpu_seconds,  # of all threads of rank 0 in a step, not of other processes
+            # Of all threads of rank 0 in a step, not of other processes.
+            "cpu_seconds": cpu_seconds,
             "memory_gib": memory_gib,
             "phase_seconds": steps[(len(steps) - 1) // 2],
             **self._profile(bench.trace if self._is_rank0 else None),
-            "predicted": {"source": self._prediction} if isinstance(self._prediction, str) else self._prediction.as_json(),
+            "predicted": {"source": self._prediction}
+            if isinstance(self._prediction, str)
+            else self._prediction.as_json(),
             "data": self._data_words,
         }
 
@@ -133,7 +154,10 @@ class _Trial:
         )
 
     def _timed_step(self) -> dict[str, float]:
-        """Seconds of each phase of a step, which add up to the step. No phase waits for the device: a GPU stamps its events."""
+        """Seconds of each phase of a step, which add up to the step.
+
+        No phase waits for the device: a GPU stamps its events.
+        """
         on_gpu = self._device.type == "cuda"
         marks: list[tuple[str, Any]] = []
 
@@ -153,11 +177,19 @@ class _Trial:
         return seconds
 
     def _row(self, seconds: list[float]) -> dict[str, Any]:
-        """The timed values, the rates, and their conditions. The lower median is used, which is the value of an actual step."""
+        """The timed values, the rates, and their conditions.
+
+        The lower median is used, which is the value of an actual step.
+        """
         median = statistics.median_low(seconds)
         tokens_per_second, world_size = self._plan.tokens / median, self._model.dist_ctx.world_size
-        flops = tokens_per_second / world_size * flops_per_token(self._model_config, self._plan.sequence_length)
-        peak = rank_peak_flops(self._model.dist_ctx, self._dtype)  # that of bf16 for float8 too, so that the two compare
+        flops = (
+            tokens_per_second
+            / world_size
+            * flops_per_token(self._model_config, self._plan.sequence_length)
+        )
+        # That of bf16 for float8 too, so that the two compare.
+        peak = rank_peak_flops(self._model.dist_ctx, self._dtype)
         float8 = ", float8 in blocks" if self._config.train.float8 else ""
         return {
             "engine": self._model.description,
@@ -167,7 +199,12 @@ class _Trial:
             "compiled": self._compiled,
             "parameters": parameter_count(self._model_config).total,
             "batch": str(self._plan),
-            "step_seconds": {"median": median, "min": min(seconds), "max": max(seconds), "steps": len(seconds)},
+            "step_seconds": {
+                "median": median,
+                "min": min(seconds),
+                "max": max(seconds),
+                "steps": len(seconds),
+            },
             "tokens_per_second": tokens_per_second,
             "tflops_a_rank": flops / 1e12,
             "mfu": flops / peak if peak else None,
@@ -176,9 +213,13 @@ class _Trial:
         }
 
     def _profile(self, trace_file: Path | None) -> dict[str, float]:
-        """Measure one step: seconds in which collectives run, overlapped by computation or not; live tensors at its peak."""
+        """Measure one step: seconds in which collectives run, overlapped by computation or not;
+        live tensors at its peak.
+        """
         on_gpu = self._device.type == "cuda"
-        activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
+        activities = [ProfilerActivity.CPU] + (
+            [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+        )
         self._synchronize()
         live_before = 0 if on_gpu else _live_bytes()
         if on_gpu:
@@ -188,12 +229,21 @@ class _Trial:
             self._synchronize()
         if trace_file is not None:
             trace_file.parent.mkdir(parents=True, exist_ok=True)
-            partial = trace_file.with_name(f".partial-{trace_file.name}")  # the suffix says whether to compress
+            # The suffix says whether to compress.
+            partial = trace_file.with_name(f".partial-{trace_file.name}")
             profiled.export_chrome_trace(str(partial))
             partial.rename(trace_file)
-        spans = [event.time_range for event in profiled.events() or [] if event.name.startswith(COLLECTIVE_NAMES)]
+        spans = [
+            event.time_range
+            for event in profiled.events() or []
+            if event.name.startswith(COLLECTIVE_NAMES)
+        ]
         results = profiled.profiler.kineto_results
-        live = torch.cuda.max_memory_allocated() if on_gpu else _peak_bytes(results.events(), live_before)
+        live = (
+            torch.cuda.max_memory_allocated()
+            if on_gpu
+            else _peak_bytes(results.events(), live_before)
+        )
         communication_seconds = _union_length([(span.start, span.end) for span in spans]) / 1e6
         return {"communication_seconds": communication_seconds, "live_gib": live / 2**30}
 
@@ -208,7 +258,9 @@ def _union_length(spans: list[tuple[float, float]]) -> float:
 
 
 class _RandomBatches:
-    """A batch of random tokens, one document a sequence, for every step: used where the recipe's data is missing."""
+    """A batch of random tokens, one document a sequence, for every step: used where the recipe's
+    data is missing.
+    """
 
     def __init__(self, vocab_size: int, plan: BatchPlan, device: torch.device, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -217,7 +269,9 @@ class _RandomBatches:
         positions = torch.arange(plan.sequence_length).expand(size).contiguous()
         # Random too, and used only where the model has dropout.
         keys = torch.randint(-(2**63), 2**63 - 1, size, generator=generator)
-        batch = Batch(tokens, tokens.roll(-1, dims=1), positions, torch.zeros(size, dtype=torch.int32), keys)
+        batch = Batch(
+            tokens, tokens.roll(-1, dims=1), positions, torch.zeros(size, dtype=torch.int32), keys
+        )
         self._batches = [batch.to(device)] * plan.accumulation
 
     def batches(self, step: int) -> list[Batch]:
@@ -229,14 +283,15 @@ class _RandomBatches:
 def _live_bytes() -> int:
     """Bytes of all tensors on the CPU that Python can see between two steps.
 
-    The buckets of DDP are among them: its reducer keeps the gradients that are views of them, and a gradient that Python has
-    seen once, as optimizers do, stays visible.
+    The buckets of DDP are among them: its reducer keeps the gradients that are views of them, and a
+    gradient that Python has seen once, as optimizers do, stays visible.
     """
     gc.collect()  # what only reference cycles hold is not needed
     tensors = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
     storages = {}
     for tensor in tensors:
-        if tensor.device.type != "cpu" or not torch._C._has_storage(tensor):  # what vmap hands out has none of its own
+        # What vmap hands out has none of its own.
+        if tensor.device.type != "cpu" or not torch._C._has_storage(tensor):
             continue
         if type(tensor) in (torch.Tensor, torch.nn.Parameter):
             storage = tensor.untyped_storage()
@@ -245,8 +300,12 @@ def _live_bytes() -> int:
 
 
 def _peak_bytes(events: Sequence[Any], live_before: int) -> int:
-    """The maximum of live bytes, from the events of a profiler that recorded memory; `live_before` bytes were live before."""
-    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    """The maximum of live bytes, from the events of a profiler that recorded memory; `live_before`
+    bytes were live before.
+    """
+    changes = sorted(
+        (event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"
+    )
     live = peak = live_before
     for _, nbytes in changes:
         live += nbytes

@@ -1,4 +1,7 @@
-"""Charts as SVG text, in the style of a run's report; they need no script. Values must be finite."""
+"""Charts as SVG text, in the style of a run's report; they need no script.
+
+Values must be finite.
+"""
 
 import html
 from collections.abc import Sequence
@@ -13,7 +16,10 @@ COLORS = 8  # that report.css has
 
 @dataclass(frozen=True)
 class Curve:
-    """Points [x, y], as a line or dots; or [x, low, high], as a band or bars. `notes` are shown for dots under a pointer."""
+    """Points [x, y], as a line or dots; or [x, low, high], as a band or bars.
+
+    `notes` are shown for dots under a pointer.
+    """
 
     label: str
     color: int
@@ -37,7 +43,9 @@ class Axis:
     logarithmic: bool
 
     def __call__(self, value: float) -> float:
-        low, high, value = (log10(each) if self.logarithmic else each for each in (self.low, self.high, value))
+        low, high, value = (
+            log10(each) if self.logarithmic else each for each in (self.low, self.high, value)
+        )
         return self.first + (value - low) / (high - low) * (self.last - self.first)
 
     def ticks(self, most: int) -> list[float]:
@@ -45,7 +53,10 @@ class Axis:
             powers = range(floor(log10(self.low)), ceil(log10(self.high)) + 1)
             for steps in ((1, 2, 5), (1, 3), (1,)):
                 found = [
-                    step * 10.0**power for power in powers for step in steps if self.low <= step * 10.0**power <= self.high
+                    step * 10.0**power
+                    for power in powers
+                    for step in steps
+                    if self.low <= step * 10.0**power <= self.high
                 ]
                 if 2 <= len(found) <= most:
                     return found
@@ -54,7 +65,9 @@ class Axis:
         rough = (self.high - self.low) / most
         power = 10.0 ** floor(log10(rough))
         step = next(each * power for each in (1, 2, 5, 10) if each * power >= rough)
-        return [number * step for number in range(ceil(self.low / step), floor(self.high / step) + 1)]
+        return [
+            number * step for number in range(ceil(self.low / step), floor(self.high / step) + 1)
+        ]
 
 
 def short(value: float) -> str:
@@ -66,7 +79,13 @@ def short(value: float) -> str:
 
 
 def chart(
-    heading: str, curves: Sequence[Curve], x_name: str, *, width: int = 560, x_log: bool = True, y_log: bool = False
+    heading: str,
+    curves: Sequence[Curve],
+    x_name: str,
+    *,
+    width: int = 560,
+    x_log: bool = True,
+    y_log: bool = False,
 ) -> str:
     """A box with a heading, a legend and a drawing of the curves that have points."""
     curves = [curve for curve in curves if curve.points]
@@ -75,24 +94,48 @@ def chart(
     xs = [point[0] for curve in curves for point in curve.points]
     x = Axis(*_bounds(xs, x_log), LEFT, width - RIGHT, x_log)
     y = Axis(
-        *_bounds([value for curve in curves for point in curve.points for value in point[1:]], y_log),
+        *_bounds(
+            [value for curve in curves for point in curve.points for value in point[1:]], y_log
+        ),
         HEIGHT - BOTTOM,
         TOP,
         y_log,
     )
     drawn = []
     for tick in y.ticks(6):
-        drawn.append(f'<line class="grid" x1="{LEFT}" x2="{width - RIGHT}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>')
-        drawn.append(f'<text x="{LEFT - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{short(tick)}</text>')
+        drawn.append(
+            f'<line class="grid" x1="{LEFT}" x2="{width - RIGHT}" y1="{y(tick):.1f}"'
+            f' y2="{y(tick):.1f}"/>'
+        )
+        drawn.append(
+            f'<text x="{LEFT - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{short(tick)}</text>'
+        )
     for tick in x.ticks(width // 80):
-        drawn.append(f'<text x="{x(tick):.1f}" y="{HEIGHT - 20}" text-anchor="middle">{_label(x_name, tick)}</text>')
-    drawn.append(f'<text x="{(LEFT + width) / 2:.0f}" y="{HEIGHT - 5}" text-anchor="middle">{html.escape(x_name)}</text>')
-    drawn += [_draw(curve, x, y) for curve in sorted(curves, key=lambda curve: curve.kind != "band")]
+        drawn.append(
+            f'<text x="{x(tick):.1f}" y="{HEIGHT - 20}"'
+            f' text-anchor="middle">{_label(x_name, tick)}</text>'
+        )
+    drawn.append(
+        f'<text x="{(LEFT + width) / 2:.0f}" y="{HEIGHT - 5}"'
+        f' text-anchor="middle">{html.escape(x_name)}</text>'
+    )
+    drawn += [
+        _draw(curve, x, y) for curve in sorted(curves, key=lambda curve: curve.kind != "band")
+    ]
     labels = {curve.label: curve.look for curve in curves if curve.label}
-    legend = "".join(f'<span><i style="background: {look}"></i>{html.escape(label)}</span>' for label, look in labels.items())
+    legend = "".join(
+        f'<span><i style="background: {look}"></i>{html.escape(label)}</span>'
+        for label, look in labels.items()
+    )
     wide = " wide" if width > 700 else ""
-    picture = f'<svg role="img" aria-label="{html.escape(heading)}" viewBox="0 0 {width} {HEIGHT}">{"".join(drawn)}</svg>'
-    return f'<div class="chart{wide}"><h3>{html.escape(heading)}</h3><div class="legend">{legend}</div>{picture}</div>'
+    picture = (
+        f'<svg role="img" aria-label="{html.escape(heading)}" viewBox="0 0 {width}'
+        f' {HEIGHT}">{"".join(drawn)}</svg>'
+    )
+    return (
+        f'<div class="chart{wide}"><h3>{html.escape(heading)}</h3><div'
+        f' class="legend">{legend}</div>{picture}</div>'
+    )
 
 
 def _label(x_name: str, value: float) -> str:
@@ -123,7 +166,8 @@ def _draw(curve: Curve, x: Axis, y: Axis) -> str:
         notes = [f"<title>{html.escape(note)}</title>" for note in curve.notes] or [""] * len(at)
         dots = zip(at, notes, strict=True)
         return "".join(
-            f'<circle cx="{px:.1f}" cy="{py:.1f}" r="4" style="fill: {curve.look}">{note}</circle>' for (px, py), note in dots
+            f'<circle cx="{px:.1f}" cy="{py:.1f}" r="4" style="fill: {curve.look}">{note}</circle>'
+            for (px, py), note in dots
         )
     path = "L".join(f"{px:.1f} {py:.1f}" for px, py in at)
     dash = ' stroke-dasharray="5 4"' if curve.kind == "dashed" else ""

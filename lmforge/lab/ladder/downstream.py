@@ -1,7 +1,9 @@
-"""The scores of tasks that the big run will have, in two steps (arXiv 2412.04403): a law gives its loss, a sigmoid the score.
+"""The scores of tasks that the big run will have, in two steps (arXiv 2412.04403): a law gives its
+loss, a sigmoid the score.
 
-The sigmoid is fitted to the losses and scores of the runs. The loss is the bits per byte of the task's correct answers, which
-have a law of their own; where runs lack them, as for answers that the model writes, it is that of the held-out text.
+The sigmoid is fitted to the losses and scores of the runs. The loss is the bits per byte of the
+task's correct answers, which have a law of their own; where runs lack them, as for answers that the
+model writes, it is that of the held-out text.
 """
 
 from collections.abc import Mapping
@@ -23,12 +25,18 @@ OF_SOURCES = ("val/loss/", "val/bits_per_byte/")
 OF_ANSWERS = "bits_per_byte"  # of run_task
 
 
-def predict_scores(fit: Fit, scores: Mapping[str, Mapping[str, float]], target: Target, seed: int = 0) -> list[dict[str, Any]]:
-    """For each score of tasks, what the target will have. `scores` has those of runs, by name; a run may lack some.
+def predict_scores(
+    fit: Fit, scores: Mapping[str, Mapping[str, float]], target: Target, seed: int = 0
+) -> list[dict[str, Any]]:
+    """For each score of tasks, what the target will have.
+
+    `scores` has those of runs, by name; a run may lack some.
 
     Losses of single sources of data, which are logged under similar names, are no scores.
     """
-    names = dict.fromkeys(name for each in scores.values() for name in each if not name.startswith(OF_SOURCES))
+    names = dict.fromkeys(
+        name for each in scores.values() for name in each if not name.startswith(OF_SOURCES)
+    )
     found, of_answers = [], dict[str, Fit | None]()
     for name in names:
         task, _, metric = name.rpartition("/")
@@ -43,12 +51,15 @@ def predict_scores(fit: Fit, scores: Mapping[str, Mapping[str, float]], target: 
     return found
 
 
-def _fit_answers(fit: Fit, scores: Mapping[str, Mapping[str, float]], name: str, seed: int) -> Fit | None:
+def _fit_answers(
+    fit: Fit, scores: Mapping[str, Mapping[str, float]], name: str, seed: int
+) -> Fit | None:
     """The law of the bits per byte of a task's answers; None where too few runs have them."""
     having = [each for each in fit.points if name in scores.get(each.name, {})]
     try:
         points = [replace(each, loss=scores[each.name][name]) for each in having]
-        # The answers of few questions are noisy: one that is above those of a smaller run has not diverged.
+        # The answers of few questions are noisy: one that is above those of a smaller run has not
+        # diverged.
         return fit_points(points, draws=len(fit.draws), seed=seed, diverged_ratio=inf)
     except UserError:
         return None
@@ -62,24 +73,36 @@ def _predict(
     losses = np.array([each.loss for each in having])
     if len(having) < MIN_POINTS or not np.ptp(losses):
         return None
-    values, chance = np.array([scores[each.name][name] for each in having]), np.random.default_rng(seed)
+    values, chance = (
+        np.array([scores[each.name][name] for each in having]),
+        np.random.default_rng(seed),
+    )
     laws = (fit.law, *fit.draws)
     reached = np.array([law.loss(target.parameters, target.tokens) for law in laws])
     # The first is the best fit; the others are of runs drawn with repetition.
     weights = np.ones((len(laws), len(losses)))
-    weights[1:] = chance.multinomial(len(losses), np.full(len(losses), 1 / len(losses)), len(fit.draws))
+    weights[1:] = chance.multinomial(
+        len(losses), np.full(len(losses), 1 / len(losses)), len(fit.draws)
+    )
     predicted, deviation = _sigmoids(losses, values, weights, reached)
     drawn = np.clip(predicted[1:] + deviation * chance.standard_normal(len(fit.draws)), 0, 1)
     score = Estimate(float(predicted[0]), *interval(drawn.tolist()))
     flat = np.ptp(values) <= 4 * deviation  # both are 0 where all runs have the same score
-    return {"score": asdict(score), "caution": "hardly changes from run to run: read the interval" if flat else ""}
+    return {
+        "score": asdict(score),
+        "caution": "hardly changes from run to run: read the interval" if flat else "",
+    }
 
 
 def _sigmoids(losses: Array, scores: Array, weights: Array, at: Array) -> tuple[Array, float]:
-    """(for each row of weights [fits, runs], the value at a loss `at` [fits] of the sigmoid that fits the scores [runs] best;
-    the standard deviation of scores about the first). Floor and height follow in closed form for each of a grid of shapes."""
+    """(for each row of weights [fits, runs], the value at a loss `at` [fits] of the sigmoid that
+    fits the scores [runs] best; the standard deviation of scores about the first). Floor and height
+    follow in closed form for each of a grid of shapes.
+    """
     lowest, span = losses.min(), np.ptp(losses)
-    shapes = np.array([(lowest + centre * span, slope / span) for centre, slope in product(CENTRES, SLOPES)])
+    shapes = np.array(
+        [(lowest + centre * span, slope / span) for centre, slope in product(CENTRES, SLOPES)]
+    )
 
     def curve(shape: Array, loss: Array) -> Array:
         return 1 / (1 + np.exp(np.clip(shape[..., 1] * (loss - shape[..., 0]), -50, 50)))

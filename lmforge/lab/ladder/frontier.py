@@ -1,7 +1,9 @@
-"""What a fit says about larger runs: their loss, the best size for a number of FLOPs, and what another size costs.
+"""What a fit says about larger runs: their loss, the best size for a number of FLOPs, and what
+another size costs.
 
-FLOPs are `flops_per_token` of the target over its parameters, times parameters and tokens: FLOPS_CONVENTION for its shape, and
-nearly that for models of other sizes. Everything is plain values for JSON: `conclusions` has all of it.
+FLOPs are `flops_per_token` of the target over its parameters, times parameters and tokens:
+FLOPS_CONVENTION for its shape, and nearly that for models of other sizes. Everything is plain
+values for JSON: `conclusions` has all of it.
 """
 
 from collections.abc import Callable, Mapping
@@ -45,7 +47,9 @@ class Target:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value of the law, and the interval of LEVEL of the laws that the runs allow, widened to hold it."""
+    """A value of the law, and the interval of LEVEL of the laws that the runs allow, widened to
+    hold it.
+    """
 
     value: float
     low: float
@@ -62,7 +66,10 @@ def _estimate(value: float, drawn: list[float]) -> Estimate:
 
 
 def predicted_loss(fit: Fit, parameters: float, tokens: float) -> Estimate:
-    """The loss of one run, in nats per token. The interval has the noise of that run too, so that it holds what is measured."""
+    """The loss of one run, in nats per token.
+
+    The interval has the noise of that run too, so that it holds what is measured.
+    """
     chance = np.random.default_rng(0).standard_normal(len(fit.draws))
     pairs = zip(fit.draws, fit.noises, chance, strict=True)
     losses = [law.loss(parameters, tokens) * exp(noise * one) for law, noise, one in pairs]
@@ -83,10 +90,16 @@ def loss_at(law: Law, target: Target, flops: float, size_ratio: float = 1) -> fl
 
 
 def flops_ratio(law: Law, target: Target, flops: float, size_ratio: float) -> float:
-    """How many times the FLOPs reach the best loss for `flops` with the best size times `size_ratio`; inf where none do."""
+    """How many times the FLOPs reach the best loss for `flops` with the best size times
+    `size_ratio`; inf where none do.
+    """
     parameters = size_ratio * best_size(law, target, flops)
     left = loss_at(law, target, flops) - law.loss(parameters, float("inf"))
-    return target.flops_of(parameters, (law.B / left) ** (1 / law.beta)) / flops if left > 0 else float("inf")
+    return (
+        target.flops_of(parameters, (law.B / left) ** (1 / law.beta)) / flops
+        if left > 0
+        else float("inf")
+    )
 
 
 def flat_range(law: Law, target: Target, flops: float) -> tuple[float, float]:
@@ -113,32 +126,44 @@ def cautions(fit: Fit, target: Target) -> list[str]:
     for name, exponent, what in (("A", "alpha", "size"), ("B", "beta", "number of tokens")):
         if getattr(fit.best, name) == 0:
             lines.append(
-                f"{name} is 0 in the best law: these runs do not show what a larger {what} gains, nor what the best size is"
+                f"{name} is 0 in the best law: these runs do not show what a larger {what} gains,"
+                " nor what the best size is"
             )
         elif not EXPONENTS[0] * 1.01 < (value := getattr(fit.best, exponent)) < EXPONENTS[1] / 1.01:
-            lines.append(f"{exponent} is {value:.2g} in the best law, the end of its range: no such law fits these runs well")
+            lines.append(
+                f"{exponent} is {value:.2g} in the best law, the end of its range: no such law fits"
+                " these runs well"
+            )
     if (noise := float(np.median(fit.noises))) > NOISY:
         lines.append(
-            f"losses of the runs are {noise:.1%} from the law: are they too short, or is the learning rate too high for them? "
-            "longer ones, or --ladder.learning_rates, would show it"
+            f"losses of the runs are {noise:.1%} from the law: are they too short, or is the"
+            " learning rate too high for them? longer ones, or --ladder.learning_rates, would"
+            " show it"
         )
     if fit.law != fit.best:
-        lines.append("the law that fits best is an extreme one of those that the runs allow: all values are of a middle one")
+        lines.append(
+            "the law that fits best is an extreme one of those that the runs allow: all values are"
+            " of a middle one"
+        )
     for name in ("alpha", "beta"):
         low, high = fit.interval(attrgetter(name))
         if high / low > (EXPONENTS[1] / EXPONENTS[0]) ** 0.5:
             lines.append(
-                f"the runs hardly fix {name}: {low:.2g} to {high:.2g}; more of them, and other sizes and token counts, would"
+                f"the runs hardly fix {name}: {low:.2g} to {high:.2g}; more of them, and other"
+                " sizes and token counts, would"
             )
     return lines
 
 
 def check_largest(fit: Fit) -> dict[str, Any] | None:
-    """The run with the most FLOPs, as the smaller models predict it: what the ladder would have said of it before it was
-    trained. None where they cannot fix a law."""
+    """The run with the most FLOPs, as the smaller models predict it: what the ladder would have
+    said of it before it was trained. None where they cannot fix a law.
+    """
     largest = max(fit.points, key=lambda each: each.parameters * each.tokens)
     try:
-        smaller = fit_points([each for each in fit.points if each.parameters < largest.parameters], draws=CHECK_DRAWS)
+        smaller = fit_points(
+            [each for each in fit.points if each.parameters < largest.parameters], draws=CHECK_DRAWS
+        )
     except UserError:
         return None
     predicted = predicted_loss(smaller, largest.parameters, largest.tokens)
@@ -147,7 +172,9 @@ def check_largest(fit: Fit) -> dict[str, Any] | None:
 
 
 def conclusions(fit: Fit, target: Target) -> dict[str, Any]:
-    """Everything that follows from a fit about a target, as values for JSON. Intervals are of LEVEL."""
+    """Everything that follows from a fit about a target, as values for JSON. Intervals are of
+    LEVEL.
+    """
     flops, law = target.flops, fit.law
     loss = predicted_loss(fit, target.parameters, target.tokens)
     own = target.parameters / best_size(law, target, flops)
@@ -157,33 +184,59 @@ def conclusions(fit: Fit, target: Target) -> dict[str, Any]:
         "law": {name: asdict(estimate(fit, attrgetter(name))) for name in asdict(law)},
         "noise": float(np.median(fit.noises)),
         "points": [
-            asdict(each) | {"predicted": law.loss(each.parameters, each.tokens), "residual": residual}
+            asdict(each)
+            | {
+                "predicted": law.loss(each.parameters, each.tokens),
+                "residual": residual,
+            }
             for each, residual in zip(fit.points, fit.residuals(), strict=True)
         ],
         "left_out": [{"name": name, "reason": reason} for name, reason in fit.left_out],
         "cautions": cautions(fit, target),
         "check": check_largest(fit),
-        "target": asdict(target) | {"flops": flops, "loss": asdict(loss), "bits_per_byte": _bits(loss, target)},
+        "target": (
+            asdict(target)
+            | {
+                "flops": flops,
+                "loss": asdict(loss),
+                "bits_per_byte": _bits(loss, target),
+            }
+        ),
         "best": _best(fit, target, flops),
         "flat": dict(zip(("low", "high"), flat_range(law, target, flops), strict=True)),
         "sizes": [_with_size(fit, target, ratio, own) for ratio in sorted({*SIZE_RATIOS, own})],
-        "frontier": [_best(fit, target, float(each)) for each in np.geomspace(smallest, 10 * flops, FRONTIER_POINTS)],
+        "frontier": [
+            _best(fit, target, float(each))
+            for each in np.geomspace(smallest, 10 * flops, FRONTIER_POINTS)
+        ],
     }
 
 
 def compare(fits: Mapping[str, Fit], target: Target) -> list[dict[str, Any]]:
-    """For each pair of mixtures, the loss of the first less that of the second at the target, and whether its interval leaves
-    out 0. Their losses must be of the same held-out text."""
+    """For each pair of mixtures, the loss of the first less that of the second at the target, and
+    whether its interval leaves out 0. Their losses must be of the same held-out text.
+    """
     names = list(fits)
     pairs = [(a, b) for place, a in enumerate(names) for b in names[place + 1 :]]
     found = []
     for a, b in pairs:
         losses = [
-            [law.loss(target.parameters, target.tokens) for law in (fits[each].law, *fits[each].draws)] for each in (a, b)
+            [
+                law.loss(target.parameters, target.tokens)
+                for law in (fits[each].law, *fits[each].draws)
+            ]
+            for each in (a, b)
         ]
         differences = [one - other for one, other in zip(*losses, strict=False)]
         difference = _estimate(differences[0], differences[1:])
-        found.append({"first": a, "second": b, **asdict(difference), "decided": difference.low > 0 or difference.high < 0})
+        found.append(
+            {
+                "first": a,
+                "second": b,
+                **asdict(difference),
+                "decided": difference.low > 0 or difference.high < 0,
+            }
+        )
     return found
 
 
@@ -199,11 +252,18 @@ def _best(fit: Fit, target: Target, flops: float) -> dict[str, Any]:
     size = estimate(fit, lambda law: best_size(law, target, flops))
     tokens = estimate(fit, lambda law: target.tokens_of(flops, best_size(law, target, flops)))
     loss = estimate(fit, lambda law: loss_at(law, target, flops))
-    return {"flops": flops, "parameters": asdict(size), "tokens": asdict(tokens), "loss": asdict(loss)}
+    return {
+        "flops": flops,
+        "parameters": asdict(size),
+        "tokens": asdict(tokens),
+        "loss": asdict(loss),
+    }
 
 
 def _with_size(fit: Fit, target: Target, ratio: float, own: float) -> dict[str, Any]:
-    """What another size than the best costs: loss for the same FLOPs, and FLOPs and tokens for the same loss."""
+    """What another size than the best costs: loss for the same FLOPs, and FLOPs and tokens for the
+    same loss.
+    """
     flops = target.flops
     parameters = ratio * best_size(fit.law, target, flops)
     times = flops_ratio(fit.law, target, flops, ratio)
@@ -214,5 +274,7 @@ def _with_size(fit: Fit, target: Target, ratio: float, own: float) -> dict[str, 
         "tokens": target.tokens_of(flops, parameters),
         "loss": loss_at(fit.law, target, flops, ratio),
         "same_loss_flops": times if isfinite(times) else None,
-        "same_loss_tokens": target.tokens_of(times * flops, parameters) if isfinite(times) else None,
+        "same_loss_tokens": (
+            target.tokens_of(times * flops, parameters) if isfinite(times) else None
+        ),
     }

@@ -1,4 +1,6 @@
-"""The page of a ladder, as one HTML file without scripts, and the same numbers as JSON beside it."""
+"""The page of a ladder, as one HTML file without scripts, and the same numbers as JSON beside
+it.
+"""
 
 import html
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,13 +22,16 @@ GREEK = {"alpha": "α", "beta": "β"}
 
 
 def write_page(
-    folder: Path, ladders: Sequence[Mapping[str, Any]], comparison: Sequence[Mapping[str, Any]] = (), title: str = "Ladder"
+    folder: Path,
+    ladders: Sequence[Mapping[str, Any]],
+    comparison: Sequence[Mapping[str, Any]] = (),
+    title: str = "Ladder",
 ) -> Path:
     """Write PAGE_FILE and NUMBERS_FILE into a folder. Returns the path of the page. Raises OSError.
 
     Args:
-        ladders: of each mixture `conclusions`, with "name", "curves" ({name of a run: [[tokens, loss], …]}), and, where tasks
-            were given, "tasks" (`predict_scores`).
+        ladders: of each mixture `conclusions`, with "name", "curves" ({name of a run: [[tokens,
+            loss], …]}), and, where tasks were given, "tasks" (`predict_scores`).
         comparison: what `compare` says.
     """
     numbers = {"title": title, "ladders": ladders, "comparison": comparison}
@@ -35,7 +40,9 @@ def write_page(
     return folder / PAGE_FILE
 
 
-def render(title: str, ladders: Sequence[Mapping[str, Any]], comparison: Sequence[Mapping[str, Any]] = ()) -> str:
+def render(
+    title: str, ladders: Sequence[Mapping[str, Any]], comparison: Sequence[Mapping[str, Any]] = ()
+) -> str:
     """The page as text; the arguments are those of `write_page`."""
     style = (files("lmforge.ops.report") / "web" / "report.css").read_text("utf-8")
     policy = "default-src 'none'; style-src 'unsafe-inline'"
@@ -54,12 +61,17 @@ def check_text(check: Mapping[str, Any]) -> str:
     off = check["predicted"]["value"] / check["loss"] - 1
     verdict = f"{abs(off):.1%} too {'high' if off > 0 else 'low'}"
     verdict += "" if check["is_inside"] else ", outside the interval: these runs follow no one law"
-    return f"{check['name']} by the smaller models: {interval_text(check['predicted'])}, reached {check['loss']:.4f}: {verdict}"
+    return (
+        f"{check['name']} by the smaller models: {interval_text(check['predicted'])}, reached"
+        f" {check['loss']:.4f}: {verdict}"
+    )
 
 
 def interval_text(estimate: Mapping[str, float], digits: int = 4) -> str:
     """A value with its interval."""
-    value, low, high = (short(float(f"{estimate[name]:.{digits}g}")) for name in ("value", "low", "high"))
+    value, low, high = (
+        short(float(f"{estimate[name]:.{digits}g}")) for name in ("value", "low", "high")
+    )
     return f"{value} ({low} to {high})"
 
 
@@ -69,8 +81,13 @@ def _section(heading: str, *parts: str) -> str:
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     cells = "".join(f'<th scope="col">{html.escape(word)}</th>' for word in head)
-    body = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table></div>'
+    body = "".join(
+        f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows
+    )
+    return (
+        "<div"
+        f' class="scroll"><table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
 
 
 def _comparison(pairs: Sequence[Mapping[str, Any]]) -> str:
@@ -79,17 +96,32 @@ def _comparison(pairs: Sequence[Mapping[str, Any]]) -> str:
     rows = []
     for pair in pairs:
         better = pair["first"] if pair["value"] < 0 else pair["second"]
-        words = f"{better} is better" if pair["decided"] else "not decided: more rungs, or a larger budget, would"
+        words = (
+            f"{better} is better"
+            if pair["decided"]
+            else "not decided: more rungs, or a larger budget, would"
+        )
         rows.append((pair["first"], pair["second"], interval_text(pair), words))
-    return _section("Mixtures at the target", _table(("mixture", "against", "difference of losses", ""), rows))
+    return _section(
+        "Mixtures at the target", _table(("mixture", "against", "difference of losses", ""), rows)
+    )
 
 
 def _ladder(ladder: Mapping[str, Any]) -> str:
     law = Law(**{name: estimate["value"] for name, estimate in ladder["law"].items()})
     name = f" · {ladder['name']}" if ladder["name"] else ""
-    charts = (_losses(ladder, law), _curves(ladder), _residuals(ladder), _frontier(ladder), _sizes_at(ladder), _cost(ladder))
+    charts = (
+        _losses(ladder, law),
+        _curves(ladder),
+        _residuals(ladder),
+        _frontier(ladder),
+        _sizes_at(ladder),
+        _cost(ladder),
+    )
     return (
-        _section(f"Prediction{name}", _verdict(ladder), _check(ladder), _cautions(ladder), _tiles(ladder))
+        _section(
+            f"Prediction{name}", _verdict(ladder), _check(ladder), _cautions(ladder), _tiles(ladder)
+        )
         + _section(f"Charts{name}", f'<div class="charts">{"".join(charts)}</div>')
         + _section(f"Other sizes for the same FLOPs{name}", _sizes(ladder))
         + _tasks(ladder, name)
@@ -101,8 +133,9 @@ def _ladder(ladder: Mapping[str, Any]) -> str:
 def _verdict(ladder: Mapping[str, Any]) -> str:
     target = ladder["target"]
     text = (
-        f"A run of {short(target['parameters'])} parameters and {short(target['tokens'])} tokens will reach a loss of "
-        f"{interval_text(target['loss'])}, with a probability of {ladder['level']:.0%} that it is in the interval."
+        f"A run of {short(target['parameters'])} parameters and {short(target['tokens'])} tokens"
+        f" will reach a loss of {interval_text(target['loss'])}, with a probability of"
+        f" {ladder['level']:.0%} that it is in the interval."
     )
     return f'<p class="verdict">{html.escape(text)}</p>'
 
@@ -141,13 +174,38 @@ def _losses(ladder: Mapping[str, Any], law: Law) -> str:
     for number, size in enumerate(sorted({point["parameters"] for point in ladder["points"]})):
         points = [point for point in ladder["points"] if point["parameters"] == size]
         span = np.geomspace(min(point["tokens"] for point in points), most, LINE_POINTS).tolist()
-        curves.append(Curve(f"{short(size)} parameters", number, [(tokens, law.loss(size, tokens)) for tokens in span]))
-        notes = [f"{point['name']}: {point['loss']:.4f}, law {point['predicted']:.4f}" for point in points]
-        curves.append(Curve("", number, [(point["tokens"], point["loss"]) for point in points], "dots", notes))
-    span = np.geomspace(min(point["tokens"] for point in ladder["points"]), target["tokens"], LINE_POINTS).tolist()
+        curves.append(
+            Curve(
+                f"{short(size)} parameters",
+                number,
+                [(tokens, law.loss(size, tokens)) for tokens in span],
+            )
+        )
+        notes = [
+            f"{point['name']}: {point['loss']:.4f}, law {point['predicted']:.4f}"
+            for point in points
+        ]
+        curves.append(
+            Curve("", number, [(point["tokens"], point["loss"]) for point in points], "dots", notes)
+        )
+    span = np.geomspace(
+        min(point["tokens"] for point in ladder["points"]), target["tokens"], LINE_POINTS
+    ).tolist()
     label = f"{short(target['parameters'])} parameters, the target"
-    curves.append(Curve(label, 7, [(tokens, law.loss(target["parameters"], tokens)) for tokens in span], "dashed"))
-    return chart("Losses and the law", [*curves, *_target_mark(target, target["tokens"])], "tokens", width=WIDE)
+    curves.append(
+        Curve(
+            label,
+            7,
+            [(tokens, law.loss(target["parameters"], tokens)) for tokens in span],
+            "dashed",
+        )
+    )
+    return chart(
+        "Losses and the law",
+        [*curves, *_target_mark(target, target["tokens"])],
+        "tokens",
+        width=WIDE,
+    )
 
 
 def _target_mark(target: Mapping[str, Any], at: float) -> list[Curve]:
@@ -172,19 +230,26 @@ def _curves(ladder: Mapping[str, Any]) -> str:
 
 def _residuals(ladder: Mapping[str, Any]) -> str:
     points, noise = ladder["points"], 100 * ladder["noise"]
-    dots = [(6 * point["parameters"] * point["tokens"], 100 * point["residual"]) for point in points]
+    dots = [
+        (6 * point["parameters"] * point["tokens"], 100 * point["residual"]) for point in points
+    ]
     notes = [f"{point['name']}: {100 * point['residual']:+.2f} %" for point in points]
     span = (min(dots)[0], max(dots)[0])
     band = Curve("noise of a run", 7, [(at, -noise, noise) for at in span], "band")
     return chart(
-        "Loss above the law, %", [band, Curve("run", 0, dots, "dots", notes)], "6 × parameters × tokens: FLOPs", width=NARROW
+        "Loss above the law, %",
+        [band, Curve("run", 0, dots, "dots", notes)],
+        "6 × parameters × tokens: FLOPs",
+        width=NARROW,
     )
 
 
 def _frontier(ladder: Mapping[str, Any]) -> str:
     target = ladder["target"]
     scale = target["flops_per_token"] / target["parameters"]
-    runs = [(scale * point["parameters"] * point["tokens"], point["loss"]) for point in ladder["points"]]
+    runs = [
+        (scale * point["parameters"] * point["tokens"], point["loss"]) for point in ladder["points"]
+    ]
     dots = Curve("runs", 0, runs, "dots", [point["name"] for point in ladder["points"]])
     return _along(ladder, "Frontier: loss", "loss", [dots, *_target_mark(target, target["flops"])])
 
@@ -195,9 +260,14 @@ def _sizes_at(ladder: Mapping[str, Any]) -> str:
     return _along(ladder, "Frontier: best size", "parameters", [mark], y_log=True)
 
 
-def _along(ladder: Mapping[str, Any], heading: str, name: str, marks: Sequence[Curve], y_log: bool = False) -> str:
+def _along(
+    ladder: Mapping[str, Any], heading: str, name: str, marks: Sequence[Curve], y_log: bool = False
+) -> str:
     """A value of the best run over FLOPs, with its interval."""
-    values = [(point["flops"], *(point[name][part] for part in ("value", "low", "high"))) for point in ladder["frontier"]]
+    values = [
+        (point["flops"], *(point[name][part] for part in ("value", "low", "high")))
+        for point in ladder["frontier"]
+    ]
     best = Curve(f"best {name}", 2, [(flops, value) for flops, value, _, _ in values])
     band = Curve("", 2, [(flops, low, high) for flops, _, low, high in values], "band")
     return chart(heading, [best, band, *marks], "FLOPs", width=NARROW, y_log=y_log)
@@ -205,7 +275,11 @@ def _along(ladder: Mapping[str, Any], heading: str, name: str, marks: Sequence[C
 
 def _cost(ladder: Mapping[str, Any]) -> str:
     best = ladder["best"]["loss"]["value"]
-    losses = [(size["ratio"], 100 * (size["loss"] / best - 1)) for size in ladder["sizes"] if size["ratio"] in SIZE_RATIOS]
+    losses = [
+        (size["ratio"], 100 * (size["loss"] / best - 1))
+        for size in ladder["sizes"]
+        if size["ratio"] in SIZE_RATIOS
+    ]
     return chart(
         "Loss above the best, %, for the target's FLOPs",
         [Curve("other sizes", 2, losses)],
@@ -222,11 +296,28 @@ def _sizes(ladder: Mapping[str, Any]) -> str:
         costs = ("out of reach", "") if times is None else (f"{times:.2f}", short(tokens))
         above = f"{100 * (size['loss'] / best - 1):+.2f} %"
         ratio = f"{size['ratio']:.2g}" + (", the target" if size["is_target"] else "")
-        rows.append((ratio, short(size["parameters"]), short(size["tokens"]), f"{size['loss']:.4f}", above, *costs))
-    head = ("× best size", "parameters", "tokens", "loss", "above the best", "FLOPs for the best loss, times", "tokens for it")
+        rows.append(
+            (
+                ratio,
+                short(size["parameters"]),
+                short(size["tokens"]),
+                f"{size['loss']:.4f}",
+                above,
+                *costs,
+            )
+        )
+    head = (
+        "× best size",
+        "parameters",
+        "tokens",
+        "loss",
+        "above the best",
+        "FLOPs for the best loss, times",
+        "tokens for it",
+    )
     words = (
-        "A smaller model that is trained for longer costs less to use, and more to train: so many times the FLOPs, for the "
-        "loss of the best size."
+        "A smaller model that is trained for longer costs less to use, and more to train: so many"
+        " times the FLOPs, for the loss of the best size."
     )
     return f"<p>{words}</p>" + _table(head, rows)
 
@@ -240,13 +331,18 @@ def _tasks(ladder: Mapping[str, Any], name: str) -> str:
 
 
 def _law(ladder: Mapping[str, Any]) -> str:
-    formula = "L(N, D) = E + A/N<sup>α</sup> + B/D<sup>β</sup>, in nats per token; N parameters in matrix products, D tokens."
+    formula = (
+        "L(N, D) = E + A/N<sup>α</sup> + B/D<sup>β</sup>, in nats per token; N parameters in matrix"
+        " products, D tokens."
+    )
     rows = [
         (GREEK.get(name, name), f"{each['value']:.4g}", f"{each['low']:.4g} to {each['high']:.4g}")
         for name, each in ladder["law"].items()
     ]
     noise = ("noise of a run", f"{100 * ladder['noise']:.2g} %", "")
-    return f"<p>{formula}</p>" + _table(("", "value", f"interval, {ladder['level']:.0%}"), [*rows, noise])
+    return f"<p>{formula}</p>" + _table(
+        ("", "value", f"interval, {ladder['level']:.0%}"), [*rows, noise]
+    )
 
 
 def _runs(ladder: Mapping[str, Any]) -> str:
@@ -261,5 +357,7 @@ def _runs(ladder: Mapping[str, Any]) -> str:
         )
         for point in ladder["points"]
     ]
-    rows += [(each["name"], "", "", "", "", f"left out: {each['reason']}") for each in ladder["left_out"]]
+    rows += [
+        (each["name"], "", "", "", "", f"left out: {each['reason']}") for each in ladder["left_out"]
+    ]
     return _table(("run", "parameters", "tokens", "loss", "law", "above it"), rows)

@@ -1,4 +1,6 @@
-"""What a fitted ladder says of its big run: the loss at its end and along the way, and the recipe that is ready to start."""
+"""What a fitted ladder says of its big run: the loss at its end and along the way, and the recipe
+that is ready to start.
+"""
 
 from collections.abc import Sequence
 
@@ -11,8 +13,9 @@ from lmforge.lab.ladder.fit import Fit
 from lmforge.lab.ladder.frontier import predicted_loss
 from lmforge.lab.ladder.rungs import Trial, scaled_parameters, shapes, tokens_per_step
 
-# Points of the curve that is predicted for a run; the part of a run before which its loss says little, and the part in which a
-# rung was first validated, if how its loss falls is to be known from it.
+# Points of the curve that is predicted for a run; the part of a run before which its loss says
+# little, and the part in which a rung was first validated, if how its loss falls is to be known
+# from it.
 CURVE_POINTS, CURVE_FROM, FIRST_BEFORE = 20, 0.2, 0.5
 
 
@@ -21,15 +24,18 @@ def predict_curve(
 ) -> list[list[float]]:
     """[step, loss, low, high] of the big run at its validations.
 
-    The law is of runs whose learning rate has decayed. Before the end a loss is higher, by the factor that rungs had at the
-    same part of theirs; the interval holds the factors of nine rungs in ten too. Before every rung has been validated there is
-    no such factor, and no point.
+    The law is of runs whose learning rate has decayed. Before the end a loss is higher, by the
+    factor that rungs had at the same part of theirs; the interval holds the factors of nine rungs
+    in ten too. Before every rung has been validated there is no such factor, and no point.
 
     Args:
         curves: (parameters, tokens, [(fraction of the run, loss)]) of each rung.
     """
     known = [  # of rungs that were validated along the way, and have not diverged
-        ([at for at, _ in curve], [loss / fit.law.loss(parameters, tokens * at) for at, loss in curve])
+        (
+            [at for at, _ in curve],
+            [loss / fit.law.loss(parameters, tokens * at) for at, loss in curve],
+        )
         for parameters, tokens, curve in curves
         if curve and curve[0][0] <= FIRST_BEFORE and curve[-1][0] == 1.0
     ]
@@ -38,21 +44,39 @@ def predict_curve(
     for part in np.linspace(begin, 1.0, CURVE_POINTS).tolist() if known else [1.0]:
         factors = [float(np.interp(part, ats, values)) for ats, values in known]
         # At the end they are the residuals of the fit, which its interval has already.
-        low, middle, high = np.quantile(factors, [0.05, 0.5, 0.95]).tolist() if part < 1.0 else (1.0, 1.0, 1.0)
+        low, middle, high = (
+            np.quantile(factors, [0.05, 0.5, 0.95]).tolist() if part < 1.0 else (1.0, 1.0, 1.0)
+        )
         tokens = target.tokens * part
         loss = predicted_loss(fit, target.parameters, tokens)
-        points.append([round(part * target.config.train.steps), loss.value * middle, loss.low * low, loss.high * high])
+        points.append(
+            [
+                round(part * target.config.train.steps),
+                loss.value * middle,
+                loss.low * low,
+                loss.high * high,
+            ]
+        )
     return points
 
 
 def candidates(target: Trial, flops: float) -> list[tuple[ModelConfig, float]]:
-    """The models in the target's proportions among which the best is sought, the smallest first; each with its tokens."""
+    """The models in the target's proportions among which the best is sought, the smallest first;
+    each with its tokens.
+    """
     times = 4 * max(1.0, (flops / target.flops) ** 0.5)
     length = target.config.data.sequence_length
-    pairs = [(shape, flops / flops_per_token(shape, length)) for shape in shapes(target.model, times)]
+    pairs = [
+        (shape, flops / flops_per_token(shape, length)) for shape in shapes(target.model, times)
+    ]
     return [each for each in pairs if each[1] <= COUNT["le"] * tokens_per_step(target.config)]
 
 
 def best_shape(fit: Fit, target: Trial, flops: float) -> tuple[ModelConfig, float]:
-    """The model in the target's proportions that reaches the lowest loss with so many FLOPs, and its tokens."""
-    return min(candidates(target, flops), key=lambda each: fit.law.loss(scaled_parameters(each[0]), each[1]))
+    """The model in the target's proportions that reaches the lowest loss with so many FLOPs, and
+    its tokens.
+    """
+    return min(
+        candidates(target, flops),
+        key=lambda each: fit.law.loss(scaled_parameters(each[0]), each[1]),
+    )

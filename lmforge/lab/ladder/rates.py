@@ -24,7 +24,8 @@ def rate_trials(rungs: Sequence[Trial], rates: Sequence[float]) -> list[Trial]:
 def best_rate(rates: Sequence[float], losses: Sequence[float]) -> tuple[float, bool]:
     """(the rate with the lowest loss, whether it is one of the outer ones).
 
-    Between three rates loss is taken for a parabola of the rate's logarithm. Raises UserError where no run has a loss.
+    Between three rates loss is taken for a parabola of the rate's logarithm. Raises UserError where
+    no run has a loss.
     """
     pairs = sorted(zip(rates, losses, strict=True))
     finite = [loss if isfinite(loss) else inf for _, loss in pairs]
@@ -34,5 +35,11 @@ def best_rate(rates: Sequence[float], losses: Sequence[float]) -> tuple[float, b
     around = pairs[max(0, lowest - 1) : lowest + 2]
     if len(around) < 3 or not all(isfinite(loss) for _, loss in around):
         return pairs[lowest][0], len(around) < 3
-    square, slope, _ = np.polyfit([log(rate) for rate, _ in around], [loss for _, loss in around], 2)
-    return (float(f"{exp(-slope / (2 * square)):.3g}"), False) if square > 0 else (pairs[lowest][0], False)
+    square, slope, _ = np.polyfit(
+        [log(rate) for rate, _ in around], [loss for _, loss in around], 2
+    )
+    return (
+        (float(f"{exp(-slope / (2 * square)):.3g}"), False)
+        if square > 0
+        else (pairs[lowest][0], False)
+    )

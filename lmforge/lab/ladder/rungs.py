@@ -1,5 +1,6 @@
-"""From the recipe of a big run to those of its rungs: models of the same proportions, run lengths on both sides of the optimum,
-and all that changes with them. What rungs cost is in costs.py; who trains them, in runs.py.
+"""From the recipe of a big run to those of its rungs: models of the same proportions, run lengths
+on both sides of the optimum, and all that changes with them. What rungs cost is in costs.py; who
+trains them, in runs.py.
 """
 
 import math
@@ -23,12 +24,21 @@ from lmforge.lab.ladder.law import Point, too_short
 LEAST_STEPS = 100
 LEAST_RUNGS = 5
 LEAST_USED = 2 / 3  # of a budget: where a ladder costs less, a line says why
-# Where a model has fewer heads, those of its rungs are narrower, down to LEAST_HEAD_DIM: widths would be too far apart.
+# Where a model has fewer heads, those of its rungs are narrower, down to LEAST_HEAD_DIM: widths
+# would be too far apart.
 FEW_HEADS, LEAST_HEAD_DIM = 8, 16
-# Validations of a rung: how the loss of the big run falls before its learning rate has decayed is known from them.
+# Validations of a rung: how the loss of the big run falls before its learning rate has decayed is
+# known from them.
 VALIDATIONS = 5
 SHAPE = (
-    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *(
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+    ),
     "moe_intermediate_size",
 )
 
@@ -58,7 +68,9 @@ class Trial:
 
 
 def scaled_parameters(model: ModelConfig) -> int:
-    """The N of the law: the parameters in matrix products with each token, head included, input embedding not."""
+    """The N of the law: the parameters in matrix products with each token, head included, input
+    embedding not.
+    """
     return parameter_count(model).active_matmul
 
 
@@ -68,20 +80,29 @@ def tokens_per_step(config: PretrainConfig) -> int:
 
 def check_target(config: PretrainConfig, vocab_size: int) -> Trial:
     """The big run. Raises UserError where no ladder leads to it."""
-    if config.model.implementation != "lmforge" or (config.model.source and config.model.load_weights):
-        raise UserError("model.source: a ladder trains lmforge's models from random weights; add --model.load_weights false")
+    if config.model.implementation != "lmforge" or (
+        config.model.source and config.model.load_weights
+    ):
+        raise UserError(
+            "model.source: a ladder trains lmforge's models from random weights; add"
+            " --model.load_weights false"
+        )
     return Trial(config, model_config_from_options(config.model, vocab_size))
 
 
 def shapes(model: ModelConfig, times: float = 1.0) -> list[ModelConfig]:
-    """Models in the proportions of this one, each with more parameters than the one before, up to `times` its width."""
+    """Models in the proportions of this one, each with more parameters than the one before, up to
+    `times` its width.
+    """
     heads, head_dim = model.num_attention_heads, model.head_dim
     while heads < FEW_HEADS and head_dim >= 2 * LEAST_HEAD_DIM and model.family.grouped_heads:
         heads, head_dim = 2 * heads, head_dim // 2
     found: dict[int, ModelConfig] = {}
     for count in range(1, math.floor(heads * times) + 1):
         width = model.hidden_size * count / heads
-        layers = max(min(2, model.num_hidden_layers), round(model.num_hidden_layers * count / heads))
+        layers = max(
+            min(2, model.num_hidden_layers), round(model.num_hidden_layers * count / heads)
+        )
         try:
             shape = in_proportion(model, round(width), count, head_dim, layers)
         except UserError:  # such as a width that the family's heads do not divide
@@ -90,25 +111,47 @@ def shapes(model: ModelConfig, times: float = 1.0) -> list[ModelConfig]:
     return [found[size] for size in sorted(found)]
 
 
-def reshape(target: Trial, shape: ModelConfig, steps: int, vocab_size: int, **changes: dict[str, Any]) -> Trial:
-    """The run with another model and length; learning rates and first values follow. `changes`: further options by section."""
+def reshape(
+    target: Trial, shape: ModelConfig, steps: int, vocab_size: int, **changes: dict[str, Any]
+) -> Trial:
+    """The run with another model and length; learning rates and first values follow.
+
+    `changes`: further options by section.
+    """
     big, model = target.model, target.config.model
     options = {name: getattr(shape, name) for name in SHAPE if getattr(shape, name)}
     if not big.family.grouped_heads:
-        options = {name: value for name, value in options.items() if name not in ("num_key_value_heads", "head_dim")}
+        options = {
+            name: value
+            for name, value in options.items()
+            if name not in ("num_key_value_heads", "head_dim")
+        }
     if model.parametrization == "standard":  # the recipe's settings are for its own model
-        options |= {"parametrization": "completep", "base_width": big.hidden_size, "base_depth": big.num_hidden_layers}
+        options |= {
+            "parametrization": "completep",
+            "base_width": big.hidden_size,
+            "base_depth": big.num_hidden_layers,
+        }
     if shape.head_dim != big.head_dim:
         options["base_head_dim"] = model.base_head_dim or big.head_dim
-    trial = with_changes(target.config, {**changes, "model": options, "train": {"steps": steps, **changes.get("train", {})}})
+    trial = with_changes(
+        target.config,
+        {**changes, "model": options, "train": {"steps": steps, **changes.get("train", {})}},
+    )
     if model_config_from_options(trial.model, vocab_size) != shape:
         way = "train smaller models yourself, and name them as --ladder.runs"
-        raise UserError(f"model: options of a recipe do not give a {big.model_type} model of another size; {way}")
+        raise UserError(
+            f"model: options of a recipe do not give a {big.model_type} model of another size;"
+            f" {way}"
+        )
     return Trial(trial, shape)
 
 
 def with_changes(config: PretrainConfig, changes: dict[str, dict[str, Any]]) -> PretrainConfig:
-    """The recipe of `lmforge pretrain` with other values of some options, by section. Raises UserError."""
+    """The recipe of `lmforge pretrain` with other values of some options, by section.
+
+    Raises UserError.
+    """
     table = config.model_dump(mode="json", exclude={"ladder", "plan"})
     for section, values in changes.items():
         table[section] = {**table[section], **values}
@@ -116,14 +159,18 @@ def with_changes(config: PretrainConfig, changes: dict[str, dict[str, Any]]) -> 
 
 
 def in_length(config: PretrainConfig, steps: int) -> dict[str, dict[str, Any]]:
-    """The options, by section, that keep their proportions to a run of another length: warm-up, decay, phases, validation."""
+    """The options, by section, that keep their proportions to a run of another length: warm-up,
+    decay, phases, validation.
+    """
     share = steps / config.train.steps
     decay, every = config.schedule.decay_steps, config.validation.every_steps
     phases = config.data.model_dump(mode="json")["phases"]
     for phase in phases:
         phase["steps"] = phase["steps"] and max(1, round(phase["steps"] * share))
         size = (
-            tokens_per_step(config) // config.data.sequence_length * (phase["sequence_length"] or config.data.sequence_length)
+            tokens_per_step(config)
+            // config.data.sequence_length
+            * (phase["sequence_length"] or config.data.sequence_length)
         )
         phase["tokens"] = phase["tokens"] and max(1, round(phase["tokens"] * share / size)) * size
     if phases:  # what is rounded need not add up to the run
@@ -140,26 +187,53 @@ def in_length(config: PretrainConfig, steps: int) -> dict[str, dict[str, Any]]:
 
 
 def resized(target: Trial, shape: ModelConfig, tokens: float, vocab_size: int) -> Trial:
-    """The big run with another model and length, and all else in proportion. Raises UserError where it is no run."""
+    """The big run with another model and length, and all else in proportion.
+
+    Raises UserError where it is no run.
+    """
     steps = max(1, round(tokens / tokens_per_step(target.config)))
     return reshape(target, shape, steps, vocab_size, **in_length(target.config, steps))
 
 
-def make_rung(target: Trial, shape: ModelConfig, tokens: float, vocab_size: int, folder: Path, prefix: str = "") -> Trial:
-    """A rung: this model, trained on so many tokens with a schedule of its own to its end; a run in `folder`."""
+def make_rung(
+    target: Trial,
+    shape: ModelConfig,
+    tokens: float,
+    vocab_size: int,
+    folder: Path,
+    prefix: str = "",
+) -> Trial:
+    """A rung: this model, trained on so many tokens with a schedule of its own to its end; a run in
+    `folder`.
+    """
     config, steps = target.config, math.ceil(tokens / tokens_per_step(target.config))
-    sizes = [f"{round(count / 1e6, 3):g}M" for count in (scaled_parameters(shape), steps * tokens_per_step(config))]
+    sizes = [
+        f"{round(count / 1e6, 3):g}M"
+        for count in (scaled_parameters(shape), steps * tokens_per_step(config))
+    ]
     return reshape(
         target,
         shape,
         steps,
         vocab_size,
-        **in_length(config, steps) | {"validation": {"every_steps": math.ceil(steps / VALIDATIONS), "at_start": False}},
-        run={"name": "-".join([prefix, *sizes] if prefix else sizes), "folder": str(folder), "overwrite": False},
-        parallel=ParallelOptions().model_dump(mode="json"),  # what the big model needs does not suit small ones
+        **in_length(config, steps)
+        | {"validation": {"every_steps": math.ceil(steps / VALIDATIONS), "at_start": False}},
+        run={
+            "name": "-".join([prefix, *sizes] if prefix else sizes),
+            "folder": str(folder),
+            "overwrite": False,
+        },
+        # What the big model needs does not suit small ones.
+        parallel=ParallelOptions().model_dump(mode="json"),
         train={"micro_batch_size": None},
         sample={"every_steps": None},
-        checkpoint={"every_steps": None, "keep_last": 1, "keep_every_steps": None, "keep_best": 0, "folder": None},
+        checkpoint={
+            "every_steps": None,
+            "keep_last": 1,
+            "keep_every_steps": None,
+            "keep_best": 0,
+            "folder": None,
+        },
         log={"prediction": None, "profile_steps": None},
     )
 
@@ -172,10 +246,12 @@ def plan_rungs(
     most: float,
     make: Callable[[ModelConfig, float], Trial],
 ) -> tuple[list[Trial], str]:
-    """(the rungs of the largest ladder whose cost is at most `most`, the cheapest first; why it costs much less, if so).
+    """(the rungs of the largest ladder whose cost is at most `most`, the cheapest first; why it
+    costs much less, if so).
 
-    Sizes are halves of each other, as far as there are models between; each is trained for every length, but the largest not
-    for the longest, which would cost as much as the others together. Raises UserError where no ladder is so cheap.
+    Sizes are halves of each other, as far as there are models between; each is trained for every
+    length, but the largest not for the longest, which would cost as much as the others together.
+    Raises UserError where no ladder is so cheap.
     """
     models = [each for each in shapes(target.model) if scaled_parameters(each) < target.parameters]
     known: dict[tuple[ModelConfig, float], Trial] = {}
@@ -194,37 +270,53 @@ def plan_rungs(
         for rung in rungs:
             costs.setdefault(rung.name, cost(rung))
         if (total := sum(costs[rung.name] for rung in rungs)) <= most:
-            return sorted(rungs, key=lambda rung: rung.flops), _unused(total / most, cheapest / most)
+            return sorted(rungs, key=lambda rung: rung.flops), _unused(
+                total / most, cheapest / most
+            )
         cheapest = min(cheapest, total)
     if cheapest < math.inf:
         raise UserError(
-            f"--ladder.budget: the smallest ladder of this recipe takes {cheapest / most:.2g} times that; raise it, or give"
-            " fewer --ladder.tokens_per_parameter"
+            f"--ladder.budget: the smallest ladder of this recipe takes {cheapest / most:.2g} times"
+            " that; raise it, or give fewer --ladder.tokens_per_parameter"
         )
     raise UserError(
-        f"--ladder.budget: rungs of this recipe would have fewer than {LEAST_STEPS} steps of {tokens_per_step(target.config):,}"
-        " tokens, or there are no two sizes of smaller models; lower train.global_batch_size, or raise tokens_per_parameter"
+        f"--ladder.budget: rungs of this recipe would have fewer than {LEAST_STEPS} steps of"
+        f" {tokens_per_step(target.config):,} tokens, or there are no two sizes of smaller models;"
+        " lower train.global_batch_size, or raise tokens_per_parameter"
     )
 
 
 def _without_short(rungs: Sequence[Trial]) -> list[Trial]:
     """Without those that a fit would leave out for their few steps."""
-    points = [Point(rung.name, rung.parameters, rung.tokens, math.nan, rung.config.train.steps) for rung in rungs]
+    points = [
+        Point(rung.name, rung.parameters, rung.tokens, math.nan, rung.config.train.steps)
+        for rung in rungs
+    ]
     short = dict(too_short(points))
     return [rung for rung in rungs if rung.name not in short]
 
 
 def _unused(used: float, larger: float) -> str:
-    """Why much of a budget stays unused; `larger`: what the next larger ladder takes of it, if there is one."""
+    """Why much of a budget stays unused; `larger`: what the next larger ladder takes of it, if
+    there is one.
+    """
     if used > LEAST_USED:
         return ""
-    reason = f"the next larger size takes {larger:.2g} times the budget" if larger < math.inf else "no larger size is below it"
+    reason = (
+        f"the next larger size takes {larger:.2g} times the budget"
+        if larger < math.inf
+        else "no larger size is below it"
+    )
     way = "more --ladder.tokens_per_parameter or --ladder.sizes use more"
     return f"{1 - used:.0%} of the budget: {reason}; {way}"
 
 
-def _grid(models: Sequence[ModelConfig], sizes: int, lengths: Sequence[float]) -> Iterator[tuple[ModelConfig, Sequence[float]]]:
-    """(model, tokens per parameter) for the largest of the models, and those with about a half, a quarter, … of its size."""
+def _grid(
+    models: Sequence[ModelConfig], sizes: int, lengths: Sequence[float]
+) -> Iterator[tuple[ModelConfig, Sequence[float]]]:
+    """(model, tokens per parameter) for the largest of the models, and those with about a half, a
+    quarter, … of its size.
+    """
     largest, left = models[-1], list(models[:-1])
     yield largest, lengths[:-1]
     for number in range(1, sizes):

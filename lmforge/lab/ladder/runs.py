@@ -1,5 +1,6 @@
-"""Trains the rungs of a ladder, as ordinary runs in processes of their own or as jobs of `lmforge launch`, and reads what they
-have reached. Whatever was killed, it goes on: a finished run is read, one that trains is waited for, any other is resumed.
+"""Trains the rungs of a ladder, as ordinary runs in processes of their own or as jobs of `lmforge
+launch`, and reads what they have reached. Whatever was killed, it goes on: a finished run is read,
+one that trains is waited for, any other is resumed.
 """
 
 import math
@@ -37,7 +38,8 @@ from lmforge.ops.report.run_data import read_events
 POLL_SECONDS, JOB_SECONDS = 0.2, 5.0
 # A rung whose process was killed is started again so often.
 MOST_RESTARTS = 3
-# What makes the points of a fit comparable: what rungs are trained and validated on, and how. Steps and shapes differ.
+# What makes the points of a fit comparable: what rungs are trained and validated on, and how. Steps
+# and shapes differ.
 OWN_OPTIONS = ("data", "model", "optimizer", "schedule", "validation", "objective", "train")
 FREE_OPTIONS = {"threads", "device", "compile", "stage_to", "cache_folder", "cache_gib"}
 
@@ -77,13 +79,20 @@ def read_reached(path: Path) -> Reached:
     steps = config.train.steps
     records = final_records(run, steps)
     if not records:
-        raise UserError(f"{path}: not finished, or without a validation loss at its end; lmforge pretrain continues it")
+        raise UserError(
+            f"{path}: not finished, or without a validation loss at its end; lmforge pretrain"
+            " continues it"
+        )
     try:
         manifest = read_manifest(run.checkpoint_path(steps))
     except CorruptCheckpoint as error:
         raise UserError(f"{run.checkpoint_path(steps)}: {error}") from error
     last = records[-1]
-    curve = [(record["step"] / steps, record["val/loss"]) for record in records if record["step"] and record["val/loss"]]
+    curve = [
+        (record["step"] / steps, record["val/loss"])
+        for record in records
+        if record["step"] and record["val/loss"]
+    ]
     return Reached(
         path.name,
         scaled_parameters(stored_model_config(manifest)),
@@ -92,7 +101,11 @@ def read_reached(path: Path) -> Reached:
         last.get("val/bits_per_byte") or math.nan,
         tuple(curve),
         text_of(config, manifest.tokenizer_hash, manifest.data_plan),
-        {name: value for name, value in last.items() if name.startswith("val/") and name.count("/") > 1 and value is not None},
+        {
+            name: value
+            for name, value in last.items()
+            if name.startswith("val/") and name.count("/") > 1 and value is not None
+        },
         steps,
     )
 
@@ -121,8 +134,12 @@ def check_same_text(reached: Sequence[Reached]) -> None:
     for first, each in ((finished[0], each) for each in finished[1:]):
         for name, value in each.text.items():
             if value != first.text[name]:
-                what = {"tokenizer": "another tokenizer", "data": "other data"}.get(name, f"another {name}")
-                raise UserError(f"{each.name}: trained with {what} than {first.name}: no law holds for both")
+                what = {"tokenizer": "another tokenizer", "data": "other data"}.get(
+                    name, f"another {name}"
+                )
+                raise UserError(
+                    f"{each.name}: trained with {what} than {first.name}: no law holds for both"
+                )
 
 
 def final_records(run: Run, steps: int) -> list[dict[str, Any]]:
@@ -140,23 +157,33 @@ def is_over(run: Run, rung: Trial) -> bool:
 def has_diverged(run: Run) -> bool:
     """Whether bad steps have ended a run: other failures are of its machine."""
     ended = [event for event in read_events(run)[0] if event["kind"] == "end"]
-    return bool(ended) and ended[-1].get("state") == "failed" and IN_A_ROW in str(ended[-1].get("error"))
+    return (
+        bool(ended)
+        and ended[-1].get("state") == "failed"
+        and IN_A_ROW in str(ended[-1].get("error"))
+    )
 
 
 def check_options(rung: Trial, run: Run) -> None:
     """Raise UserError where a run of this name was trained with other options."""
     if not run.exists():
         return
-    recorded, planned = (config.model_dump(mode="json") for config in (run.load_config(), rung.config))
+    recorded, planned = (
+        config.model_dump(mode="json") for config in (run.load_config(), rung.config)
+    )
     for section in OWN_OPTIONS:
         for name, value in planned[section].items():
             if name not in FREE_OPTIONS and recorded.get(section, {}).get(name) != value:
                 way = "delete it, or give another --run.name"
-                raise UserError(f"{run.path}: begun with another {section}.{name} than this ladder's; {way}")
+                raise UserError(
+                    f"{run.path}: begun with another {section}.{name} than this ladder's; {way}"
+                )
 
 
 class RungRunner:
-    """Trains rungs, `parallel` at once; `tell` is called with a line about each that begins or ends."""
+    """Trains rungs, `parallel` at once; `tell` is called with a line about each that begins or
+    ends.
+    """
 
     def __init__(self, recipes: Path, parallel: int, tell: Callable[[str], None]) -> None:
         """recipes: folder of NAME.toml and NAME.log of each rung."""
@@ -165,9 +192,12 @@ class RungRunner:
         self._restarts = Counter[str]()
 
     def run(self, rungs: Sequence[Trial]) -> int:
-        """Train what is not finished. Returns 0, or the signal that interrupted it: rungs of its own save and end then too.
+        """Train what is not finished.
 
-        Raises RunFailed where a rung fails, but not for one that diverged, and UserError where one is refused.
+        Returns 0, or the signal that interrupted it: rungs of its own save and end then too.
+
+        Raises RunFailed where a rung fails, but not for one that diverged, and UserError where one
+        is refused.
         """
         for rung in rungs:  # each is refused before one is trained
             check_options(rung, Run.from_config(rung.config))
@@ -209,7 +239,10 @@ class RungRunner:
         self._tell(f"{rung.name}: " + ("diverged" if math.isnan(loss) else f"val/loss {loss:.4f}"))
 
     def _pass_on(self, active: "_Active") -> bool:
-        """Give a rung the signals that it has not had. Returns whether it ends by them, and is waited for."""
+        """Give a rung the signals that it has not had.
+
+        Returns whether it ends by them, and is waited for.
+        """
         if not active.process:
             self._tell(f"{active.rung.name}: goes on without this ladder")
         for number in self._signals[active.signals :]:
@@ -235,16 +268,28 @@ class RungRunner:
             if shutil.which("nvidia-smi") and rung.config.train.device != "cpu":
                 environment |= _visible_gpus(slot, launch.processes)
             elif rung.config.train.threads is None:
-                command += ["--train.threads", str(threads_per_rank(self._parallel * launch.processes))]
+                command += [
+                    "--train.threads",
+                    str(threads_per_rank(self._parallel * launch.processes)),
+                ]
         with open(self._recipes / f"{rung.name}.log", "ab") as log:
-            # In a session of its own Ctrl-C reaches it once, by this process: a second one would end it unsaved.
+            # In a session of its own Ctrl-C reaches it once, by this process: a second one would
+            # end it unsaved.
             process = subprocess.Popen(
-                command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
+                command,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,
             )
         return _Local(rung=rung, run=run, slot=slot, process=process)
 
     def _has_ended(self, active: "_Active", status: int) -> bool:
-        """Whether a rung is done, or has diverged; False where it is to be started again. Raises for any other end."""
+        """Whether a rung is done, or has diverged; False where it is to be started again.
+
+        Raises for any other end.
+        """
         run, rung = active.run, active.rung
         if is_over(run, rung):
             return True
@@ -255,7 +300,9 @@ class RungRunner:
             return False
         words = active.last_words(log)
         error = UserError if status == 2 else RunFailed
-        raise error(f"rung {rung.name} ended with status {status}: {words or 'it says no more'}; log: {log}")
+        raise error(
+            f"rung {rung.name} ended with status {status}: {words or 'it says no more'}; log: {log}"
+        )
 
 
 def _visible_gpus(slot: int, count: int) -> dict[str, str]:
@@ -264,14 +311,18 @@ def _visible_gpus(slot: int, count: int) -> dict[str, str]:
 
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = given.split(",") if given else [str(each) for each in range(torch.cuda.device_count())]
-    chosen = [names[(slot * count + number) % len(names)] for number in range(count)] if names else []
+    chosen = (
+        [names[(slot * count + number) % len(names)] for number in range(count)] if names else []
+    )
     return {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(chosen))}
 
 
 @dataclass(kw_only=True)
 class _Active(ABC):
-    """A rung that trains, in the place `slot`. signals: how many were passed on to it. One without a process of this ladder's
-    goes on when the ladder ends."""
+    """A rung that trains, in the place `slot`. signals: how many were passed on to it.
+
+    One without a process of this ladder's goes on when the ladder ends.
+    """
 
     rung: Trial
     run: Run
@@ -295,7 +346,12 @@ class _Active(ABC):
     def last_words(self, log: Path) -> str:
         """Its last line."""
         lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-        return cut(next((line for line in reversed(lines) if line.startswith("lmforge: ")), "").removeprefix("lmforge: "), 500)
+        return cut(
+            next(
+                (line for line in reversed(lines) if line.startswith("lmforge: ")), ""
+            ).removeprefix("lmforge: "),
+            500,
+        )
 
 
 class _Local(_Active):
@@ -327,9 +383,14 @@ class _Job(_Active):
         job = read_job(self.run.path)
         if job is None or (self.next_at == 0.0 and not job_state(job)[0].is_active):
             command = [sys.executable, "-m", "lmforge", "launch", str(self.recipe)]
-            ended = subprocess.run(command, capture_output=True, text=True, check=False, start_new_session=True)
+            ended = subprocess.run(
+                command, capture_output=True, text=True, check=False, start_new_session=True
+            )
             if ended.returncode:
-                raise UserError(ended.stderr.strip().removeprefix("lmforge: ") or f"lmforge launch {self.recipe} failed")
+                raise UserError(
+                    ended.stderr.strip().removeprefix("lmforge: ")
+                    or f"lmforge launch {self.recipe} failed"
+                )
             job = read_job(self.run.path)
             assert job is not None, "lmforge launch has written it"
         self.next_at = time.monotonic() + JOB_SECONDS

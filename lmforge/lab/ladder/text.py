@@ -1,4 +1,6 @@
-"""The text of a ladder: runs that exist beside the recipe's, and runs that read their data too often."""
+"""The text of a ladder: runs that exist beside the recipe's, and runs that read their data too
+often.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,48 +16,67 @@ MOST_EPOCHS = 4  # with more passes over the data it predicts too low a loss (ar
 
 
 def adopt(paths: Sequence[Path], rungs: Sequence[Trial]) -> list[Reached]:
-    """The runs that exist, but not these rungs, which count already; each with a name of its own. Raises UserError."""
+    """The runs that exist, but not these rungs, which count already; each with a name of its own.
+
+    Raises UserError.
+    """
     taken = [rung.name for rung in rungs] + [path.name for path in paths]
     own, found = {Run.from_config(rung.config).path.resolve() for rung in rungs}, []
     for path in paths:
         if path.resolve() not in own:
             reached = read_reached(path)
-            found.append(replace(reached, name=str(path)) if taken.count(path.name) > 1 else reached)
+            found.append(
+                replace(reached, name=str(path)) if taken.count(path.name) > 1 else reached
+            )
     return found
 
 
 def as_planned(trial: Trial, sources: TokenSources, name: str = "the big run") -> Reached:
     """A run before it has reached anything: all runs of a law must have its text."""
     size = _sequences_per_step(trial)
-    plan = TokenSources(trial.config, sources.folders).training(size).plan_at(trial.config.train.steps * size)
+    plan = (
+        TokenSources(trial.config, sources.folders)
+        .training(size)
+        .plan_at(trial.config.train.steps * size)
+    )
     text = text_of(trial.config, sources.tokenizer.hash, plan)
     return Reached(name, trial.parameters, trial.tokens, nan, nan, (), text, {})
 
 
-def repeated(target: Trial, rungs: Sequence[Trial], sources: TokenSources, best_tokens: float | None = None) -> list[str]:
-    """What is said of the big run and of rungs that read a source more than MOST_EPOCHS times, and of a run of the best size,
-    which has `best_tokens`."""
+def repeated(
+    target: Trial, rungs: Sequence[Trial], sources: TokenSources, best_tokens: float | None = None
+) -> list[str]:
+    """What is said of the big run and of rungs that read a source more than MOST_EPOCHS times, and
+    of a run of the best size, which has `best_tokens`.
+    """
     read = [
-        (who, *most_epochs(trial, sources)) for who, trial in (("the target", target), *((rung.name, rung) for rung in rungs))
+        (who, *most_epochs(trial, sources))
+        for who, trial in (("the target", target), *((rung.name, rung) for rung in rungs))
     ]
     if best_tokens is not None:
         _, name, epochs = read[0]
         read.append(("the best run for as many FLOPs", name, epochs * best_tokens / target.tokens))
     return [
-        f"{who} reads {name} {epochs:.1f} times: beyond {MOST_EPOCHS} the law predicts too low a loss"
+        f"{who} reads {name} {epochs:.1f} times: beyond {MOST_EPOCHS} the law predicts too low a"
+        " loss"
         for who, name, epochs in read
         if epochs > MOST_EPOCHS
     ]
 
 
 def most_epochs(trial: Trial, sources: TokenSources) -> tuple[str, float]:
-    """The source of which a run reads most, and how often it reads it. Raises UserError where its data does not suffice."""
+    """The source of which a run reads most, and how often it reads it.
+
+    Raises UserError where its data does not suffice.
+    """
     size = _sequences_per_step(trial)
     epochs, left = dict.fromkeys(sources.names, 0.0), trial.config.train.steps * size
     for phase in TokenSources(trial.config, sources.folders).training(size).phases:
         samples = left if phase.num_samples is None else min(left, phase.num_samples)
         left -= samples
-        for name, proportion, dataset in zip(sources.names, phase.proportions, phase.datasets, strict=True):
+        for name, proportion, dataset in zip(
+            sources.names, phase.proportions, phase.datasets, strict=True
+        ):
             epochs[name] += float(proportion) * samples / dataset.sequences_per_epoch
     return max(epochs.items(), key=lambda item: item[1])
 

@@ -1,4 +1,6 @@
-"""The options of `lmforge ladder`: how many small runs predict a big one, and what they may cost."""
+"""The options of `lmforge ladder`: how many small runs predict a big one, and what they may
+cost.
+"""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -30,15 +32,19 @@ class Budget:
 
 
 def parse_budget(value: Any, shares: bool = True) -> Budget:
-    """The budget that a word says: a share up to 1 (0.1, 10%), FLOPs (1e18), GPU-hours (20h), or a price (500$). Raises an
-    error of pydantic's for any other, and for a share where these are not allowed."""
+    """The budget that a word says: a share up to 1 (0.1, 10%), FLOPs (1e18), GPU-hours (20h), or a
+    price (500$). Raises an error of pydantic's for any other, and for a share where these are not
+    allowed.
+    """
     match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]{1,2})?([%h$]?)", str(value))
     if match and (amount := float(f"{match[1]}{match[2] or ''}")):
         unit = "share" if not match[3] and amount <= 1 else SUFFIXES[match[3]]
         if shares or unit != "share":
             return Budget(amount / 100 if match[3] == "%" else amount, unit)
     share = "a share such as 0.1, " if shares else ""
-    raise PydanticCustomError("budget", f"expected {share}FLOPs such as 1e18, GPU-hours such as 20h, or 500$")
+    raise PydanticCustomError(
+        "budget", f"expected {share}FLOPs such as 1e18, GPU-hours such as 20h, or 500$"
+    )
 
 
 class LadderOptions(Options):
@@ -46,23 +52,33 @@ class LadderOptions(Options):
 
     budget: Annotated[Budget, BeforeValidator(parse_budget)] | None = option(
         None,
-        "what all rungs together may cost: a share of the big run (0.1), FLOPs (1e18), GPU-hours (20h), or a price (500$)",
+        "what all rungs together may cost: a share of the big run (0.1), FLOPs (1e18), GPU-hours"
+        " (20h), or a price (500$)",
     )
     target: Annotated[Budget, BeforeValidator(partial(parse_budget, shares=False))] | None = option(
         None,
-        "what the big run may cost, as FLOPs, GPU-hours or a price: its best size and length are then chosen (default: the"
-        " recipe's)",
+        "what the big run may cost, as FLOPs, GPU-hours or a price: its best size and length are"
+        " then chosen (default: the recipe's)",
     )
-    runs: tuple[Path, ...] = option((), "finished runs that count as rungs; without ladder.budget no others are trained")
+    runs: tuple[Path, ...] = option(
+        (), "finished runs that count as rungs; without ladder.budget no others are trained"
+    )
     mixtures: tuple[Path, ...] = option(
-        (), "recipes with the same sources of data in other weights, which are compared; each has a ladder of this budget"
+        (),
+        "recipes with the same sources of data in other weights, which are compared; each has a"
+        " ladder of this budget",
     )
-    sizes: int = option(4, "sizes of models, each with half the parameters of the one before", gt=1, le=64)
+    sizes: int = option(
+        4, "sizes of models, each with half the parameters of the one before", gt=1, le=64
+    )
     tokens_per_parameter: tuple[Annotated[float, Field(**RATIO)], ...] = option(
-        (5.0, 10.0, 20.0, 40.0), "lengths of the runs of each size; the largest size is not trained for the longest"
+        (5.0, 10.0, 20.0, 40.0),
+        "lengths of the runs of each size; the largest size is not trained for the longest",
     )
     learning_rates: tuple[Annotated[float, Field(**SCALE)], ...] = option(
-        (), "rates of the big run to try first, on one rung each, beside the budget; the best is used (default: optimizer.lr)"
+        (),
+        "rates of the big run to try first, on one rung each, beside the budget; the best is used"
+        " (default: optimizer.lr)",
     )
     parallel_runs: int = option(1, "rungs that are trained at once", **COUNT)
     dry_run: bool = option(False, "print the rungs and what they cost, and stop")
@@ -71,7 +87,10 @@ class LadderOptions(Options):
         if self.learning_rates and (self.mixtures or self.budget is None):
             yield "--ladder.learning_rates: only with a ladder.budget, and for one mixture"
         if self.runs and self.mixtures:
-            yield "--ladder.runs: not with --ladder.mixtures, which have rungs of their own; leave one of them out"
+            yield (
+                "--ladder.runs: not with --ladder.mixtures, which have rungs of their own; leave"
+                " one of them out"
+            )
         names = {
             "runs": [str(path.resolve()) for path in self.runs],
             "mixtures": [path.stem for path in self.mixtures],
@@ -87,7 +106,9 @@ class LadderOptions(Options):
 
 
 class LadderConfig(PretrainConfig):
-    """lmforge ladder RECIPE.toml --budget 0.1: predict a big run by a ladder of small ones, before it is paid for."""
+    """lmforge ladder RECIPE.toml --budget 0.1: predict a big run by a ladder of small ones, before
+    it is paid for.
+    """
 
     of_verb: ClassVar[str | None] = "ladder"
     SHORT: ClassVar[Mapping[str, str]] = {
@@ -96,14 +117,22 @@ class LadderConfig(PretrainConfig):
         **{name: f"ladder.{name}" for name in ("budget", "dry_run", "mixtures")},
     }
     ESSENTIAL: ClassVar[str] = (
-        "ladder.budget ladder.target ladder.runs ladder.mixtures ladder.sizes ladder.tokens_per_parameter"
-        " ladder.learning_rates ladder.parallel_runs ladder.dry_run plan.gpus plan.gpu_type plan.price plan.calibration"
-        " launch.on launch.processes run.name run.folder"
+        "ladder.budget ladder.target ladder.runs ladder.mixtures ladder.sizes"
+        " ladder.tokens_per_parameter ladder.learning_rates ladder.parallel_runs ladder.dry_run"
+        " plan.gpus plan.gpu_type plan.price plan.calibration launch.on launch.processes run.name"
+        " run.folder"
     )
-    ladder: LadderOptions = section(LadderOptions, "small runs, from whose losses that of the big run is predicted")
-    plan: MachineOptions = section(MachineOptions, "the ranks and the hardware of the big run, for what it costs")
+    ladder: LadderOptions = section(
+        LadderOptions, "small runs, from whose losses that of the big run is predicted"
+    )
+    plan: MachineOptions = section(
+        MachineOptions, "the ranks and the hardware of the big run, for what it costs"
+    )
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
         if self.train.epochs is not None:
-            yield f"train.epochs = {self.train.epochs:g}: a ladder counts tokens; give train.steps instead"
+            yield (
+                f"train.epochs = {self.train.epochs:g}: a ladder counts tokens; give train.steps"
+                " instead"
+            )

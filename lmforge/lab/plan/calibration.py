@@ -1,6 +1,7 @@
-"""The file of `lmforge bench --calibrate`: the measured speed of a device by shape, dtype and size. This module defines its
-format, reads it, and interpolates between measured sizes, without torch. lab/bench/calibrate.py measures; `Rates` in
-prediction/rates.py gives predictions its values.
+"""The file of `lmforge bench --calibrate`: the measured speed of a device by shape, dtype and size.
+
+This module defines its format, reads it, and interpolates between measured sizes, without torch.
+lab/bench/calibrate.py measures; `Rates` in prediction/rates.py gives predictions its values.
 """
 
 import math
@@ -17,7 +18,8 @@ from lmforge.core.errors import UserError, format_count
 from lmforge.core.files.untrusted import check_content, read_json
 
 VERSION = 1
-# What is measured: the names of its sizes, and its unit. FLOP/s of attention count the scores that are computed.
+# What is measured: the names of its sizes, and its unit. FLOP/s of attention count the scores that
+# are computed.
 SIZES: dict[str, tuple[str, ...]] = {
     "product": ("rows", "inner", "columns"),
     "product backward": ("rows", "inner", "columns"),
@@ -36,17 +38,28 @@ SIZES: dict[str, tuple[str, ...]] = {
     "disk read": (),
 }
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter")
-UNITS = {name: "FLOP/s" if name.startswith(("product", "attention")) else "bytes/s" for name in SIZES}
+UNITS = {
+    name: "FLOP/s" if name.startswith(("product", "attention")) else "bytes/s" for name in SIZES
+}
 UNITS |= dict.fromkeys(COLLECTIVES, "s")
 # Predictions need at least these.
-REQUIRED = ("product", "product backward", "attention", "attention backward", "element-wise", "memory")
+REQUIRED = (
+    "product",
+    "product backward",
+    "attention",
+    "attention backward",
+    "element-wise",
+    "memory",
+)
 MAX_MEASUREMENTS = 10_000
 Size = Annotated[int, Field(gt=0, le=2**50)]
 Count = Annotated[int, Field(gt=0, le=2**20)]
 
 
 class Measurement(BaseModel):
-    """One value, `unit` says of what; collectives are the seconds for so many bytes on each rank."""
+    """One value, `unit` says of what; collectives are the seconds for so many bytes on each
+    rank.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -61,12 +74,17 @@ class Measurement(BaseModel):
         if self.what not in SIZES:
             raise ValueError("an unknown measurement")
         if (tuple(self.sizes), self.unit) != (SIZES[self.what], UNITS[self.what]):
-            raise ValueError(f"{self.what}: expected sizes {', '.join(SIZES[self.what]) or 'of nothing'} in {UNITS[self.what]}")
+            raise ValueError(
+                f"{self.what}: expected sizes {', '.join(SIZES[self.what]) or 'of nothing'} in"
+                f" {UNITS[self.what]}"
+            )
         return self
 
 
 class RateTable:
-    """Values on a grid of sizes, and between them: linear in the logarithm of each size, beyond the grid as at its edge."""
+    """Values on a grid of sizes, and between them: linear in the logarithm of each size, beyond the
+    grid as at its edge.
+    """
 
     def __init__(self, values: Mapping[tuple[int, ...], float]) -> None:
         self._values, self._known = values, dict[tuple[float, ...], float]()
@@ -95,7 +113,9 @@ class RateTable:
             return self._between(sizes, (*chosen, axis[min(above, len(axis) - 1)]))
         low, high = axis[above - 1], axis[above]
         weight = math.log(size / low) / math.log(high / low)
-        return (1 - weight) * self._between(sizes, (*chosen, low)) + weight * self._between(sizes, (*chosen, high))
+        return (1 - weight) * self._between(sizes, (*chosen, low)) + weight * self._between(
+            sizes, (*chosen, high)
+        )
 
 
 # Plans print names from a file.
@@ -105,8 +125,9 @@ PRINTABLE = r"^[^\x00-\x1f\x7f]*$"
 class Calibration(BaseModel):
     """The content of a file.
 
-    kind, device: "cpu" or "cuda", and the name of the processor or GPU. ranks, hosts: that measured at the same time; on a CPU
-    they share its cores. threads: of a rank on a CPU. memory_bytes: of the GPU, or of the host.
+    kind, device: "cpu" or "cuda", and the name of the processor or GPU. ranks, hosts: that measured
+    at the same time; on a CPU they share its cores. threads: of a rank on a CPU. memory_bytes: of
+    the GPU, or of the host.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -127,12 +148,18 @@ class Calibration(BaseModel):
         if self.hosts > self.ranks:
             raise ValueError(f"{self.hosts} hosts with {self.ranks} ranks")
         measured = {(each.what, each.dtype) for each in self.measurements}
-        if self.ranks == 1 and (alone := [name for name in COLLECTIVES if (name, None) in measured]):
+        if self.ranks == 1 and (
+            alone := [name for name in COLLECTIVES if (name, None) in measured]
+        ):
             raise ValueError(f"{alone[0]}: measured with one rank")
         for name in REQUIRED:
             if (name, None if name == "memory" else "fp32") not in measured:
                 raise ValueError(f"{name}: not measured")
-            if name != "memory" and ("product", "bf16") in measured and (name, "bf16") not in measured:
+            if (
+                name != "memory"
+                and ("product", "bf16") in measured
+                and (name, "bf16") not in measured
+            ):
                 raise ValueError(f"{name}: not measured in bf16, in which product is")
         try:
             _ = self._tables
@@ -170,14 +197,23 @@ class Calibration(BaseModel):
 
 
 def read_calibration(path: Path) -> Calibration:
-    """The content of a file. Raises UserError where there is none, and for one that is damaged or of another version."""
+    """The content of a file.
+
+    Raises UserError where there is none, and for one that is damaged or of another version.
+    """
     again = "run lmforge bench --calibrate again"
     try:
         content = read_json(path, dict[str, Any], hint=again)
     except FileNotFoundError:
-        raise UserError(f"--calibration: {path}: no such file; lmforge bench --calibrate writes one") from None
+        raise UserError(
+            f"--calibration: {path}: no such file; lmforge bench --calibrate writes one"
+        ) from None
     if content.get("version") != VERSION:
         version = content.get("version")
         words = f"of version {version}" if isinstance(version, int) else "without a version"
-        raise UserError(f"--calibration: {path}: {words}, and this lmforge reads version {VERSION}; {again}")
-    return check_content(content, Calibration, str(path), lambda line: UserError(f"--calibration: {line}; {again}"))
+        raise UserError(
+            f"--calibration: {path}: {words}, and this lmforge reads version {VERSION}; {again}"
+        )
+    return check_content(
+        content, Calibration, str(path), lambda line: UserError(f"--calibration: {line}; {again}")
+    )

@@ -1,4 +1,6 @@
-"""The prediction for a run that trains: printed before its first step, and compared with its first steps (log.predict)."""
+"""The prediction for a run that trains: printed before its first step, and compared with its first
+steps (log.predict).
+"""
 
 import statistics
 from collections.abc import Callable
@@ -13,7 +15,9 @@ PREDICTED_STEPS = 20
 
 
 class PredictionObserver(Observer):
-    """Predicts the memory and the speed of a run on rank 0, and compares them with its first steps."""
+    """Predicts the memory and the speed of a run on rank 0, and compares them with its first
+    steps.
+    """
 
     def __init__(self, run: ObservedRun) -> None:
         super().__init__(run)
@@ -23,10 +27,14 @@ class PredictionObserver(Observer):
         if not run.ctx.dist_ctx.is_rank0:
             return
         assert run.memory is not None
-        prediction = MemoryEstimator.of_run(run.memory).predict_run(run.ctx.config, run.ctx.dist_ctx.device)
+        prediction = MemoryEstimator.of_run(run.memory).predict_run(
+            run.ctx.config, run.ctx.dist_ctx.device
+        )
         log = run.ctx.console.info
         log(f"predicted  {prediction if isinstance(prediction, str) else prediction.describe()}")
-        self._check = PredictionCheck(prediction, run.inputs.batch_plan.tokens, run.built.point.step, log)
+        self._check = PredictionCheck(
+            prediction, run.inputs.batch_plan.tokens, run.built.point.step, log
+        )
 
     def on_weights_updated(self, step: int, seconds: float, has_compiled: bool) -> None:
         if self._check is not None and step != self._first_step and not has_compiled:
@@ -34,14 +42,23 @@ class PredictionObserver(Observer):
 
     def on_log(self, step: int, record: dict[str, Any]) -> None:
         if self._check is not None:
-            record |= self._check.compare(step, record["memory_gib"], is_last=step == self._last_step)
+            record |= self._check.compare(
+                step, record["memory_gib"], is_last=step == self._last_step
+            )
 
 
 class PredictionCheck:
-    """Compares the prediction for a run with its first steps. It never ends the run, and never waits for the device."""
+    """Compares the prediction for a run with its first steps.
+
+    It never ends the run, and never waits for the device.
+    """
 
     def __init__(
-        self, prediction: RunPrediction | str, tokens_per_step: int, start_step: int, log: Callable[[str], None]
+        self,
+        prediction: RunPrediction | str,
+        tokens_per_step: int,
+        start_step: int,
+        log: Callable[[str], None],
     ) -> None:
         """`prediction` is a string with the reason where there is no prediction."""
         self._prediction, self._tokens, self._log = prediction, tokens_per_step, log
@@ -53,7 +70,9 @@ class PredictionCheck:
             self._seconds.append(seconds)
 
     def compare(self, step: int, memory_gib: float, *, is_last: bool) -> dict[str, float]:
-        """Fields for metrics.jsonl, once: at the first log step after PREDICTED_STEPS, or at the last of a shorter run."""
+        """Fields for metrics.jsonl, once: at the first log step after PREDICTED_STEPS, or at the
+        last of a shorter run.
+        """
         prediction = self._prediction
         if isinstance(prediction, str) or not (step >= self._due_step or is_last):
             return {}

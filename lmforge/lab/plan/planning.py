@@ -1,7 +1,8 @@
-"""From a recipe to a prediction: with the options of `lmforge plan`, or of a run on the ranks that it has.
+"""From a recipe to a prediction: with the options of `lmforge plan`, or of a run on the ranks that
+it has.
 
-A run logs the memory and the speed that `lmforge plan` predicts before its first step, and later the measured values with them.
-There is no speed for unknown hardware.
+A run logs the memory and the speed that `lmforge plan` predicts before its first step, and later
+the measured values with them. There is no speed for unknown hardware.
 """
 
 from dataclasses import dataclass, replace
@@ -27,7 +28,14 @@ from lmforge.core.stages.parameter_counts import block_adapters, check_float8, g
 from lmforge.lab.options.plan import AnyPlanConfig, MachineOptions, PlanOptions
 from lmforge.lab.plan.calibration import Calibration, read_calibration
 from lmforge.lab.plan.hardware import GB, GPU, Hardware, Network, data_sheets, read_hardware
-from lmforge.lab.plan.prediction.predict import MEMORY_INTERVAL, OVERHEAD, Prediction, can_reduce_once, peak_memory, predict
+from lmforge.lab.plan.prediction.predict import (
+    MEMORY_INTERVAL,
+    OVERHEAD,
+    Prediction,
+    can_reduce_once,
+    peak_memory,
+    predict,
+)
 from lmforge.lab.plan.prediction.rates import CONSTANTS, Rates
 from lmforge.lab.plan.prediction.step_config import Distillation, StepConfig
 from lmforge.lab.plan.traces import LossKind
@@ -41,7 +49,9 @@ MOST_OF_PEAK = 1.25
 
 @dataclass(frozen=True)
 class Machine:
-    """The hardware that a run is planned for: `gpus_per_host` GPUs on each host. `network` is None for one host.
+    """The hardware that a run is planned for: `gpus_per_host` GPUs on each host.
+
+    `network` is None for one host.
 
     calibration: what was measured on such a GPU; None for data sheets alone.
     """
@@ -82,7 +92,9 @@ class Machine:
         return None if self.calibration is None else self.calibration.value("disk write")
 
     def with_disk(self, options: PlanOptions) -> PlanOptions:
-        """The options with the measured speed at which checkpoints are written, unless they name one."""
+        """The options with the measured speed at which checkpoints are written, unless they name
+        one.
+        """
         if self._disk is None or "disk_gb_s" in options.changed():
             return options
         return options.model_copy(update={"disk_gb_s": self._disk / GB})
@@ -104,23 +116,44 @@ def find_machine(options: MachineOptions) -> Machine:
     return Machine(gpu, network if options.gpus > per_host else None, per_host, calibration)
 
 
-def calibrated_gpu(gpu: GPU, calibration: Calibration, hardware: Hardware, path: Path, per_host: int) -> GPU:
-    """The device with what was measured of it. Raises UserError for a calibration of another one."""
-    measured = hardware.gpu("cpu") if calibration.kind == "cpu" else hardware.find(calibration.device)
+def calibrated_gpu(
+    gpu: GPU, calibration: Calibration, hardware: Hardware, path: Path, per_host: int
+) -> GPU:
+    """The device with what was measured of it.
+
+    Raises UserError for a calibration of another one.
+    """
+    measured = (
+        hardware.gpu("cpu") if calibration.kind == "cpu" else hardware.find(calibration.device)
+    )
     if measured is None or measured.name != gpu.name:
-        way = f"; give --gpu_type {measured.name}" if measured else "; describe it in a file for --hardware, with `matches`"
-        raise UserError(f"--calibration: {path}: of {cut(calibration.device)}, and the plan is for {gpu.name}{way}")
+        way = (
+            f"; give --gpu_type {measured.name}"
+            if measured
+            else "; describe it in a file for --hardware, with `matches`"
+        )
+        raise UserError(
+            f"--calibration: {path}: of {cut(calibration.device)}, and the plan is for"
+            f" {gpu.name}{way}"
+        )
     if not gpu.is_cpu:
         _check_peaks(gpu, calibration, path)
         return gpu
     if calibration.ranks_per_host != per_host:
         raise UserError(
-            f"--calibration: {path}: ranks on a CPU share its cores: {calibration.ranks_per_host} measured, {per_host} planned"
-            f" per host; run lmforge bench --calibrate --launch.processes {per_host}"
+            f"--calibration: {path}: ranks on a CPU share its cores: {calibration.ranks_per_host}"
+            f" measured, {per_host} planned per host; run lmforge bench --calibrate"
+            f" --launch.processes {per_host}"
         )
-    products = {dtype: table for dtype in ("fp32", "bf16") if (table := calibration.table("product", dtype)) is not None}
+    products = {
+        dtype: table
+        for dtype in ("fp32", "bf16")
+        if (table := calibration.table("product", dtype)) is not None
+    }
     tflops = gpu.tflops | {dtype: table.largest / 1e12 for dtype, table in products.items()}
-    return gpu.model_copy(update={"tflops": tflops, "memory_gb": calibration.memory_bytes / 2**30 / per_host})
+    return gpu.model_copy(
+        update={"tflops": tflops, "memory_gb": calibration.memory_bytes / 2**30 / per_host}
+    )
 
 
 def _check_peaks(gpu: GPU, calibration: Calibration, path: Path) -> None:
@@ -129,12 +162,15 @@ def _check_peaks(gpu: GPU, calibration: Calibration, path: Path) -> None:
         table, peak = calibration.table("product", dtype), gpu.peak_flops(dtype)
         if table is not None and peak is not None and table.largest > MOST_OF_PEAK * peak:
             raise UserError(
-                f"--calibration: {path}: products in {dtype} at {table.largest / 1e12:,.0f} TFLOP/s, and the data sheet of"
-                f" {gpu.name} has {peak / 1e12:,.0f}; run lmforge bench --calibrate again"
+                f"--calibration: {path}: products in {dtype} at {table.largest / 1e12:,.0f}"
+                f" TFLOP/s, and the data sheet of {gpu.name} has {peak / 1e12:,.0f}; run lmforge"
+                " bench --calibrate again"
             )
 
 
-def choose_dtypes(config: StageConfig, gpu: GPU, calibration: Calibration | None) -> tuple[str, bool]:
+def choose_dtypes(
+    config: StageConfig, gpu: GPU, calibration: Calibration | None
+) -> tuple[str, bool]:
     """The compute dtype and whether blocks are compiled, as `auto` resolves on this device.
 
     Raises UserError for a dtype that the device does not have, float8 included.
@@ -149,14 +185,20 @@ def choose_dtypes(config: StageConfig, gpu: GPU, calibration: Calibration | None
         raise UserError(f"train.float8: {gpu.name} has no float8 arithmetic; leave it out")
     if config.train.float8:
         check_float8_dtype(dtype)
-    return dtype, config.train.compile == "on" or (config.train.compile == "auto" and not gpu.is_cpu)
+    return dtype, config.train.compile == "on" or (
+        config.train.compile == "auto" and not gpu.is_cpu
+    )
 
 
 def check_dtype(gpu: GPU, dtype: str) -> None:
     """Raise UserError where there is no peak to predict speed from."""
     if gpu.peak_flops(dtype) is None:
         known = [name for name in ("bf16", "fp32") if name in gpu.tflops]
-        way = f"use train.dtype = {known[0]}" if known else "give bf16 or fp32 in its entry of the hardware file"
+        way = (
+            f"use train.dtype = {known[0]}"
+            if known
+            else "give bf16 or fp32 in its entry of the hardware file"
+        )
         raise UserError(f"train.dtype: no {dtype} among the tflops of {cut(gpu.name)}; {way}")
 
 
@@ -172,7 +214,10 @@ def build_step_config(
     compiled: bool,
     teacher: ModelConfig | None = None,
 ) -> StepConfig:
-    """The StepConfig of a recipe on these ranks; arguments are as its fields. Raises UserError for an impossible engine."""
+    """The StepConfig of a recipe on these ranks; arguments are as its fields.
+
+    Raises UserError for an impossible engine.
+    """
     engine = choose_engine(config.parallel, world_size, "cuda" if on_gpu else "cpu")
     return StepConfig(
         model=model,
@@ -203,10 +248,15 @@ def _loss_kind(config: StageConfig) -> LossKind:
 
 
 def _reference(config: StageConfig) -> Literal["none", "copy", "policy"]:
-    """What scores batches while a recipe trains: not a reference whose log-probabilities were computed before."""
+    """What scores batches while a recipe trains: not a reference whose log-probabilities were
+    computed before.
+    """
     if not isinstance(config, AlignConfig) or config.reference in (None, "precomputed"):
         return "none"
-    if config.align.method == "grpo" and build_policy_loss_config(config.rollout).kl_estimator == "none":
+    if (
+        config.align.method == "grpo"
+        and build_policy_loss_config(config.rollout).kl_estimator == "none"
+    ):
         return "none"
     return "copy" if config.reference == "copy" else "policy"
 
@@ -215,30 +265,49 @@ def _check_predictable(config: StageConfig) -> None:
     """Raise UserError for a recipe whose step is not one update on given batches."""
     if isinstance(config, DistillConfig) and config.distill.lmbda:
         raise UserError(
-            f"distill.lmbda = {config.distill.lmbda:g} is not predicted: its steps sample answers first; plan without it"
+            f"distill.lmbda = {config.distill.lmbda:g} is not predicted: its steps sample answers"
+            " first; plan without it"
         )
     if isinstance(config, AlignConfig) and config.align.method == "grpo":
-        raise UserError("align.method = grpo is not predicted: most of its step samples completions and rewards them")
+        raise UserError(
+            "align.method = grpo is not predicted: most of its step samples completions and rewards"
+            " them"
+        )
 
 
 def with_default_batch(config: AnyPlanConfig) -> tuple[AnyPlanConfig, list[str]]:
-    """The recipe with a sequence for each GPU, where it gives no global batch and the default has fewer; and a line that says
-    so."""
+    """The recipe with a sequence for each GPU, where it gives no global batch and the default has
+    fewer; and a line that says so.
+    """
     train, gpus = config.train, config.plan.gpus
     if train.global_batch_size or train.global_batch_tokens or gpus <= DEFAULT_GLOBAL_BATCH_SIZE:
         return config, []
-    note = f"train.global_batch_size = {gpus}, one sequence for each GPU, since the default is {DEFAULT_GLOBAL_BATCH_SIZE}"
-    return config.model_copy(update={"train": train.model_copy(update={"global_batch_size": gpus})}), [note]
+    note = (
+        f"train.global_batch_size = {gpus}, one sequence for each GPU, since the default is"
+        f" {DEFAULT_GLOBAL_BATCH_SIZE}"
+    )
+    return config.model_copy(
+        update={"train": train.model_copy(update={"global_batch_size": gpus})}
+    ), [note]
 
 
 def make_step_config(
-    config: StageConfig, model: ModelConfig, gpus: int, machine: Machine, teacher: ModelConfig | None = None
+    config: StageConfig,
+    model: ModelConfig,
+    gpus: int,
+    machine: Machine,
+    teacher: ModelConfig | None = None,
 ) -> StepConfig:
-    """The StepConfig of a recipe on this number of GPUs. Raises UserError where it does not fit the ranks, the model or the
-    device."""
+    """The StepConfig of a recipe on this number of GPUs.
+
+    Raises UserError where it does not fit the ranks, the model or the device.
+    """
     _check_predictable(config)
     if config.train.epochs is not None:
-        raise UserError(f"train.epochs = {config.train.epochs:g}: a plan does not read the data; give --train.steps instead")
+        raise UserError(
+            f"train.epochs = {config.train.epochs:g}: a plan does not read the data; give"
+            " --train.steps instead"
+        )
     plan = plan_batches(config, gpus)
     check_parallel(config.parallel, model, plan)
     if (lora := get_lora_config(config)) is not None:
@@ -271,7 +340,9 @@ def predict_step(step_config: StepConfig, machine: Machine) -> Prediction:
 
 
 def suggest_reduction(prediction: Prediction, machine: Machine, usable: float) -> str:
-    """What reducing gradients once per step would bring; empty where it is done, makes no difference, or may not fit."""
+    """What reducing gradients once per step would bring; empty where it is done, makes no
+    difference, or may not fit.
+    """
     step_config = prediction.step_config
     if not can_reduce_once(step_config) or not step_config.options.reduce_every_micro_batch:
         return ""
@@ -280,22 +351,34 @@ def suggest_reduction(prediction: Prediction, machine: Machine, usable: float) -
         return ""
     faster = once.tokens_per_second / prediction.tokens_per_second - 1
     more = format_bytes(max(0.0, once.device_bytes - prediction.device_bytes))
-    return f"parallel.reduce_every_micro_batch = false fits too: {faster:.1%} faster, {more} more per rank"
+    return (
+        f"parallel.reduce_every_micro_batch = false fits too: {faster:.1%} faster, {more} more per"
+        " rank"
+    )
 
 
-def predict_phases(config: StageConfig, prediction: Prediction, machine: Machine) -> list[tuple[int, Prediction]]:
-    """(steps, prediction) of each phase of the run, whose sequences may be shorter than those of `prediction`, the longest."""
+def predict_phases(
+    config: StageConfig, prediction: Prediction, machine: Machine
+) -> list[tuple[int, Prediction]]:
+    """(steps, prediction) of each phase of the run, whose sequences may be shorter than those of
+    `prediction`, the longest.
+    """
     step_config, steps = prediction.step_config, config.train.steps
     if not isinstance(config, PretrainConfig) or not config.data.phases:
         return [(steps, prediction)]
-    size, known = plan_batches(config, step_config.world_size).global_batch_size, {step_config.sequence_length: prediction}
+    size, known = (
+        plan_batches(config, step_config.world_size).global_batch_size,
+        {step_config.sequence_length: prediction},
+    )
     by_length, rates = (
         tokens_by_length(config.data.phases, steps, size, step_config.sequence_length),
         machine.rates(step_config.dtype),
     )
     for length, _ in by_length:
         if length not in known:
-            known[length] = predict(replace(step_config, sequence_length=length), machine.gpu, rates)
+            known[length] = predict(
+                replace(step_config, sequence_length=length), machine.gpu, rates
+            )
     return [(tokens // (length * size), known[length]) for length, tokens in by_length if tokens]
 
 
@@ -303,9 +386,10 @@ def predict_phases(config: StageConfig, prediction: Prediction, machine: Machine
 class RunPrediction:
     """The prediction of a step of a run.
 
-    memory_bytes, memory_interval: at the peak of the fullest rank, of what `memory_gib` in metrics.jsonl measures: tensors on
-        a GPU, resident memory on a CPU.
-    tokens_per_second, speed_interval: of all ranks, padding included; None where it is not predicted.
+    memory_bytes, memory_interval: at the peak of the fullest rank, of what `memory_gib` in
+        metrics.jsonl measures: tensors on a GPU, resident memory on a CPU.
+    tokens_per_second, speed_interval: of all ranks, padding included; None where it is not
+    predicted.
     speed_source: where its constants are from, or why there is no speed.
     """
 
@@ -327,7 +411,9 @@ class RunPrediction:
             "memory_gib": self.memory_bytes / 2**30,
             "memory_gib_interval": [low, high],
             "tokens_per_second": self.tokens_per_second,
-            "tokens_per_second_interval": None if self.speed_interval is None else list(self.speed_interval),
+            "tokens_per_second_interval": (
+                None if self.speed_interval is None else list(self.speed_interval)
+            ),
             "source": self.speed_source,
         }
 
@@ -349,14 +435,18 @@ class RunPrediction:
 
 
 def predict_run(
-    step_config: StepConfig, config: StageConfig, device_name: str | None, resident: tuple[float, float]
+    step_config: StepConfig,
+    config: StageConfig,
+    device_name: str | None,
+    resident: tuple[float, float],
 ) -> RunPrediction:
     """The prediction of a run.
 
     Args:
         device_name: of the GPU, as torch gives it; None on a CPU.
-        resident: on a CPU the bytes of this process before it builds anything, and the upper end of the interval: libraries
-            take more from the first step on, and the C library keeps more than is live.
+        resident: on a CPU the bytes of this process before it builds anything, and the upper end of
+            the interval: libraries take more from the first step on, and the C library keeps more
+            than is live.
 
     Raises UserError, in words for the reader, where nothing can be predicted.
     """
@@ -374,7 +464,9 @@ def predict_run(
     prediction, ranks = predict_step(step_config, machine), step_config.world_size
     slow, fast = prediction.speed_interval
     source = machine.describe_constants(step_config.dtype)
-    return RunPrediction(memory, interval, prediction.tokens_per_second * ranks, (slow * ranks, fast * ranks), source)
+    return RunPrediction(
+        memory, interval, prediction.tokens_per_second * ranks, (slow * ranks, fast * ranks), source
+    )
 
 
 def _find_machine(step_config: StepConfig, config: StageConfig, device_name: str | None) -> Machine:
@@ -388,9 +480,15 @@ def _find_machine(step_config: StepConfig, config: StageConfig, device_name: str
     check_dtype(gpu, step_config.dtype)
     calibration = None if path is None else read_calibration(path)
     if calibration is None and gpu.is_cpu:
-        raise UserError("no measurements of this CPU; lmforge bench --calibrate makes them, log.calibration names the file")
+        raise UserError(
+            "no measurements of this CPU; lmforge bench --calibrate makes them, log.calibration"
+            " names the file"
+        )
     if step_config.world_size > per_host and (calibration is None or calibration.hosts == 1):
-        raise UserError("no measurements of the network between hosts; lmforge bench --calibrate on several hosts makes them")
+        raise UserError(
+            "no measurements of the network between hosts; lmforge bench --calibrate on several"
+            " hosts makes them"
+        )
     if path is None or calibration is None:
         return Machine(gpu, None, per_host)
     gpu = calibrated_gpu(gpu, calibration, data_sheets(), path, per_host)

@@ -1,9 +1,9 @@
-"""What a block computes and keeps, and what the head and its loss keep, traced on fake tensors: real forward and backward
-passes without memory or values.
+"""What a block computes and keeps, and what the head and its loss keep, traced on fake tensors:
+real forward and backward passes without memory or values.
 
-A block that is not compiled runs under an ActivationTracker. One that is compiled goes through torch.compile to the two graphs
-that AOT autograd's partition makes of it, as inductor is given them. All numbers are of one sequence on one rank; they are
-linear in the number of sequences.
+A block that is not compiled runs under an ActivationTracker. One that is compiled goes through
+torch.compile to the two graphs that AOT autograd's partition makes of it, as inductor is given
+them. All numbers are of one sequence on one rank; they are linear in the number of sequences.
 """
 
 import gc
@@ -46,8 +46,9 @@ SPLIT_SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size"
 class TracedModel:
     """Whose block and head are traced, as they are on one rank.
 
-    dtype: of weights and activations. lora: its adapters. tensor: how many ranks split the matrices, and the sequence between
-    them; `vocabulary` how many split the embedding and the head. sparse: whether the block is a mixture of experts.
+    dtype: of weights and activations. lora: its adapters. tensor: how many ranks split the
+    matrices, and the sequence between them; `vocabulary` how many split the embedding and the head.
+    sparse: whether the block is a mixture of experts.
     """
 
     config: ModelConfig
@@ -76,9 +77,12 @@ class TracedModel:
 
 @dataclass(frozen=True)
 class ModelShapes:
-    """(rows, columns) of the parameters of a model, vectors as [size, 1]: of the embedding tables, of a block, trained and
-    frozen, of its experts, which are among these, trained and frozen, of the head, and of all else, such as the last norm.
-    quantized: (rows, bytes) of those of a block in 4 or 8 bits, and `widest` the numbers of the largest of these."""
+    """(rows, columns) of the parameters of a model, vectors as [size, 1]: of the embedding tables,
+    of a block, trained and frozen, of its experts, which are among these, trained and frozen, of
+    the head, and of all else, such as the last norm.
+    quantized: (rows, bytes) of those of a block in 4 or 8 bits, and `widest` the numbers of the
+    largest of these.
+    """
 
     tables: Shapes
     trained: Shapes
@@ -96,13 +100,17 @@ def model_shapes(traced: TracedModel) -> ModelShapes:
     model = traced.build()
 
     def rows(parameter: nn.Parameter) -> int:
-        # Of stacked experts those of each one too: FSDP2 shards by these where ranks do not divide the experts.
+        # Of stacked experts those of each one too: FSDP2 shards by these where ranks do not divide
+        # the experts.
         return parameter.shape[:-1].numel() if parameter.dim() == 3 else parameter.shape[0]
 
     def shapes(parameters: Iterable[nn.Parameter]) -> Shapes:
         return tuple((rows(each), each.numel() // rows(each)) for each in parameters)
 
-    tables, head, block = ([*each.parameters()] for each in (nn.ModuleList(model.embeddings), model.lm_head, model.blocks))
+    tables, head, block = (
+        [*each.parameters()]
+        for each in (nn.ModuleList(model.embeddings), model.lm_head, model.blocks)
+    )
     known = {*tables, *head, *block}
     matrices = quantized_matrices(model)
     quantized = {model.get_parameter(name) for name in matrices}
@@ -126,7 +134,8 @@ class BlockTrace:
     """What one sequence costs a block on a rank.
 
     forward, backward: what the two passes compute; the backward pass also what it recomputes.
-    saved_bytes: kept from the forward to the backward pass, with the block's input, which has `input_bytes`.
+    saved_bytes: kept from the forward to the backward pass, with the block's input, which has
+    `input_bytes`.
     fixed_bytes: kept too, but once for all sequences, such as weights in another dtype.
     embedded_bytes: kept before the first block, such as rotary angles, but for masks of attention.
     """
@@ -141,17 +150,28 @@ class BlockTrace:
 
 @cache
 def trace_block(
-    traced: TracedModel, length: int, mode: str, *, compiled: bool, on_gpu: bool, has_dropout: bool = False
+    traced: TracedModel,
+    length: int,
+    mode: str,
+    *,
+    compiled: bool,
+    on_gpu: bool,
+    has_dropout: bool = False,
 ) -> BlockTrace:
-    """Trace a block that `mode` of activation checkpointing applies to, for a sequence of `length` tokens.
+    """Trace a block that `mode` of activation checkpointing applies to, for a sequence of `length`
+    tokens.
 
-    On a GPU attention is causal and has no mask; on a CPU it has a dense one. Raises UserError where a model cannot be traced,
-    such as one whose work depends on its data.
+    On a GPU attention is causal and has no mask; on a CPU it has a dense one. Raises UserError
+    where a model cannot be traced, such as one whose work depends on its data.
     """
     with fake_model(traced) as model:
-        if not traced.config.num_experts and any(parameter.dim() > 2 for parameter in model.blocks.parameters()):
+        if not traced.config.num_experts and any(
+            parameter.dim() > 2 for parameter in model.blocks.parameters()
+        ):
             words = "its blocks have stacked weights, such as experts, of which a token uses some"
-            raise UserError(f"a {traced.config.model_type} model cannot be traced without data: {words}")
+            raise UserError(
+                f"a {traced.config.model_type} model cannot be traced without data: {words}"
+            )
         model.dropout = DROPOUT_RATE * has_dropout
         apply_activation_checkpointing(model, mode, every=1)
         block = model.blocks[0]
@@ -178,14 +198,18 @@ def fake_model(traced: TracedModel) -> Iterator[LanguageModel]:
                 for name, parameter in module._parameters.items():
                     if parameter is not None:
                         fake = torch.empty(parameter.shape, dtype=parameter.dtype)
-                        module._parameters[name] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
+                        module._parameters[name] = nn.Parameter(
+                            fake, requires_grad=parameter.requires_grad
+                        )
             yield model
     except UserError:
         raise
     except Exception as problem:  # of any library's code, on tensors without values
         reason = str(problem).strip().splitlines() or [type(problem).__name__]
         model_type = traced.config.model_type
-        raise UserError(f"a {model_type} model cannot be traced without data: {reason[0][:120]}") from problem
+        raise UserError(
+            f"a {model_type} model cannot be traced without data: {reason[0][:120]}"
+        ) from problem
     finally:
         gc.unfreeze()
 
@@ -194,8 +218,12 @@ class _Reached(Exception):
     """Ends a forward pass at its first block."""
 
 
-def _block_inputs(model: LanguageModel, length: int, on_gpu: bool, has_dropout: bool) -> tuple[list[Any], dict[str, Any], int]:
-    """The arguments of the first block, as the model itself makes them, and the bytes that are kept until then."""
+def _block_inputs(
+    model: LanguageModel, length: int, on_gpu: bool, has_dropout: bool
+) -> tuple[list[Any], dict[str, Any], int]:
+    """The arguments of the first block, as the model itself makes them, and the bytes that are kept
+    until then.
+    """
     reached: dict[str, Any] = {}
 
     def stop(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -227,29 +255,42 @@ def _block_inputs(model: LanguageModel, length: int, on_gpu: bool, has_dropout: 
 
 
 def _split_sequence(block: nn.Module, ranks: int) -> None:
-    """Gather the sequence before each module that has matrices, and sum and scatter it after it, as tensor parallelism does."""
+    """Gather the sequence before each module that has matrices, and sum and scatter it after it, as
+    tensor parallelism does.
+    """
     operators: Any = torch.ops._c10d_functional_autograd
 
     def split(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def gathered_forward(hidden: Tensor, *rest: Any, **named: Any) -> Tensor:
-            gathered = torch.ops._c10d_functional.wait_tensor(operators.all_gather_into_tensor(hidden, ranks, ""))
+            gathered = torch.ops._c10d_functional.wait_tensor(
+                operators.all_gather_into_tensor(hidden, ranks, "")
+            )
             whole = forward(gathered.view(1, -1, hidden.shape[-1]), *rest, **named)
             parts = whole.view(ranks, -1, whole.shape[-1])
-            return torch.ops._c10d_functional.wait_tensor(operators.reduce_scatter_tensor(parts, "sum", ranks, ""))
+            return torch.ops._c10d_functional.wait_tensor(
+                operators.reduce_scatter_tensor(parts, "sum", ranks, "")
+            )
 
         return gathered_forward
 
     for module in block.children():
         # Of a mixture the tokens are split.
-        if any(parameter.dim() > 1 for parameter in module.parameters()) and not isinstance(module, MixtureOfExperts):
+        if any(parameter.dim() > 1 for parameter in module.parameters()) and not isinstance(
+            module, MixtureOfExperts
+        ):
             module.forward = split(module.forward)
 
 
-def _trace_eager(block: nn.Module, args: list[Any], kwargs: dict[str, Any]) -> tuple[Work, Work, int, int]:
+def _trace_eager(
+    block: nn.Module, args: list[Any], kwargs: dict[str, Any]
+) -> tuple[Work, Work, int, int]:
     tracker, forward, backward = ActivationTracker(), WorkCounter(), WorkCounter()
     with tracker:
         hidden = args[0] + 0  # made in this context, so that it counts where it is kept
-        block_args = [hidden, *(each.for_block(0) if isinstance(each, TokenRng) else each for each in args[1:])]
+        block_args = [
+            hidden,
+            *(each.for_block(0) if isinstance(each, TokenRng) else each for each in args[1:]),
+        ]
         with forward:
             result = block(*block_args, **kwargs)
         del hidden, block_args
@@ -262,7 +303,9 @@ def _trace_eager(block: nn.Module, args: list[Any], kwargs: dict[str, Any]) -> t
     return forward.work, backward.work, saved, fixed
 
 
-def _trace_compiled(block: nn.Module, args: list[Any], kwargs: dict[str, Any]) -> tuple[Work, Work, int, int]:
+def _trace_compiled(
+    block: nn.Module, args: list[Any], kwargs: dict[str, Any]
+) -> tuple[Work, Work, int, int]:
     # Compilers are imported where blocks are compiled.
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func
@@ -278,7 +321,9 @@ def _trace_compiled(block: nn.Module, args: list[Any], kwargs: dict[str, Any]) -
         )
         works.extend(graph_work(each.graph) for each in graphs)
         output = next(iter(graphs[0].graph.find_nodes(op="output")))
-        saved, fixed = _saved_bytes(output.args[0][num_fwd_outputs:], args[0], {each.shape for each in block.parameters()})
+        saved, fixed = _saved_bytes(
+            output.args[0][num_fwd_outputs:], args[0], {each.shape for each in block.parameters()}
+        )
         return graphs
 
     def run_as_it_is(graph: Any, inputs: Any) -> Any:
@@ -287,18 +332,25 @@ def _trace_compiled(block: nn.Module, args: list[Any], kwargs: dict[str, Any]) -
     def traced_block(*args: Any, **kwargs: Any) -> Any:
         return block(*args, **kwargs)
 
-    backend = aot_autograd(fw_compiler=run_as_it_is, partition_fn=partition, decompositions=select_decomp_table())
-    torch._dynamo.reset_code(traced_block.__code__)  # whose graphs of other blocks would count as recompilations
+    backend = aot_autograd(
+        fw_compiler=run_as_it_is, partition_fn=partition, decompositions=select_decomp_table()
+    )
+    # Whose graphs of other blocks would count as recompilations.
+    torch._dynamo.reset_code(traced_block.__code__)
     torch.compile(traced_block, backend=backend, dynamic=False)(*args, **kwargs)
     torch._dynamo.reset_code(traced_block.__code__)
     forward, backward = works
     return forward, backward, saved, fixed
 
 
-def _saved_bytes(nodes: list[torch.fx.Node], hidden: Tensor, parameters: set[torch.Size]) -> tuple[int, int]:
-    """Bytes of what a compiled forward pass hands to its backward pass, each memory once, and of what is computed from
-    `parameters`, whose shapes these are, alone. Of the block's inputs its hidden states and its own rng keys count: parameters
-    are there in any case, and all blocks share the others."""
+def _saved_bytes(
+    nodes: list[torch.fx.Node], hidden: Tensor, parameters: set[torch.Size]
+) -> tuple[int, int]:
+    """Bytes of what a compiled forward pass hands to its backward pass, each memory once, and of
+    what is computed from `parameters`, whose shapes these are, alone. Of the block's inputs its
+    hidden states and its own rng keys count: parameters are there in any case, and all blocks share
+    the others.
+    """
     saved = fixed = 0
     for node in {source_node(each) for each in nodes}:
         value = node.meta.get("val")
@@ -315,13 +367,16 @@ def _saved_bytes(nodes: list[torch.fx.Node], hidden: Tensor, parameters: set[tor
 def _is_of_parameters(node: torch.fx.Node, shapes: set[torch.Size]) -> bool:
     if node.op == "placeholder":
         return getattr(node.meta.get("val"), "shape", None) in shapes
-    return bool(node.all_input_nodes) and all(_is_of_parameters(each, shapes) for each in node.all_input_nodes)
+    return bool(node.all_input_nodes) and all(
+        _is_of_parameters(each, shapes) for each in node.all_input_nodes
+    )
 
 
 # Sequences of these lengths are traced: bytes grow linearly with tokens.
 LENGTHS = (128, 256)
-# What losses read of the head: the cross-entropy of tokens, whose gradients the forward pass computes; log-probabilities of
-# tokens, whose backward pass computes the logits again; or the reward of each document.
+# What losses read of the head: the cross-entropy of tokens, whose gradients the forward pass
+# computes; log-probabilities of tokens, whose backward pass computes the logits again; or the
+# reward of each document.
 LossKind = Literal["tokens", "logprobs", "rewards"]
 OBJECTIVES: dict[LossKind, Objective] = {
     "tokens": NextTokenObjective(),
@@ -332,7 +387,9 @@ OBJECTIVES: dict[LossKind, Objective] = {
 
 @dataclass(frozen=True)
 class HeadTrace:
-    """Bytes per token that the norm and the loss keep, and those that the loss keeps of the head's gradient."""
+    """Bytes per token that the norm and the loss keep, and those that the loss keeps of the head's
+    gradient.
+    """
 
     norm_bytes: float
     loss_bytes: float

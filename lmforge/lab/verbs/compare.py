@@ -1,6 +1,8 @@
-"""`lmforge compare`: the first step at which runs differ by more than rounding, by which bound, and what else differs in them.
+"""`lmforge compare`: the first step at which runs differ by more than rounding, by which bound, and
+what else differs in them.
 
-The bounds are in bounds.py. Read are the files of the runs, which may have been resumed on other ranks in between.
+The bounds are in bounds.py. Read are the files of the runs, which may have been resumed on other
+ranks in between.
 """
 
 import json
@@ -16,7 +18,13 @@ from lmforge.core.files.untrusted import cut
 from lmforge.core.options.load import flat_options
 from lmforge.core.records.manifests import Manifest, check_sizes, read_manifest
 from lmforge.core.records.runs import Run
-from lmforge.lab.bench.bounds import BOUND_STEPS, EQUAL_BITS, Bound, bound_of_splits, relative_difference
+from lmforge.lab.bench.bounds import (
+    BOUND_STEPS,
+    EQUAL_BITS,
+    Bound,
+    bound_of_splits,
+    relative_difference,
+)
 from lmforge.ops.options.running import CompareOptions
 from lmforge.ops.report.run_data import read_environment, read_events
 
@@ -24,10 +32,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 # Options that change no step.
-NO_STEP = ("run.", "launch.", "watch.", "log.", "checkpoint.", "sample.", "data.stage_to", "data.cache_")
+NO_STEP = (
+    "run.",
+    "launch.",
+    "watch.",
+    "log.",
+    "checkpoint.",
+    "sample.",
+    "data.stage_to",
+    "data.cache_",
+)
 OF_SPLIT = ("parallel.", "train.micro_batch_size", "train.compile", "train.threads")
 # They matter where the learning rate that was used differs, or the plan of the data.
-OF_LR, OF_PLAN = ("schedule.", "train.steps", "train.epochs"), ("data.folder", "data.files", "data.sources", "data.phases")
+OF_LR, OF_PLAN = (
+    ("schedule.", "train.steps", "train.epochs"),
+    ("data.folder", "data.files", "data.sources", "data.phases"),
+)
 # What decides the last bits: of environment.json, and of each start in events.jsonl.
 VERSIONS = ("packages", "python", "processor", "cores", "git_commit")
 HARDWARE = {"threads": int, "gpu": str}
@@ -36,7 +56,9 @@ METRICS = {"loss": "loss", "val/loss": "loss", "grad_norm": "gradient_norm"}
 
 @dataclass(frozen=True)
 class Row:
-    """A relative difference at a step: of a metric, with both values, the first run's first; or of the named tensor."""
+    """A relative difference at a step: of a metric, with both values, the first run's first; or of
+    the named tensor.
+    """
 
     step: int
     difference: float
@@ -46,7 +68,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Compared:
-    """A metric, or the weights, at `steps` steps that both runs have: the largest difference, and the first beyond `bound`."""
+    """A metric, or the weights, at `steps` steps that both runs have: the largest difference, and
+    the first beyond `bound`.
+    """
 
     bound: float
     steps: int
@@ -56,7 +80,10 @@ class Compared:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A run and the first one. `bound` is None where they do not compute the same; `reason` says why, or why this bound."""
+    """A run and the first one.
+
+    `bound` is None where they do not compute the same; `reason` says why, or why this bound.
+    """
 
     run: str
     differs: dict[str, list[Any]]
@@ -68,7 +95,10 @@ class Comparison:
 
 
 class ComparedRun:
-    """What is compared of a run. Raises UserError where it is no run, or its recipe or metrics cannot be read."""
+    """What is compared of a run.
+
+    Raises UserError where it is no run, or its recipe or metrics cannot be read.
+    """
 
     def __init__(self, run: Run) -> None:
         if not run.exists():
@@ -77,13 +107,17 @@ class ComparedRun:
         self.options = dict(flat_options(self.config)) | {"stage": self.config.of_stage}
         self.environment = read_environment(run)
         starts = [event for event in read_events(run)[0] if event["kind"] == "start"]
-        self.ranks = sorted({event["ranks"] for event in starts if isinstance(event.get("ranks"), int)})
+        self.ranks = sorted(
+            {event["ranks"] for event in starts if isinstance(event.get("ranks"), int)}
+        )
         # Empty of a run that did not record it, and of a GPU where there is none.
         self.hardware: dict[str, list[Any]] = {
             name: sorted({event[name] for event in starts if isinstance(event.get(name), kind)})
             for name, kind in HARDWARE.items()
         }
-        self.device = next((event.get("device") for event in reversed(starts)), self.options["train.device"])
+        self.device = next(
+            (event.get("device") for event in reversed(starts)), self.options["train.device"]
+        )
         self.records = {record["step"]: record for record in run.read_metrics()}
         self.checkpoints: dict[int, Manifest] = {}
         for step in run.checkpoint_steps():
@@ -91,14 +125,23 @@ class ComparedRun:
                 self.checkpoints[step] = read_manifest(run.checkpoint_path(step))
         # Resuming may have changed the split.
         recipes = [each.recipe for each in self.checkpoints.values()]
-        then = [(f"{section}.{name}", value) for each in recipes for section in each for name, value in each[section].items()]
-        changed = any(name.startswith(OF_SPLIT) and value != self.options.get(name) for name, value in then)
+        then = [
+            (f"{section}.{name}", value)
+            for each in recipes
+            for section in each
+            for name, value in each[section].items()
+        ]
+        changed = any(
+            name.startswith(OF_SPLIT) and value != self.options.get(name) for name, value in then
+        )
         mixed = any(len(each) > 1 for each in self.hardware.values())
         self.has_one_split = len(self.ranks) == 1 and not changed and not mixed
         self._windows = dict(self._log_windows([event["step"] or 0 for event in starts]))
 
     def _log_windows(self, starts: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Each log step, and the step after which its mean begins: the log step before, or where the run was resumed."""
+        """Each log step, and the step after which its mean begins: the log step before, or where
+        the run was resumed.
+        """
         kept: list[int] = []
         for start in starts:  # what is after a start is trained again
             kept = [*(each for each in kept if each < start), start]
@@ -110,11 +153,18 @@ class ComparedRun:
     def values(self, metric: str) -> dict[tuple[int, int], float | None]:
         """By step and where its mean begins; other metrics than the loss are of the step alone."""
         begins = self._windows if metric == "loss" else {}
-        return {(step, begins.get(step, 0)): each[metric] for step, each in self.records.items() if metric in each}
+        return {
+            (step, begins.get(step, 0)): each[metric]
+            for step, each in self.records.items()
+            if metric in each
+        }
 
 
 def run_compare(options: CompareOptions) -> int:
-    """Compare each run with the first, and print it. Returns 1 where one differs. Raises UserError."""
+    """Compare each run with the first, and print it.
+
+    Returns 1 where one differs. Raises UserError.
+    """
     first, *others = (ComparedRun(Run.open(path)) for path in options.runs)
     comparisons = [compare_runs(first, other, weights=options.weights) for other in others]
     if options.output == "json":
@@ -126,7 +176,9 @@ def run_compare(options: CompareOptions) -> int:
 
 
 def compare_runs(first: ComparedRun, other: ComparedRun, *, weights: bool = False) -> Comparison:
-    """How far `other` is from `first` at the steps that both have logged, and in the checkpoints of both. Raises UserError."""
+    """How far `other` is from `first` at the steps that both have logged, and in the checkpoints of
+    both. Raises UserError.
+    """
     differs = dict(_differences(first, other))
     bound, reason = _choose_bound(first, other, differs)
     limits, compared = bound or EQUAL_BITS, {}
@@ -138,16 +190,23 @@ def compare_runs(first: ComparedRun, other: ComparedRun, *, weights: bool = Fals
         if rows:
             compared[metric] = _find_differences(rows, getattr(limits, field))
     if not compared:
-        raise UserError(f"{other.run.path}: no log step in common with {first.run.path}; set log.every_steps alike")
+        raise UserError(
+            f"{other.run.path}: no log step in common with {first.run.path}; set log.every_steps"
+            " alike"
+        )
     if weights:
-        compared["weights"] = _find_differences(_weight_rows(first, other, limits.weights), limits.weights)
+        compared["weights"] = _find_differences(
+            _weight_rows(first, other, limits.weights), limits.weights
+        )
     same = not any(each.first for each in compared.values())
     verdict = _describe(first, other, bound, reason, compared)
     return Comparison(str(other.run.path), differs, bound, reason, compared, verdict, same)
 
 
 def _differences(first: ComparedRun, other: ComparedRun) -> Iterator[tuple[str, list[Any]]]:
-    """What differs in options, ranks, device, versions and data, with both values; the first run's value is the first."""
+    """What differs in options, ranks, device, versions and data, with both values; the first run's
+    value is the first.
+    """
     for name in first.options | other.options:
         values = [run.options.get(name) for run in (first, other)]
         if values[0] != values[1] and not name.startswith(NO_STEP):
@@ -155,7 +214,11 @@ def _differences(first: ComparedRun, other: ComparedRun) -> Iterator[tuple[str, 
     for name, pair in (
         ("ranks", [first.ranks, other.ranks]),
         ("device", [first.device, other.device]),
-        *((name, pair) for name in HARDWARE if all(pair := [run.hardware[name] for run in (first, other)])),
+        *(
+            (name, pair)
+            for name in HARDWARE
+            if all(pair := [run.hardware[name] for run in (first, other)])
+        ),
         *((name, [run.environment.get(name) for run in (first, other)]) for name in VERSIONS),
     ):
         if pair[0] != pair[1]:
@@ -169,8 +232,12 @@ def _differences(first: ComparedRun, other: ComparedRun) -> Iterator[tuple[str, 
                 return
 
 
-def _choose_bound(first: ComparedRun, other: ComparedRun, differs: dict[str, list[Any]]) -> tuple[Bound | None, str]:
-    """The bound between the runs and why it is this one; None where they do not compute the same."""
+def _choose_bound(
+    first: ComparedRun, other: ComparedRun, differs: dict[str, list[Any]]
+) -> tuple[Bound | None, str]:
+    """The bound between the runs and why it is this one; None where they do not compute the
+    same.
+    """
     unlike_plan = any(" at step " in name for name in differs)
     lr = [run.values("lr") for run in (first, other)]
     ignored: tuple[str, ...] = (*OF_SPLIT, *VERSIONS, *HARDWARE, "validation.", "ranks")
@@ -183,23 +250,49 @@ def _choose_bound(first: ComparedRun, other: ComparedRun, differs: dict[str, lis
         return None, f"they do not compute the same ({_name_differences(differs, names)})"
     options = first.options
     if "auto" in (options["train.dtype"], other.options["train.dtype"]):
-        return None, "a recipe says train.dtype = auto, which no longer tells what it was where the run began"
-    split = [name for name in differs if name.startswith((*OF_SPLIT, *VERSIONS[:-1], *HARDWARE, "ranks"))]
+        return (
+            None,
+            (
+                "a recipe says train.dtype = auto, which no longer tells what it was where the run"
+                " began"
+            ),
+        )
+    split = [
+        name for name in differs if name.startswith((*OF_SPLIT, *VERSIONS[:-1], *HARDWARE, "ranks"))
+    ]
     if not split and not (first.has_one_split and other.has_one_split):
         split.append("ranks")
-    if not split and (first.device == "cpu" or (options["train.deterministic"] and other.options["train.deterministic"])):
+    if not split and (
+        first.device == "cpu"
+        or (options["train.deterministic"] and other.options["train.deterministic"])
+    ):
         return EQUAL_BITS, EQUAL_BITS.reason
     if options["train.float8"] or first.options.get("align.method") == "grpo":
         what = "float8" if options["train.float8"] else "sampled completions"
-        return None, f"there is no bound for {what} with another split ({_name_differences(differs, split)})"
-    keeps_bf16 = not {"bf16", "8bit"}.isdisjoint((options["train.master_dtype"], options["optimizer.state_dtype"]))
+        return (
+            None,
+            (
+                f"there is no bound for {what} with another split"
+                f" ({_name_differences(differs, split)})"
+            ),
+        )
+    keeps_bf16 = not {"bf16", "8bit"}.isdisjoint(
+        (options["train.master_dtype"], options["optimizer.state_dtype"])
+    )
     optimizer, epsilon = options["optimizer.name"], options["optimizer.eps"]
     bound = bound_of_splits(options["train.dtype"], first.device, optimizer, epsilon, keeps_bf16)
-    return bound, f"{bound.reason} ({_name_differences(differs, split) if split else 'not --deterministic'})"
+    return (
+        bound,
+        f"{bound.reason} ({_name_differences(differs, split) if split else 'not --deterministic'})",
+    )
 
 
 def _name_differences(differs: dict[str, list[Any]], names: Sequence[str]) -> str:
-    named = [f"{name} {_shown(differs[name][0])} and {_shown(differs[name][1])}" for name in names if name in differs]
+    named = [
+        f"{name} {_shown(differs[name][0])} and {_shown(differs[name][1])}"
+        for name in names
+        if name in differs
+    ]
     return name_some(named, 4) or "a run was resumed with another split"
 
 
@@ -215,8 +308,11 @@ def _row(step: int, begin: int, theirs: float | None, ours: float | None) -> Row
 
 
 def _weight_rows(first: ComparedRun, other: ComparedRun, limit: float) -> Iterator[Row]:
-    """The tensors of the checkpoints of both, one after the other. What is not finite is infinitely far from everything, but
-    where the limit is 0 from what has the same bits. Raises UserError."""
+    """The tensors of the checkpoints of both, one after the other.
+
+    What is not finite is infinitely far from everything, but where the limit is 0 from what has the
+    same bits. Raises UserError.
+    """
     import torch
 
     from lmforge.core.checkpoint import StoredModel
@@ -224,7 +320,9 @@ def _weight_rows(first: ComparedRun, other: ComparedRun, limit: float) -> Iterat
 
     steps = sorted(first.checkpoints.keys() & other.checkpoints.keys())
     if not steps:
-        raise UserError(f"--weights: {first.run.path} and {other.run.path} have no checkpoint of the same step")
+        raise UserError(
+            f"--weights: {first.run.path} and {other.run.path} have no checkpoint of the same step"
+        )
     for step in steps:
         models = []
         for run in (first, other):
@@ -233,7 +331,15 @@ def _weight_rows(first: ComparedRun, other: ComparedRun, limit: float) -> Iterat
                 models.append(StoredModel(folder, run.checkpoints[step]))
         names = sorted(models[0].tensors.keys() | models[1].tensors.keys())
         for name in names:
-            if len({model.tensors[name].shape if name in model.tensors else None for model in models}) > 1:
+            if (
+                len(
+                    {
+                        model.tensors[name].shape if name in model.tensors else None
+                        for model in models
+                    }
+                )
+                > 1
+            ):
                 yield Row(step, inf, tensor=name)
                 continue
             theirs, ours = (model.read(name) for model in models)
@@ -241,11 +347,13 @@ def _weight_rows(first: ComparedRun, other: ComparedRun, limit: float) -> Iterat
             if same_bits and not limit:  # NaN too
                 yield Row(step, 0.0, tensor=name)
                 continue
-            # A bias may be zero but for its updates. It is added to the product of its weight, whose norm is the weight's for
-            # inputs of size 1.
+            # A bias may be zero but for its updates. It is added to the product of its weight,
+            # whose norm is the weight's for inputs of size 1.
             weight = name.removesuffix("bias") + "weight"
             is_bias = name.endswith(".bias") and weight in models[0].tensors
-            scale = float(torch.linalg.vector_norm(models[0].read(weight).float())) if is_bias else 0.0
+            scale = (
+                float(torch.linalg.vector_norm(models[0].read(weight).float())) if is_bias else 0.0
+            )
             difference = weights_difference(name, ours, theirs, order=2, at_least=max(scale, 1e-12))
             yield Row(step, difference if same_bits else max(1e-300, difference), tensor=name)
 
@@ -257,7 +365,9 @@ def _bits(tensor: "Tensor") -> "Tensor":
 
 
 def _find_differences(rows: Iterable[Row], limit: float) -> Compared:
-    """Rows in order of their steps; tensors of later checkpoints than the first beyond `limit` are not read."""
+    """Rows in order of their steps; tensors of later checkpoints than the first beyond `limit` are
+    not read.
+    """
     steps: set[int] = set()
     largest = first = None
     for row in rows:
@@ -270,17 +380,28 @@ def _find_differences(rows: Iterable[Row], limit: float) -> Compared:
     return Compared(limit, len(steps), largest, first)
 
 
-def _describe(first: ComparedRun, other: ComparedRun, bound: Bound | None, reason: str, compared: dict[str, Compared]) -> str:
+def _describe(
+    first: ComparedRun,
+    other: ComparedRun,
+    bound: Bound | None,
+    reason: str,
+    compared: dict[str, Compared],
+) -> str:
     """The verdict in one line."""
     theirs, ours = first.run.path, other.run.path
     beyond = [(each.first, each.bound, name) for name, each in compared.items() if each.first]
     if not beyond:
         within = "bit for bit" if bound in (None, EQUAL_BITS) else "to rounding"
-        what = ", ".join(f"{name} at {format_count(each.steps, 'step')}" for name, each in compared.items())
+        what = ", ".join(
+            f"{name} at {format_count(each.steps, 'step')}" for name, each in compared.items()
+        )
         return f"{ours} agrees with {theirs} {within}: {what}"
     row, limit, name = min(beyond, key=lambda each: each[0].step)
     values = " instead of ".join(map(str, reversed(row.values))) or row.tensor
-    text = f"{ours} differs from {theirs} from step {row.step} on: {name} {values}, by {row.difference:.1e}"
+    text = (
+        f"{ours} differs from {theirs} from step {row.step} on: {name} {values}, by"
+        f" {row.difference:.1e}"
+    )
     if bound is None:
         return f"{text}; no bound applies, as {reason}"
     if bound is EQUAL_BITS:
@@ -301,5 +422,8 @@ def _print(first: ComparedRun, comparison: Comparison) -> None:
         row = each.largest
         limit = f" (bound {each.bound:.2g})" if comparison.bound else ""
         largest = f"largest difference {row.difference:.1e}{limit} at step {row.step} {row.tensor}".rstrip()
-        print(f"  {name}: {format_count(each.steps, 'step')} compared, {largest if row.difference else 'all equal'}")
+        print(
+            f"  {name}: {format_count(each.steps, 'step')} compared,"
+            f" {largest if row.difference else 'all equal'}"
+        )
     print(comparison.verdict)

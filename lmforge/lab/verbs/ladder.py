@@ -1,4 +1,6 @@
-"""`lmforge ladder`: plans small runs from the recipe of a big one, says what they cost, trains them, and predicts it."""
+"""`lmforge ladder`: plans small runs from the recipe of a big one, says what they cost, trains
+them, and predicts it.
+"""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -27,13 +29,21 @@ from lmforge.lab.ladder.frontier import FAR, Target, compare, conclusions
 from lmforge.lab.ladder.page import check_text, interval_text, write_page
 from lmforge.lab.ladder.prediction import best_shape, candidates, predict_curve
 from lmforge.lab.ladder.rates import best_rate, rate_trials, with_rate
-from lmforge.lab.ladder.rungs import Trial, check_target, make_rung, plan_rungs, resized, with_changes
+from lmforge.lab.ladder.rungs import (
+    Trial,
+    check_target,
+    make_rung,
+    plan_rungs,
+    resized,
+    with_changes,
+)
 from lmforge.lab.ladder.runs import Reached, RungRunner, check_same_text, read_rung
 from lmforge.lab.ladder.text import adopt, as_planned, most_epochs, repeated
 from lmforge.lab.options.ladder import Budget, LadderConfig
 from lmforge.serve.validation import open_validation_tasks
 
-MOST_TIMES = 1000  # the FLOPs of ladder.target over the recipe's, or the reverse: proportions are kept from there
+# The FLOPs of ladder.target over the recipe's, or the reverse: proportions are kept from there.
+MOST_TIMES = 1000
 RECIPES, RECORD, TARGET, PREDICTION = "recipes", "ladder.json", "target.toml", "prediction.json"
 
 
@@ -67,9 +77,15 @@ class Ladder:
 
 
 def run_ladder(config: LadderConfig) -> int:
-    """Plan, train, fit and write. Returns the exit status. Raises UserError where no law can be fitted."""
+    """Plan, train, fit and write.
+
+    Returns the exit status. Raises UserError where no law can be fitted.
+    """
     if config.ladder.budget is None and not config.ladder.runs:
-        rungs = "say what the rungs may cost, such as 0.1 of the big run; or name finished --ladder.runs"
+        rungs = (
+            "say what the rungs may cost, such as 0.1 of the big run; or name finished"
+            " --ladder.runs"
+        )
         raise UserError(f"--ladder.budget: {rungs}")
     folder = config.run.folder / f"{config.run.name}-ladder"
     costs = Costs(config.plan, config.train.device)
@@ -84,7 +100,9 @@ def run_ladder(config: LadderConfig) -> int:
     if config.ladder.dry_run:
         return 0
     with _locked(folder):
-        runner = RungRunner(folder / RECIPES, config.ladder.parallel_runs, partial(print, "rung      ", flush=True))
+        runner = RungRunner(
+            folder / RECIPES, config.ladder.parallel_runs, partial(print, "rung      ", flush=True)
+        )
         stopped_by = 0
         if config.ladder.learning_rates:
             stopped_by, ladders = _choose_rate(ladders[0], config.ladder.learning_rates, runner)
@@ -99,24 +117,30 @@ def run_ladder(config: LadderConfig) -> int:
     return 0
 
 
-# --- what is planned --------------------------------------------------------------------------------------------------
+# --- what is planned ------------------------------------------------------------------------------
 
 
 def _mixtures(config: LadderConfig) -> Iterator[tuple[str, PretrainConfig]]:
-    """(name, recipe of the big run) of each mixture that is compared; one without a name where there are none."""
+    """(name, recipe of the big run) of each mixture that is compared; one without a name where
+    there are none.
+    """
     recipe = with_changes(config, {})
     if not config.ladder.mixtures:
         yield "", recipe
     for path in config.ladder.mixtures:
         data = read_recipe(path).get("data")
         if not isinstance(data, dict):
-            raise UserError(f"{path}: no [data] section; a mixture is a recipe, of which only that is read")
+            raise UserError(
+                f"{path}: no [data] section; a mixture is a recipe, of which only that is read"
+            )
         table = recipe.model_dump(mode="json")
         table["data"] = {"sequence_length": config.data.sequence_length, **data}
         yield path.stem, validate_options(PretrainConfig, table, str(path))
 
 
-def _plan(mixture: str, recipe: PretrainConfig, config: LadderConfig, folder: Path, costs: Costs) -> Ladder:
+def _plan(
+    mixture: str, recipe: PretrainConfig, config: LadderConfig, folder: Path, costs: Costs
+) -> Ladder:
     """Raises UserError where a budget does not suffice, or the data does not."""
     sources = TokenSources.open(recipe)
     vocab_size = sources.tokenizer.vocab_size
@@ -135,23 +159,33 @@ def _plan(mixture: str, recipe: PretrainConfig, config: LadderConfig, folder: Pa
             return make_rung(target, shape, tokens, vocab_size, folder, mixture)
 
         most = budget.amount / (len(options.mixtures) or 1)
-        rungs, unused = plan_rungs(target, options.sizes, options.tokens_per_parameter, cost, most, make)
+        rungs, unused = plan_rungs(
+            target, options.sizes, options.tokens_per_parameter, cost, most, make
+        )
     by_name = {rung.name: rung for rung in rungs}  # lengths that are nearly the same are one run
     return Ladder(mixture, target, tuple(by_name.values()), sources, big, flops, unused)
 
 
 def _flops_paid(target: Budget | None, costs: Costs, big: Cost) -> float | None:
-    """The FLOPs that ladder.target pays, if it is given. Raises UserError where they are far from the recipe's."""
+    """The FLOPs that ladder.target pays, if it is given.
+
+    Raises UserError where they are far from the recipe's.
+    """
     if target is None:
         return None
     flops = costs.flops_for(target, big)
     if not 1 / MOST_TIMES <= (times := flops / big.flops) <= MOST_TIMES:
-        raise UserError(f"--ladder.target: it pays {times:.2g} times the recipe's FLOPs; write a recipe that is nearer to it")
+        raise UserError(
+            f"--ladder.target: it pays {times:.2g} times the recipe's FLOPs; write a recipe that is"
+            " nearer to it"
+        )
     return flops
 
 
 def _check_choice(ladder: Ladder) -> None:
-    """Raise UserError where the smallest or largest of the runs that ladder.target may choose is no run."""
+    """Raise UserError where the smallest or largest of the runs that ladder.target may choose is no
+    run.
+    """
     if ladder.flops is not None:
         choices = candidates(ladder.target, ladder.flops)
         for choice in (choices[0], choices[-1]):
@@ -159,29 +193,50 @@ def _check_choice(ladder: Ladder) -> None:
 
 
 def _check_held_out_text(ladders: Sequence[Ladder]) -> None:
-    """Raise UserError where mixtures would be validated on different text: that of their sources, whatever these weigh."""
+    """Raise UserError where mixtures would be validated on different text: that of their sources,
+    whatever these weigh.
+    """
     for ladder in ladders:
         names = f"--ladder.mixtures: {ladder.mixture} has other {{}} than {ladders[0].mixture}"
         lengths = [each.target.config.data.sequence_length for each in (ladders[0], ladder)]
         if lengths[0] != lengths[1]:
-            raise UserError(f"{names.format('sequences')}: data.sequence_length = {lengths[1]}, not {lengths[0]}")
+            raise UserError(
+                f"{names.format('sequences')}: data.sequence_length = {lengths[1]}, not"
+                f" {lengths[0]}"
+            )
         first, own = (
-            [(folder.path.resolve(), source.quarantine) for folder, source in zip(folders, data.all_sources, strict=True)]
-            for folders, data in ((each.sources.folders, each.target.config.data) for each in (ladders[0], ladder))
+            [
+                (folder.path.resolve(), source.quarantine)
+                for folder, source in zip(folders, data.all_sources, strict=True)
+            ]
+            for folders, data in (
+                (each.sources.folders, each.target.config.data) for each in (ladders[0], ladder)
+            )
         )
         if first != own:  # in another order, other sequences of the same text are taken
-            way = "give both the same sources in one order; one that is left out has a weight in no phase of data.phases"
-            raise UserError(f"{names.format('sources')}, so its losses are of other held-out text; {way}")
+            way = (
+                "give both the same sources in one order; one that is left out has a weight in no"
+                " phase of data.phases"
+            )
+            raise UserError(
+                f"{names.format('sources')}, so its losses are of other held-out text; {way}"
+            )
 
 
-def _choose_rate(ladder: Ladder, rates: Sequence[float], runner: RungRunner) -> tuple[int, list[Ladder]]:
+def _choose_rate(
+    ladder: Ladder, rates: Sequence[float], runner: RungRunner
+) -> tuple[int, list[Ladder]]:
     """(the signal that interrupted it, or 0; the ladder with the best of the learning rates)."""
     trials = rate_trials(ladder.rungs, rates)
     if stopped_by := runner.run(trials):
         return stopped_by, [ladder]
     rate, is_outer = best_rate(rates, [read_rung(each).loss for each in trials])
     hint = ", the outermost: try others beyond it" if is_outer else ""
-    print(f"rate       {rate:g} is the best learning rate on {ladder.rungs[len(ladder.rungs) // 2].name}{hint}", flush=True)
+    print(
+        f"rate       {rate:g} is the best learning rate on"
+        f" {ladder.rungs[len(ladder.rungs) // 2].name}{hint}",
+        flush=True,
+    )
     rungs = tuple(with_rate(rung, rate) for rung in ladder.rungs)
     return 0, [replace(ladder, target=with_rate(ladder.target, rate), rungs=rungs)]
 
@@ -203,7 +258,10 @@ def _print_plan(ladder: Ladder, config: LadderConfig, costs: Costs) -> None:
         if ladder.unused:
             print(f"unused     {ladder.unused}")
         if rates := config.ladder.learning_rates:
-            tried = sum((costs.of(each, config.launch.processes) for each in rate_trials(rungs, rates)), Cost())
+            tried = sum(
+                (costs.of(each, config.launch.processes) for each in rate_trials(rungs, rates)),
+                Cost(),
+            )
             print(f"rates      {len(rates)} are tried first: {costs.describe(tried)} more")
         if flops > FAR * (largest := max(rung.flops for rung in rungs)):
             times = f"{flops / largest:,.0f} times the FLOPs of the largest rung"
@@ -217,20 +275,27 @@ def _describe(trial: Trial) -> str:
     model = trial.model
     shape = f"{model.num_hidden_layers} layers of {model.hidden_size}"
     ratio = trial.tokens / trial.parameters
-    return f"{trial.parameters:,} parameters ({shape}), {trial.tokens:,} tokens, {ratio:.3g} for each"
+    return (
+        f"{trial.parameters:,} parameters ({shape}), {trial.tokens:,} tokens, {ratio:.3g} for each"
+    )
 
 
-# --- what is written --------------------------------------------------------------------------------------------------
+# --- what is written ------------------------------------------------------------------------------
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """The ladder's folder, made and locked. Raises UserError."""
-    with storage_errors(folder, "cannot be made a folder", "choose another --run.folder or --run.name"):
+    with storage_errors(
+        folder, "cannot be made a folder", "choose another --run.folder or --run.name"
+    ):
         (folder / RECIPES).mkdir(parents=True, exist_ok=True)
         with hold_lock(folder / ".lock") as is_ours:
             if not is_ours:
-                raise UserError(f"{folder}: another lmforge ladder works there; wait for it, or give another --run.name")
+                raise UserError(
+                    f"{folder}: another lmforge ladder works there; wait for it, or give another"
+                    " --run.name"
+                )
             yield
 
 
@@ -245,7 +310,10 @@ def _trial_as_json(trial: Trial) -> dict[str, Any]:
 
 
 def _finish(ladder: Ladder, adopted: list[Reached], folder: Path) -> Fitted:
-    """Fit the law, print what it predicts, and write it with the recipe of the big run. Raises UserError."""
+    """Fit the law, print what it predicts, and write it with the recipe of the big run.
+
+    Raises UserError.
+    """
     reached = [*(read_rung(rung) for rung in ladder.rungs), *adopted]
     check_same_text([as_planned(ladder.target, ladder.sources), *reached])
     fit = fit_points([each.point for each in reached])
@@ -253,17 +321,25 @@ def _finish(ladder: Ladder, adopted: list[Reached], folder: Path) -> Fitted:
     if ladder.flops is not None:
         trial = ladder.resized(*best_shape(fit, trial, ladder.flops))
     stem = f"{ladder.mixture}-" if ladder.mixture else ""
-    curve = predict_curve(fit, trial, [(each.parameters, each.tokens, each.curve) for each in reached])
+    curve = predict_curve(
+        fit, trial, [(each.parameters, each.tokens, each.curve) for each in reached]
+    )
     prediction = folder / f"{stem}{PREDICTION}"
     atomic_write_json(prediction, {"steps": trial.config.train.steps, "points": curve})
     recipe = with_changes(trial.config, {"log": {"prediction": str(prediction)}})
     atomic_write_text(folder / f"{stem}{TARGET}", to_toml(recipe, changed_only=True))
-    bytes_per_token = median(each.loss / each.bits_per_byte for each in reached if isfinite(each.loss)) / log(2)
+    bytes_per_token = median(
+        each.loss / each.bits_per_byte for each in reached if isfinite(each.loss)
+    ) / log(2)
     target = Target(trial.parameters, trial.tokens, trial.flops / trial.tokens, bytes_per_token)
-    curves = {each.name: [[part * each.tokens, loss] for part, loss in each.curve] for each in reached}
+    curves = {
+        each.name: [[part * each.tokens, loss] for part, loss in each.curve] for each in reached
+    }
     tasks = predict_scores(fit, {each.name: each.scores for each in reached}, target)
     found = conclusions(fit, target)
-    found["cautions"] += repeated(trial, ladder.rungs, ladder.sources, best_tokens=found["best"]["tokens"]["value"])
+    found["cautions"] += repeated(
+        trial, ladder.rungs, ladder.sources, best_tokens=found["best"]["tokens"]["value"]
+    )
     numbers = {"name": ladder.mixture, "curves": curves, "tasks": tasks, **found}
     fitted = Fitted(fit, target, numbers)
     if ladder.mixture:
@@ -278,12 +354,20 @@ def _write_page(fitted: Sequence[Fitted], config: LadderConfig, folder: Path) ->
     target = fitted[0].target
     pairs = compare({each.numbers["name"]: each.fit for each in fitted}, target)
     if pairs:
-        print(f"compared   at {short(target.parameters)} parameters, {short(target.tokens)} tokens:")
+        print(
+            f"compared   at {short(target.parameters)} parameters, {short(target.tokens)} tokens:"
+        )
     for pair in pairs:
         verdict = "" if pair["decided"] else ", which is not decided"
         difference = f"{pair['value']:+.4f} ({pair['low']:+.4f} to {pair['high']:+.4f})"
-        print(f"compared   {pair['first']} less {pair['second']}: {difference} nats per token{verdict}")
-    print(f"page       {write_page(folder, [each.numbers for each in fitted], pairs, f'Ladder of {config.run.name}')}")
+        print(
+            f"compared   {pair['first']} less {pair['second']}: {difference} nats per"
+            f" token{verdict}"
+        )
+    print(
+        "page      "
+        f" {write_page(folder, [each.numbers for each in fitted], pairs, f'Ladder of {config.run.name}')}"
+    )
 
 
 def _print_prediction(fitted: Fitted, trial: Trial) -> None:
@@ -291,19 +375,34 @@ def _print_prediction(fitted: Fitted, trial: Trial) -> None:
     for line in numbers["cautions"]:
         print(f"caution    {line}")
     loss, bits = (
-        "{value:.4f} ({low:.4f} to {high:.4f})".format(**numbers["target"][name]) for name in ("loss", "bits_per_byte")
+        "{value:.4f} ({low:.4f} to {high:.4f})".format(**numbers["target"][name])
+        for name in ("loss", "bits_per_byte")
     )
     print(f"predicted  {_describe(trial)}: val/loss {loss}, {bits} bits per byte")
     if numbers["check"]:
         print(f"check      {check_text(numbers['check'])}")
     for task in numbers["tasks"]:
         caution = f" ({task['caution']})" if task["caution"] else ""
-        print(f"score      {task['name']}: {'{value:.3f} ({low:.3f} to {high:.3f})'.format(**task['score'])}{caution}")
-    size = f"{interval_text(best['parameters'], 3)} parameters, {short(best['tokens']['value'])} tokens"
+        print(
+            f"score      {task['name']}:"
+            f" {'{value:.3f} ({low:.3f} to {high:.3f})'.format(**task['score'])}{caution}"
+        )
+    size = (
+        f"{interval_text(best['parameters'], 3)} parameters, {short(best['tokens']['value'])}"
+        " tokens"
+    )
     print(f"best       for as many FLOPs: {size}, val/loss {best['loss']['value']:.4f}")
     own = next(size for size in numbers["sizes"] if size["is_target"])
-    print(f"           {numbers['flat']['low']:.2g} to {numbers['flat']['high']:.2g} times that size are within 1 %")
+    print(
+        f"           {numbers['flat']['low']:.2g} to {numbers['flat']['high']:.2g} times that size"
+        " are within 1 %"
+    )
     above = own["loss"] / best["loss"]["value"] - 1
-    print(f"           the predicted run has {own['ratio']:.2g} times that size: {100 * above:+.2f} %")
+    print(
+        f"           the predicted run has {own['ratio']:.2g} times that size: {100 * above:+.2f} %"
+    )
     lr, kind = trial.config.optimizer.lr, trial.config.model.parametrization
-    print(f"           learning rate {lr:g}" + (f", with the factors of {kind}" if kind != "standard" else ""))
+    print(
+        f"           learning rate {lr:g}"
+        + (f", with the factors of {kind}" if kind != "standard" else "")
+    )

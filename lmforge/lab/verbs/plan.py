@@ -1,5 +1,6 @@
-"""`lmforge plan`: prints what a run will need and cost; with `--search` the configurations that fit, why the others are slower,
-and the fastest as recipes. The arithmetic is in plan/prediction."""
+"""`lmforge plan`: prints what a run will need and cost; with `--search` the configurations that
+fit, why the others are slower, and the fastest as recipes. The arithmetic is in plan/prediction.
+"""
 
 import json
 import shlex
@@ -31,8 +32,21 @@ from lmforge.lab.plan.planning import (
     suggest_reduction,
     with_default_batch,
 )
-from lmforge.lab.plan.prediction.predict import Prediction, RunCost, can_reduce_once, peak_memory, run_cost
-from lmforge.lab.plan.prediction.search import Candidate, SearchResult, in_fewer_bits, search, suggest_what_fits, why_slower
+from lmforge.lab.plan.prediction.predict import (
+    Prediction,
+    RunCost,
+    can_reduce_once,
+    peak_memory,
+    run_cost,
+)
+from lmforge.lab.plan.prediction.search import (
+    Candidate,
+    SearchResult,
+    in_fewer_bits,
+    search,
+    suggest_what_fits,
+    why_slower,
+)
 from lmforge.lab.plan.prediction.simulator import COMPUTE, HOST_COPIES, NETWORK
 from lmforge.lab.plan.prediction.step_config import StepConfig
 from lmforge.ops.terminal.cells import page_console
@@ -40,7 +54,8 @@ from lmforge.ops.verbs.show.describe import resolve_model, resolve_teacher
 from lmforge.ops.verbs.show.describe_data import find_vocab_size
 
 SHOWN = 10
-# The options that a search chooses, and their values, for which the best configuration of each is shown.
+# The options that a search chooses, and their values, for which the best configuration of each is
+# shown.
 CHOICES = (
     "engine",
     "sharding",
@@ -57,7 +72,10 @@ PICTURE_WIDTH, PICTURE_HEIGHT = 72, 8
 
 
 def run_plan(config: AnyPlanConfig) -> int:
-    """Print the plan of a recipe. Returns the exit status. Raises UserError where the recipe does not fit the GPUs."""
+    """Print the plan of a recipe.
+
+    Returns the exit status. Raises UserError where the recipe does not fit the GPUs.
+    """
     if config.plan.search:
         return run_search(config)
     machine = find_machine(config.plan)
@@ -72,11 +90,24 @@ def run_plan(config: AnyPlanConfig) -> int:
     host_bytes = prediction.host_bytes
     fits = fits_device and host_bytes <= machine.host_memory_bytes
     on_host = f"{format_bytes(host_bytes)} of host memory on each host, for offload"
-    advice = "" if fits_device else suggest_what_fits(step_config, lambda other: sum(peak_memory(other).values()), budget)
+    advice = (
+        ""
+        if fits_device
+        else suggest_what_fits(step_config, lambda other: sum(peak_memory(other).values()), budget)
+    )
     if fits_device and not fits:
-        advice = f"it takes {on_host}, which has {format_bytes(machine.host_memory_bytes)}; use more hosts, or no offload"
+        advice = (
+            f"it takes {on_host}, which has {format_bytes(machine.host_memory_bytes)}; use more"
+            " hosts, or no offload"
+        )
     if config.plan.output == "json":
-        print(json.dumps(_as_json(prediction, phases, cost, fits, advice, machine) | {"vocabulary": vocabulary}, indent=1))
+        print(
+            json.dumps(
+                _as_json(prediction, phases, cost, fits, advice, machine)
+                | {"vocabulary": vocabulary},
+                indent=1,
+            )
+        )
         return 0
     console = page_console(110)
     options = prediction.step_config.options
@@ -85,15 +116,28 @@ def run_plan(config: AnyPlanConfig) -> int:
         where += f", {machine.gpus_per_host} per host, {machine.network.name}"
     lines = [*batch_note, f"{where}; {machine.describe_constants(step_config.dtype)}", vocabulary]
     if any(step_config.model.sparse_layers):
-        lines.append(f"{step_config.parameters.total:,} parameters; experts: {describe_experts(step_config.model)}")
+        lines.append(
+            f"{step_config.parameters.total:,} parameters; experts:"
+            f" {describe_experts(step_config.model)}"
+        )
     console.print(escape("\n".join(lines)), soft_wrap=True)
     once = can_reduce_once(prediction.step_config) and not options.reduce_every_micro_batch
-    reduced = "; gradients reduced once per step (reduce_every_micro_batch = false), which takes memory" if once else ""
-    engine = options.engine if not prediction.step_config.is_fsdp else f"{options.engine} {prediction.step_config.dims}"
+    reduced = (
+        "; gradients reduced once per step (reduce_every_micro_batch = false), which takes memory"
+        if once
+        else ""
+    )
+    engine = (
+        options.engine
+        if not prediction.step_config.is_fsdp
+        else f"{options.engine} {prediction.step_config.dims}"
+    )
     console.print(
-        f"{engine}; {prediction.step_config.accumulation} × {prediction.step_config.micro_batch_size} sequences of"
+        f"{engine}; {prediction.step_config.accumulation} ×"
+        f" {prediction.step_config.micro_batch_size} sequences of"
         f" {prediction.step_config.sequence_length:,} tokens per rank; activation checkpointing:"
-        f" {options.activation_checkpointing}; {'compiled' if prediction.step_config.compiled else 'not compiled'}{reduced}",
+        f" {options.activation_checkpointing};"
+        f" {'compiled' if prediction.step_config.compiled else 'not compiled'}{reduced}",
         soft_wrap=True,
     )
     console.print(_memory_table(prediction))
@@ -102,12 +146,16 @@ def run_plan(config: AnyPlanConfig) -> int:
     room = format_bytes(budget)
     into = room if fits or not fits_device else "the hosts"
     verdict = f"fits into {room}" if fits else f"[bold]does not fit[/bold] into {into}; {advice}"
-    console.print(f"memory     {low} to {high} per rank, peak in: {prediction.peak_at}; {verdict}\n", soft_wrap=True)
+    console.print(
+        f"memory     {low} to {high} per rank, peak in: {prediction.peak_at}; {verdict}\n",
+        soft_wrap=True,
+    )
     console.print(_time_table(prediction))
     slow, fast = prediction.speed_interval
     console.print(
-        f"speed      {prediction.tokens_per_second:,.0f} tokens/s per GPU ({slow:,.0f} to {fast:,.0f}),"
-        f" MFU {prediction.mfu:.0%}, {prediction.step_seconds:.3g} s per step; most time: {prediction.bottleneck}\n",
+        f"speed      {prediction.tokens_per_second:,.0f} tokens/s per GPU ({slow:,.0f} to"
+        f" {fast:,.0f}), MFU {prediction.mfu:.0%}, {prediction.step_seconds:.3g} s per step; most"
+        f" time: {prediction.bottleneck}\n",
         soft_wrap=True,
     )
     if faster := suggest_reduction(prediction, machine, config.plan.usable):
@@ -120,16 +168,23 @@ def run_plan(config: AnyPlanConfig) -> int:
 
 
 def _step_config(config: AnyPlanConfig, machine: Machine) -> tuple[StepConfig, str]:
-    """The step, and a line that says whose vocabulary it has. A preset or a folder has its own: it gets that of data which the
-    recipe names, not of what happens to lie in the default folder."""
+    """The step, and a line that says whose vocabulary it has.
+
+    A preset or a folder has its own: it gets that of data which the recipe names, not of what
+    happens to lie in the default folder.
+    """
     has_own = config.model.preset is not None or config.model.source is not None
     names_data = not {"folder", "sources"}.isdisjoint(config.data.model_fields_set)
     vocab_size = find_vocab_size(config) if names_data or not has_own else None
     model = resolve_model(config, vocab_size)
     whose = "the model's own" if has_own else "lmforge's default"
     if model.vocab_size == vocab_size and isinstance(config, PretrainConfig):
-        whose = f"of the tokenizer in {', '.join(source.folder for source in config.data.all_sources)}"
-    step_config = make_step_config(config, model, config.plan.gpus, machine, resolve_teacher(config))
+        whose = (
+            f"of the tokenizer in {', '.join(source.folder for source in config.data.all_sources)}"
+        )
+    step_config = make_step_config(
+        config, model, config.plan.gpus, machine, resolve_teacher(config)
+    )
     return step_config, f"vocabulary {model.vocab_size:,} tokens, {whose}"
 
 
@@ -147,19 +202,30 @@ def _memory_table(prediction: Prediction) -> Table:
 def _time_table(prediction: Prediction) -> Table:
     numbers = (Column(name, justify="right") for name in ("ms", "of the step"))
     table = Table("what", *numbers, title="time of a step", title_justify="left")
-    waits = {"(exposed communication)": prediction.exposed_seconds, "(pipeline bubble)": prediction.bubble_seconds}
+    waits = {
+        "(exposed communication)": prediction.exposed_seconds,
+        "(pipeline bubble)": prediction.bubble_seconds,
+    }
     waits["(waiting for the host)"] = prediction.host_seconds
-    parts = {name: seconds for name, seconds in prediction.seconds.items() if name not in (COMPUTE, NETWORK, HOST_COPIES)}
+    parts = {
+        name: seconds
+        for name, seconds in prediction.seconds.items()
+        if name not in (COMPUTE, NETWORK, HOST_COPIES)
+    }
     for name, seconds in [*sorted(parts.items(), key=lambda item: -item[1]), *waits.items()]:
         if seconds > 0:
             table.add_row(name, f"{1e3 * seconds:,.1f}", f"{seconds / prediction.step_seconds:.0%}")
     table.add_section()
-    table.add_row("per step; collectives overlap with kernels", f"{1e3 * prediction.step_seconds:,.1f}", "")
+    table.add_row(
+        "per step; collectives overlap with kernels", f"{1e3 * prediction.step_seconds:,.1f}", ""
+    )
     return table
 
 
 def live_peaks(prediction: Prediction) -> list[float]:
-    """The maximum bytes of live tensors in each of PICTURE_WIDTH equal parts of the operations, in issue order."""
+    """The maximum bytes of live tensors in each of PICTURE_WIDTH equal parts of the operations, in
+    issue order.
+    """
     values = [count for _, count in prediction.timeline]
     edges = [len(values) * at // PICTURE_WIDTH for at in range(PICTURE_WIDTH + 1)]
     return [max(values[first : max(first + 1, after)]) for first, after in pairwise(edges)]
@@ -172,19 +238,35 @@ def picture(prediction: Prediction) -> str:
     bars = " ▁▂▃▄▅▆▇█"
     lines = []
     for row in range(PICTURE_HEIGHT, 0, -1):
-        cells = (min(8, max(0, round(8 * (count / most * PICTURE_HEIGHT - row + 1)))) for count in columns)
-        label = f"{most / 2**30 * row / PICTURE_HEIGHT:7.1f} GiB " if row in (PICTURE_HEIGHT, PICTURE_HEIGHT // 2) else " " * 12
+        cells = (
+            min(8, max(0, round(8 * (count / most * PICTURE_HEIGHT - row + 1))))
+            for count in columns
+        )
+        label = (
+            f"{most / 2**30 * row / PICTURE_HEIGHT:7.1f} GiB "
+            if row in (PICTURE_HEIGHT, PICTURE_HEIGHT // 2)
+            else " " * 12
+        )
         lines.append(label + "".join(bars[cell] for cell in cells))
-    shown = "" if prediction.step_config.accumulation <= 3 else f", 3 of {prediction.step_config.accumulation} micro-batches"
-    return "\n".join([*lines, f"{'':12}live memory in the order in which operations are issued{shown}"])
+    shown = (
+        ""
+        if prediction.step_config.accumulation <= 3
+        else f", 3 of {prediction.step_config.accumulation} micro-batches"
+    )
+    return "\n".join(
+        [*lines, f"{'':12}live memory in the order in which operations are issued{shown}"]
+    )
 
 
 def _print_phases(console: Console, phases: list[tuple[int, Prediction]]) -> None:
-    """For a run with several sequence lengths: memory and the times above are those of the longest."""
+    """For a run with several sequence lengths: memory and the times above are those of the
+    longest.
+    """
     for steps, each in phases if len(phases) > 1 else ():
         console.print(
-            f"phase      {steps:,} steps with sequences of {each.step_config.sequence_length:,} tokens:"
-            f" {each.tokens_per_second:,.0f} tokens/s per GPU, {each.step_seconds:.3g} s per step",
+            f"phase      {steps:,} steps with sequences of {each.step_config.sequence_length:,}"
+            f" tokens: {each.tokens_per_second:,.0f} tokens/s per GPU, {each.step_seconds:.3g} s"
+            " per step",
             soft_wrap=True,
         )
 
@@ -192,22 +274,31 @@ def _print_phases(console: Console, phases: list[tuple[int, Prediction]]) -> Non
 def _run_intervals(prediction: Prediction, cost: RunCost) -> dict[str, tuple[float, float]]:
     """(least, most) of what the speed decides about a whole run."""
     below, above = (each / prediction.tokens_per_second for each in prediction.speed_interval)
-    values = {name: getattr(cost, name) for name in ("days", "gpu_hours", "kilowatt_hours", "price")}
+    values = {
+        name: getattr(cost, name) for name in ("days", "gpu_hours", "kilowatt_hours", "price")
+    }
     return {name: (value / above, value / below) for name, value in values.items()}
 
 
-def _print_cost(console: Console, prediction: Prediction, cost: RunCost, config: AnyPlanConfig) -> None:
+def _print_cost(
+    console: Console, prediction: Prediction, cost: RunCost, config: AnyPlanConfig
+) -> None:
     intervals = _run_intervals(prediction, cost)
 
     def described(name: str, unit: str = "") -> str:
         values = [getattr(cost, name), *intervals[name]]
         if name == "days":
-            words = [f"{days:,.1f} days" if days >= 1 else format_duration(days * 86400) for days in values]
+            words = [
+                f"{days:,.1f} days" if days >= 1 else format_duration(days * 86400)
+                for days in values
+            ]
         else:
             words = [f"{value:,.0f}" if value >= 10 else f"{value:.2g}" for value in values]
         return f"{words[0]}{unit} ({words[1]} to {words[2]})"
 
-    price = f", {described('price')} at {config.plan.price:g} a GPU-hour" if config.plan.price else ""
+    price = (
+        f", {described('price')} at {config.plan.price:g} a GPU-hour" if config.plan.price else ""
+    )
     console.print(
         f"run        {cost.steps:,} steps = {cost.tokens:,} tokens: {described('days')},"
         f" {described('gpu_hours', ' GPU-hours')}, {described('kilowatt_hours', ' kWh')}{price}",
@@ -215,22 +306,31 @@ def _print_cost(console: Console, prediction: Prediction, cost: RunCost, config:
     )
     every = format_count(cost.checkpoint_every_steps, "step")
     console.print(
-        f"checkpoint {format_bytes(cost.checkpoint_bytes)}, written in {format_duration(cost.checkpoint_seconds)} at"
-        f" {config.plan.disk_gb_s:.3g} GB/s; best every {format_duration(cost.checkpoint_every_seconds)}"
-        f" ({every}, Young-Daly); {cost.failures:.2g} failures expected, goodput {cost.goodput:.1%}",
+        f"checkpoint {format_bytes(cost.checkpoint_bytes)}, written in"
+        f" {format_duration(cost.checkpoint_seconds)} at {config.plan.disk_gb_s:.3g} GB/s; best"
+        f" every {format_duration(cost.checkpoint_every_seconds)} ({every}, Young-Daly);"
+        f" {cost.failures:.2g} failures expected, goodput {cost.goodput:.1%}",
         soft_wrap=True,
     )
 
 
 def _as_json(
-    prediction: Prediction, phases: list[tuple[int, Prediction]], cost: RunCost, fits: bool, advice: str, machine: Machine
+    prediction: Prediction,
+    phases: list[tuple[int, Prediction]],
+    cost: RunCost,
+    fits: bool,
+    advice: str,
+    machine: Machine,
 ) -> dict[str, Any]:
     seconds = ("step_seconds", "seconds", "exposed_seconds", "bubble_seconds", "host_seconds")
     return {
         "memory_bytes": {name: round(count) for name, count in prediction.memory.items()},
         "peak_at": prediction.peak_at,
         "timeline_bytes": [round(each) for each in live_peaks(prediction)],
-        **{name: round(getattr(prediction, name)) for name in ("live_bytes", "reserved_bytes", "device_bytes")},
+        **{
+            name: round(getattr(prediction, name))
+            for name in ("live_bytes", "reserved_bytes", "device_bytes")
+        },
         "device_bytes_interval": [round(each) for each in prediction.memory_interval],
         "capacity_bytes": machine.gpu.memory_bytes,
         "fits": fits,
@@ -242,9 +342,19 @@ def _as_json(
         "active_parameters": active_parameters(prediction.step_config.model),
         "mfu": prediction.mfu,
         "bottleneck": prediction.bottleneck,
-        "constants": dict(zip(("measured", "data sheets"), machine.constants(prediction.step_config.dtype), strict=True)),
+        "constants": dict(
+            zip(
+                ("measured", "data sheets"),
+                machine.constants(prediction.step_config.dtype),
+                strict=True,
+            )
+        ),
         "phases": [
-            {"steps": steps, "sequence_length": each.step_config.sequence_length, "step_seconds": each.step_seconds}
+            {
+                "steps": steps,
+                "sequence_length": each.step_config.sequence_length,
+                "step_seconds": each.step_seconds,
+            }
             for steps, each in phases
         ],
         "run": asdict(cost),
@@ -253,36 +363,60 @@ def _as_json(
 
 
 def run_search(config: AnyPlanConfig) -> int:
-    """Search, print and write. Raises UserError where nothing can be tried, RunFailed where nothing fits."""
+    """Search, print and write.
+
+    Raises UserError where nothing can be tried, RunFailed where nothing fits.
+    """
     files = _files(config)
     for file in files:
         check_output(file, "--write")
     machine = find_machine(config.plan)
-    parallel = config.parallel.model_copy(update={"engine": "auto", "sharding": None, "shard_degree": None})
+    parallel = config.parallel.model_copy(
+        update={"engine": "auto", "sharding": None, "shard_degree": None}
+    )
     degrees = {f"{name}_parallel_degree": 1 for name in ("tensor", "context", "pipeline", "expert")}
-    plain = config.model_copy(update={"parallel": parallel.model_copy(update=degrees | {"cpu_offload": False})})
+    plain = config.model_copy(
+        update={"parallel": parallel.model_copy(update=degrees | {"cpu_offload": False})}
+    )
     base, vocabulary = _step_config(plain, machine)
     size = plan_batches(plain, 1).global_batch_size
     budget = config.plan.usable * machine.gpu.memory_bytes
     rates = machine.rates(base.dtype)
-    result = search(base, size, machine.gpu, rates, budget, config.plan.configurations, config.train.float8)
+    result = search(
+        base, size, machine.gpu, rates, budget, config.plan.configurations, config.train.float8
+    )
     for smaller in in_fewer_bits(base):
         if result.best or not result.tried:
             break
-        result = search(smaller, size, machine.gpu, rates, budget, config.plan.configurations, config.train.float8)
+        result = search(
+            smaller,
+            size,
+            machine.gpu,
+            rates,
+            budget,
+            config.plan.configurations,
+            config.train.float8,
+        )
     if result.tried == 0:
         raise UserError(
-            f"--search: a global batch of {size} sequences cannot be divided over {config.plan.gpus} GPUs; change"
-            " train.global_batch_size or plan.gpus"
+            f"--search: a global batch of {size} sequences cannot be divided over"
+            f" {config.plan.gpus} GPUs; change train.global_batch_size or plan.gpus"
         )
     if config.plan.output == "json":
         print(json.dumps(_search_as_json(result) | {"vocabulary": vocabulary}, indent=1))
     else:
         print(f"{config.plan.gpus} × {machine.gpu.name}; {machine.describe_constants(base.dtype)}")
         print(vocabulary)
-        lengths = {phase.sequence_length for phase in config.data.phases} if isinstance(config, PretrainConfig) else set()
+        lengths = (
+            {phase.sequence_length for phase in config.data.phases}
+            if isinstance(config, PretrainConfig)
+            else set()
+        )
         if lengths - {None, base.sequence_length}:
-            print(f"phases differ in sequence length: the search is for the longest, {base.sequence_length:,} tokens")
+            print(
+                "phases differ in sequence length: the search is for the longest,"
+                f" {base.sequence_length:,} tokens"
+            )
         _print_search(result, config, budget)
         if result.best and (bits := result.best[0].step_config.bits) != base.bits:
             print(f"with {' and '.join(bits)} as it is nothing fits; this changes results")
@@ -291,7 +425,10 @@ def run_search(config: AnyPlanConfig) -> int:
     if not result.best:
         least = result.too_large[0].needs if result.too_large else "nothing"
         mend = "raise --configurations, or use more GPUs" if result.left_out else "use more GPUs"
-        raise RunFailed(f"--search: no configuration fits into {format_bytes(budget)}; the smallest takes {least}; {mend}")
+        raise RunFailed(
+            f"--search: no configuration fits into {format_bytes(budget)}; the smallest takes"
+            f" {least}; {mend}"
+        )
     written = list(zip(files, result.best, strict=False))
     for file, candidate in written:
         _write(candidate, config, file)
@@ -304,19 +441,32 @@ def run_search(config: AnyPlanConfig) -> int:
 
 def _print_search(result: SearchResult, config: AnyPlanConfig, budget: float) -> None:
     console = page_console(130)
-    counts = f"{result.tried:,} configurations tried: {len(result.fitting):,} fit into {format_bytes(budget)},"
+    counts = (
+        f"{result.tried:,} configurations tried: {len(result.fitting):,} fit into"
+        f" {format_bytes(budget)},"
+    )
     left = f", {result.left_out:,} left out by --configurations" if result.left_out else ""
-    console.print(f"{counts} {len(result.too_large):,} do not, {result.refused:,} are refused by a run{left}")
+    console.print(
+        f"{counts} {len(result.too_large):,} do not, {result.refused:,} are refused by a run{left}"
+    )
     if not result.best:
         return
     winner = result.best[0]
     table = Table(title="fastest", title_justify="left")
     for name in ("configuration", "tokens/s per GPU", "MFU", "GiB", "why slower"):
-        table.add_column(name, justify="left" if name in ("configuration", "why slower") else "right")
+        table.add_column(
+            name, justify="left" if name in ("configuration", "why slower") else "right"
+        )
     for each in result.best[:SHOWN]:
         speed = f"{each.tokens_per_second:,.0f}"
         reason = "" if each is winner else why_slower(each, winner)
-        table.add_row(each.step_config.describe(), speed, f"{each.mfu:.0%}", f"{each.device_bytes / 2**30:.1f}", reason)
+        table.add_row(
+            each.step_config.describe(),
+            speed,
+            f"{each.mfu:.0%}",
+            f"{each.device_bytes / 2**30:.1f}",
+            reason,
+        )
     console.print(table)
     title = "the best configuration with each alternative"
     table = Table("choice", "configuration", "why it loses", title=title, title_justify="left")
@@ -326,13 +476,21 @@ def _print_search(result: SearchResult, config: AnyPlanConfig, budget: float) ->
 
 
 def other_choices(result: SearchResult) -> list[tuple[str, Candidate, str]]:
-    """For each value of an option that the winner does not have: the best candidate with it, and why it is slower."""
+    """For each value of an option that the winner does not have: the best candidate with it, and
+    why it is slower.
+    """
     winner, rows = result.best[0], list[tuple[str, Candidate, str]]()
-    seen: set[tuple[str, Any]] = {(name, getattr(winner.step_config.options, name)) for name in CHOICES}
+    seen: set[tuple[str, Any]] = {
+        (name, getattr(winner.step_config.options, name)) for name in CHOICES
+    }
     seen.add(("micro_batch_size", winner.step_config.micro_batch_size))
     for each in (*result.fitting, *result.too_large):
         for name in (*CHOICES, "micro_batch_size"):
-            value = each.step_config.micro_batch_size if name == "micro_batch_size" else getattr(each.step_config.options, name)
+            value = (
+                each.step_config.micro_batch_size
+                if name == "micro_batch_size"
+                else getattr(each.step_config.options, name)
+            )
             if (name, value) in seen or value is None:
                 continue
             seen.add((name, value))
@@ -349,7 +507,13 @@ def _files(config: AnyPlanConfig) -> list[Path]:
         return []
     if not first.name:
         raise UserError(f"--write: {first} is a folder; name a file")
-    return [first, *(first.with_stem(f"{first.stem}-{number}") for number in range(2, config.plan.finalists + 1))]
+    return [
+        first,
+        *(
+            first.with_stem(f"{first.stem}-{number}")
+            for number in range(2, config.plan.finalists + 1)
+        ),
+    ]
 
 
 def _write(prediction: Prediction, config: AnyPlanConfig, file: Path) -> None:
@@ -357,7 +521,10 @@ def _write(prediction: Prediction, config: AnyPlanConfig, file: Path) -> None:
     table = config.model_dump(mode="json", exclude={"plan"})
     options = prediction.step_config.options.model_dump(mode="json")
     table["parallel"] |= options
-    table["train"] |= {"micro_batch_size": prediction.step_config.micro_batch_size, "float8": prediction.step_config.float8}
+    table["train"] |= {
+        "micro_batch_size": prediction.step_config.micro_batch_size,
+        "float8": prediction.step_config.float8,
+    }
     table["run"] |= {"name": ""}
     for name, value in prediction.step_config.bits.items():
         section, _, option = name.partition(".")
@@ -365,8 +532,8 @@ def _write(prediction: Prediction, config: AnyPlanConfig, file: Path) -> None:
     recipe = validate_options(STAGES[config.of_stage], table, str(file))
     header = (
         f"# Found by `lmforge plan --search` for {config.plan.gpus} x {config.plan.gpu_type}:"
-        f" {prediction.step_config.describe()}.\n# By estimate {prediction.tokens_per_second:,.0f} tokens/s per GPU and"
-        f" {prediction.device_bytes / 2**30:.1f} GiB.\n"
+        f" {prediction.step_config.describe()}.\n# By estimate {prediction.tokens_per_second:,.0f}"
+        f" tokens/s per GPU and {prediction.device_bytes / 2**30:.1f} GiB.\n"
     )
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -381,10 +548,15 @@ def _how_to_measure(files: list[Path], config: AnyPlanConfig, machine: Machine) 
     if not isinstance(config, PretrainConfig):
         return "lmforge bench measures recipes of pretraining only"
     if config.plan.gpus > machine.gpus_per_host:
-        return f"to measure them: on {config.plan.gpus} GPUs, torchrun … -m lmforge bench FILE for each"
+        return (
+            f"to measure them: on {config.plan.gpus} GPUs, torchrun … -m lmforge bench FILE for"
+            " each"
+        )
     if any("," in str(file) for file in files):  # which separates the values of a sweep
         return f"to measure them: lmforge bench FILE --launch.processes {config.plan.gpus} for each"
-    calibration = [f"--log.calibration {shlex.quote(str(config.plan.calibration))}"] * (config.plan.calibration is not None)
+    calibration = [f"--log.calibration {shlex.quote(str(config.plan.calibration))}"] * (
+        config.plan.calibration is not None
+    )
     sweep = shlex.quote(f"recipe={','.join(map(str, files))}")
     words = ["lmforge bench --sweep", sweep, f"--launch.processes {config.plan.gpus}", *calibration]
     return f"to measure them: {' '.join(words)}"
@@ -393,9 +565,16 @@ def _how_to_measure(files: list[Path], config: AnyPlanConfig, machine: Machine) 
 def _search_as_json(result: SearchResult) -> dict[str, Any]:
     best = []
     for each in result.best:
-        row = {"configuration": each.step_config.describe(), "tokens_per_second_per_gpu": each.tokens_per_second}
+        row = {
+            "configuration": each.step_config.describe(),
+            "tokens_per_second_per_gpu": each.tokens_per_second,
+        }
         options = each.step_config.options.model_dump(mode="json")
         row |= {"device_bytes": round(each.device_bytes), "parallel": options}
         best.append({**row, **each.step_config.bits})
-    counts = {"tried": result.tried, "fitting": len(result.fitting), "too_large": len(result.too_large)}
+    counts = {
+        "tried": result.tried,
+        "fitting": len(result.fitting),
+        "too_large": len(result.too_large),
+    }
     return {**counts, "refused": result.refused, "left_out": result.left_out, "best": best}

@@ -1,8 +1,10 @@
-"""All stages in a few minutes: the standard library's source → tokenizer → shards → a pretrained model → one that answers.
+"""All stages in a few minutes: the standard library's source → tokenizer → shards → a pretrained
+model → one that answers.
 
-It calls the same verbs that a user types, and prints each before it runs, so that it can be repeated by hand. Each stage is
-measured on validation data, before and after. The end of pretraining runs twice from the same checkpoint, in one process and
-under FSDP2 on two, and the losses are compared.
+It calls the same verbs that a user types, and prints each before it runs, so that it can be
+repeated by hand. Each stage is measured on validation data, before and after. The end of
+pretraining runs twice from the same checkpoint, in one process and under FSDP2 on two, and the
+losses are compared.
 """
 
 import shlex
@@ -33,7 +35,9 @@ from lmforge.text.verbs.prepare import run_prepare
 
 @dataclass(frozen=True)
 class QuickstartStage:
-    """A stage of training: its verb, its recipe in lmforge/recipes, and which validation metric it improves."""
+    """A stage of training: its verb, its recipe in lmforge/recipes, and which validation metric it
+    improves.
+    """
 
     verb: str
     recipe: str
@@ -43,26 +47,38 @@ class QuickstartStage:
 
 
 TRAINING_STAGES = (
-    QuickstartStage("pretrain", "quickstart", "val/bits_per_byte", "bits per byte of all validation files", "lower"),
-    QuickstartStage("sft", "quickstart-sft", "val/loss", "loss of validation requests for functions", "lower"),
+    QuickstartStage(
+        "pretrain",
+        "quickstart",
+        "val/bits_per_byte",
+        "bits per byte of all validation files",
+        "lower",
+    ),
+    QuickstartStage(
+        "sft", "quickstart-sft", "val/loss", "loss of validation requests for functions", "lower"
+    ),
     QuickstartStage(
         "align",
         "quickstart-align",
         "val/reward",
-        "reward of validation requests: the code parses, compiles, runs, has the requested signature",
+        "reward of validation requests: the code parses, compiles, runs, has the requested"
+        " signature",
         "higher",
     ),
 )
 
 
 STEPS_CONTINUED = 50
-# With so few steps the purpose is to try all stages, so the batches of rollouts and the measurements are small.
+# With so few steps the purpose is to try all stages, so the batches of rollouts and the
+# measurements are small.
 TRIAL_STEPS = 10
 TRIAL_SEQUENCES, TRIAL_SFT_BATCH_SIZE, TRIAL_MAX_TOKENS = 8, 2, 16
 
 
 def quickstart(options: QuickstartOptions) -> int:
-    """Prepare, pretrain, fine-tune, align, measure. Returns the exit status. Called again, it continues where it stopped.
+    """Prepare, pretrain, fine-tune, align, measure.
+
+    Returns the exit status. Called again, it continues where it stopped.
 
     Raises UserError and RunFailed as its parts do.
     """
@@ -70,7 +86,12 @@ def quickstart(options: QuickstartOptions) -> int:
     tokens, functions = options.folder / "data" / "stdlib", options.folder / "data" / "functions"
     _print_title("1 of 7  text → tokenizer → token shards", "prepare", "stdlib", tokens)
     run_prepare(PrepareOptions(source="stdlib", out=tokens, overwrite=options.overwrite))
-    _print_title("2 of 7  functions of the standard library → conversations", "prepare", "functions", functions)
+    _print_title(
+        "2 of 7  functions of the standard library → conversations",
+        "prepare",
+        "functions",
+        functions,
+    )
     if not (functions / TRAIN_FILE).exists():
         run_prepare(PrepareOptions(source="functions", out=functions))
     # The fastest on one machine: a process for each GPU, or one that uses all cores.
@@ -79,25 +100,48 @@ def quickstart(options: QuickstartOptions) -> int:
     number = 3
     for stage in TRAINING_STAGES:
         words = [*_stage_arguments(stage, options, runs), "--launch.processes", str(processes)]
-        runs.append(_train(f"{number} of 7  {stage.verb}, {_count_processes(processes)}", stage, words))
+        runs.append(
+            _train(f"{number} of 7  {stage.verb}, {_count_processes(processes)}", stage, words)
+        )
         if stage.verb == "pretrain":
             number += 1
-            sharded, begun = _continue_sharded(f"{number} of 7  the same run under FSDP2", stage, options, runs[0])
+            sharded, begun = _continue_sharded(
+                f"{number} of 7  the same run under FSDP2", stage, options, runs[0]
+            )
             print(f"\nThe same run from its checkpoint at step {begun} on:\n")
-            Console(highlight=False).print(_comparison_table(runs[0], sharded, begun, _count_processes(processes)))
+            Console(highlight=False).print(
+                _comparison_table(runs[0], sharded, begun, _count_processes(processes))
+            )
         number += 1
 
     base, _, last = runs
     sequences = TRIAL_SEQUENCES if _is_trial(options) else None
     words = [] if sequences is None else ["--sequences", str(sequences)]
-    _print_title("7 of 7  the first model: its loss on validation files, and what it generates", "evaluate", base, *words)
+    _print_title(
+        "7 of 7  the first model: its loss on validation files, and what it generates",
+        "evaluate",
+        base,
+        *words,
+    )
     from lmforge.serve.verbs.evaluate import run_evaluate
     from lmforge.serve.verbs.generate import run_generate
 
     run_evaluate(EvaluateOptions(model=base, sequences=sequences))
     max_tokens = TRIAL_MAX_TOKENS if _is_trial(options) else 160
-    generated = GenerateOptions(model=base, prompts=(options.prompt,), max_tokens=max_tokens, temperature=0.7, seed=0)
-    _print_command("generate", base, options.prompt, "--max_tokens", max_tokens, "--temperature", 0.7, "--seed", 0)
+    generated = GenerateOptions(
+        model=base, prompts=(options.prompt,), max_tokens=max_tokens, temperature=0.7, seed=0
+    )
+    _print_command(
+        "generate",
+        base,
+        options.prompt,
+        "--max_tokens",
+        max_tokens,
+        "--temperature",
+        0.7,
+        "--seed",
+        0,
+    )
     run_generate(generated)
 
     seconds = time.perf_counter() - start
@@ -111,7 +155,9 @@ def quickstart(options: QuickstartOptions) -> int:
 
 
 def _train(title: str, stage: QuickstartStage, words: list[str]) -> Path:
-    """Run a training verb as typed, on ranks that are started for it where it asks for several. Returns its run's directory.
+    """Run a training verb as typed, on ranks that are started for it where it asks for several.
+
+    Returns its run's directory.
 
     Raises UserError or RunFailed where it did not end well.
     """
@@ -120,18 +166,27 @@ def _train(title: str, stage: QuickstartStage, words: list[str]) -> Path:
     config = parse_config(STAGES[stage.verb], words)
     _print_title(title, stage.verb, *words)
     processes = config.launch.processes
-    status = launch_local(processes, [stage.verb, *words]) if processes > 1 else VERBS[stage.verb].load()(config)
+    status = (
+        launch_local(processes, [stage.verb, *words])
+        if processes > 1
+        else VERBS[stage.verb].load()(config)
+    )
     path: Path = config.run.folder / config.run.name
     if status:
-        reason = "the lines above say why" if status < 128 else "lmforge quickstart continues from here"
+        reason = (
+            "the lines above say why" if status < 128 else "lmforge quickstart continues from here"
+        )
         failure = RunFailed(f"{path}: training ended with status {status}; {reason}")
         failure.exit_status = status
         raise failure
     return path
 
 
-def _continue_sharded(title: str, stage: QuickstartStage, options: QuickstartOptions, base: Path) -> tuple[Path, int]:
-    """Copy the run as it was at its last checkpoint but one, and train the copy to the end under FSDP2.
+def _continue_sharded(
+    title: str, stage: QuickstartStage, options: QuickstartOptions, base: Path
+) -> tuple[Path, int]:
+    """Copy the run as it was at its last checkpoint but one, and train the copy to the end under
+    FSDP2.
 
     Returns the copy and the step of that checkpoint.
     """
@@ -152,20 +207,34 @@ def _continue_sharded(title: str, stage: QuickstartStage, options: QuickstartOpt
     return _train(f"{title}, {_count_processes(processes)}, from step {begun}", stage, words), begun
 
 
-def _stage_arguments(stage: QuickstartStage, options: QuickstartOptions, runs: list[Path], name: str = "") -> list[str]:
+def _stage_arguments(
+    stage: QuickstartStage, options: QuickstartOptions, runs: list[Path], name: str = ""
+) -> list[str]:
     """What is typed after the recipe of a stage; `runs` are those of the stages before it."""
     data = options.folder / "data"
     functions = data / "functions"
     words: list[Any] = ["--run.folder", options.folder / "runs", "--run.name", name or stage.recipe]
     if runs:
-        words += ["--data.files", functions / TRAIN_FILE, "--data.validation_files", functions / VALIDATION_FILE]
+        words += [
+            "--data.files",
+            functions / TRAIN_FILE,
+            "--data.validation_files",
+            functions / VALIDATION_FILE,
+        ]
         words += ["--model.source", runs[-1]]
     words += ["--data.folder", data / ("examples" if runs else "stdlib")]
     if options.steps:
         words += ["--train.steps", options.steps]
         # A checkpoint before the last one, for the comparison.
         words += [] if runs else ["--schedule.warmup_steps", options.steps // 10]
-        words += [] if runs else ["--checkpoint.every_steps", max(options.steps // 2, options.steps - STEPS_CONTINUED)]
+        words += (
+            []
+            if runs
+            else [
+                "--checkpoint.every_steps",
+                max(options.steps // 2, options.steps - STEPS_CONTINUED),
+            ]
+        )
     if _is_trial(options):
         words += ["--validation.sequences", TRIAL_SEQUENCES]
         sizes = {"sft": TRIAL_SFT_BATCH_SIZE, "align": TRIAL_SEQUENCES}
@@ -183,11 +252,16 @@ def _count_processes(processes: int) -> str:
 
 
 def _comparison_table(base: Path, sharded: Path, begun: int, processes: str) -> Table:
-    """The losses of both runs after their common checkpoint, and whether they differ by less than the bound of splits."""
+    """The losses of both runs after their common checkpoint, and whether they differ by less than
+    the bound of splits.
+    """
     config, device_type = Run(base).load_config(), "cuda" if torch.cuda.is_available() else "cpu"
     bound = bound_of_splits(config.train.dtype, device_type).loss
     table = Table("step", "measured", processes, "FSDP2", "difference", "")
-    metrics = {run: {record["step"]: record for record in Run(run).read_metrics()} for run in (base, sharded)}
+    metrics = {
+        run: {record["step"]: record for record in Run(run).read_metrics()}
+        for run in (base, sharded)
+    }
     for step, record in metrics[base].items():
         if step <= begun or step not in metrics[sharded]:
             continue
@@ -196,7 +270,9 @@ def _comparison_table(base: Path, sharded: Path, begun: int, processes: str) -> 
                 ours, theirs = record[name], metrics[sharded][step][name]
                 difference = relative_difference(theirs, ours)
                 verdict = f"equal within {bound:g}" if difference <= bound else "NOT EQUAL"
-                table.add_row(str(step), name, f"{ours:.6f}", f"{theirs:.6f}", f"{difference:.1e}", verdict)
+                table.add_row(
+                    str(step), name, f"{ours:.6f}", f"{theirs:.6f}", f"{difference:.1e}", verdict
+                )
     return table
 
 
@@ -204,10 +280,18 @@ def _results_table(runs: list[Path]) -> Table:
     """The metric of each stage before it and after it, as its validation measured it."""
     table = Table("stage", "measured", "before", "after", "")
     for stage, run in zip(TRAINING_STAGES, runs, strict=True):
-        values = [record[stage.metric] for record in Run(run).read_metrics() if stage.metric in record]
+        values = [
+            record[stage.metric] for record in Run(run).read_metrics() if stage.metric in record
+        ]
         before, after = values[0], values[-1]
         improved = after < before if stage.direction == "lower" else after > before
-        table.add_row(stage.verb, stage.description, f"{before:.3f}", f"{after:.3f}", "better" if improved else "not better")
+        table.add_row(
+            stage.verb,
+            stage.description,
+            f"{before:.3f}",
+            f"{after:.3f}",
+            "better" if improved else "not better",
+        )
     return table
 
 

@@ -1,7 +1,10 @@
-"""The checks of `lmforge doctor` on all ranks, in phases: hosts, storage, devices, network. Rank 0 evaluates the answers.
+"""The checks of `lmforge doctor` on all ranks, in phases: hosts, storage, devices, network.
 
-Ranks report to rank 0 through the store of the rendezvous, in bounded time and before there is a process group. A phase that a
-rank does not finish in time ends without it: the rank is named, and the rest is examined without what needs it.
+Rank 0 evaluates the answers.
+
+Ranks report to rank 0 through the store of the rendezvous, in bounded time and before there is a
+process group. A phase that a rank does not finish in time ends without it: the rank is named, and
+the rest is examined without what needs it.
 """
 
 import json
@@ -18,7 +21,11 @@ import torch.distributed as dist
 
 from lmforge.core.distributed.distributed import choose_device
 from lmforge.core.distributed.environment import NODES_VARIABLE, count_by_host
-from lmforge.core.distributed.joining import allow_open_connections, choose_gloo_interface, find_rank0
+from lmforge.core.distributed.joining import (
+    allow_open_connections,
+    choose_gloo_interface,
+    find_rank0,
+)
 from lmforge.core.distributed.rank_info import RankInfo, count_restarts, threads_per_rank
 from lmforge.core.distributed.waiting import await_listener, call_bounded, wait_until
 from lmforge.core.errors import RunFailed, UserError, format_count, name_some
@@ -36,7 +43,10 @@ Reports = dict[int, dict[str, Any]]
 
 @dataclass
 class Examination:
-    """What this rank is asked about. `machine` are the findings of its host, on the first rank of each."""
+    """What this rank is asked about.
+
+    `machine` are the findings of its host, on the first rank of each.
+    """
 
     info: RankInfo
     config: StageConfig | None
@@ -47,7 +57,10 @@ class Examination:
     _named: set[int] = field(default_factory=set)  # the ranks that are known not to answer
 
     def examine(self, print_findings: Callable[[list[Finding]], None]) -> int:
-        """Carry out all phases; rank 0 prints the findings. Returns the exit status. Every rank calls it."""
+        """Carry out all phases; rank 0 prints the findings.
+
+        Returns the exit status. Every rank calls it.
+        """
         began = time.monotonic()
         self.reports = RankReports(self.info, self.timeout_seconds + ANSWER_SECONDS)
         torch.set_num_threads(threads_per_rank(self.info.local_world_size))
@@ -55,7 +68,8 @@ class Examination:
             return self._answer()
         findings = list(self._ask(began))
         status = int(any(finding.status == "fail" for finding in findings))
-        print_findings(findings)  # mpiexec ends this rank as soon as another one has ended with status 1
+        # mpiexec ends this rank as soon as another one has ended with status 1.
+        print_findings(findings)
         self.reports.publish(f"step-{self._steps}", {"phase": "end", "status": status})
         self.reports.await_departures()
         return status
@@ -76,27 +90,43 @@ class Examination:
         return self.reports.collect(self._work(step))
 
     def _work(self, step: dict[str, Any]) -> str:
-        """Carry out this rank's part of a phase, and report the result. Returns the name of the report."""
+        """Carry out this rank's part of a phase, and report the result.
+
+        Returns the name of the report.
+        """
         name = f"{step['phase']}-{self._steps}"
         if step["hosts"] and not self.info.is_counted:
             self.info = count_by_host(self.info, step["hosts"])
             torch.set_num_threads(threads_per_rank(self.info.local_world_size))
-        phases = {"host": self._host, "storage": self._storage, "device": self._device, "network": self._network}
-        self.reports.post(name, run_bounded(partial(phases[step["phase"]], step), self.timeout_seconds))
+        phases = {
+            "host": self._host,
+            "storage": self._storage,
+            "device": self._device,
+            "network": self._network,
+        }
+        self.reports.post(
+            name, run_bounded(partial(phases[step["phase"]], step), self.timeout_seconds)
+        )
         self._steps += 1
         return name
 
-    # --- what each rank does ------------------------------------------------------------------------------------------
+    # --- what each rank does ----------------------------------------------------------------------
 
     def _host(self, step: dict[str, Any]) -> dict[str, Any]:
         try:
             device: torch.device | None = choose_device(self.device_name, self.info.local_rank)
         except UserError as problem:
             device, self.machine = None, [*self.machine, Finding("device", "fail", str(problem))]
-        identity = str(torch.cuda.get_device_properties(device).uuid) if device and device.type == "cuda" else ""
+        identity = (
+            str(torch.cuda.get_device_properties(device).uuid)
+            if device and device.type == "cuda"
+            else ""
+        )
         return {
             "facts": rank_checks.describe_host(),
-            "findings": [asdict(finding) for finding in self.machine] if self.info.local_rank == 0 else [],
+            "findings": (
+                [asdict(finding) for finding in self.machine] if self.info.local_rank == 0 else []
+            ),
             "local_rank": self.info.local_rank,
             "device": device.type if device else "",
             "gpu": identity,
@@ -106,7 +136,11 @@ class Examination:
     def _storage(self, step: dict[str, Any]) -> dict[str, Any]:
         if self.info.local_rank:
             return {}
-        ranks = self.info.world_size if self.info.launched or self.config is None else self.config.launch.processes
+        ranks = (
+            self.info.world_size
+            if self.info.launched or self.config is None
+            else self.config.launch.processes
+        )
         return check_storage(self.config, ranks)
 
     def _device(self, step: dict[str, Any]) -> dict[str, Any]:
@@ -117,31 +151,47 @@ class Examination:
         choose_gloo_interface(several_hosts=self.info.local_world_size < self.info.world_size)
         device = choose_device(self.device_name, self.info.local_rank)
         info, seconds = self.info, self.timeout_seconds
-        return rank_checks.measure_network(self.reports.store, info.rank, info.world_size, device, step["leaders"], seconds)
+        return rank_checks.measure_network(
+            self.reports.store, info.rank, info.world_size, device, step["leaders"], seconds
+        )
 
-    # --- what rank 0 makes of it --------------------------------------------------------------------------------------
+    # --- what rank 0 makes of it ------------------------------------------------------------------
 
     def _ask(self, began: float) -> Iterator[Finding]:
         self._steps, info = 0, self.info
         reports = self._carry_out("host")
         usable = {rank: report for rank, report in reports.items() if "facts" in report}
-        hosts = {rank: usable[rank]["facts"]["host"] if rank in usable else f"rank {rank}" for rank in reports}
-        names = {rank: f"rank {rank} on {hosts[rank]}" if rank in usable else f"rank {rank}" for rank in range(info.world_size)}
+        hosts = {
+            rank: usable[rank]["facts"]["host"] if rank in usable else f"rank {rank}"
+            for rank in reports
+        }
+        names = {
+            rank: f"rank {rank} on {hosts[rank]}" if rank in usable else f"rank {rank}"
+            for rank in range(info.world_size)
+        }
         self._hosts = [hosts.get(rank, f"rank {rank}") for rank in range(info.world_size)]
         several_hosts = len({hosts[rank] for rank in usable}) > 1
         yield from self._judge_joining(hosts, began)
         yield from merge_findings(reports, hosts)
         yield from self._failures("host", reports, names)
         if usable:
-            yield from rank_checks.compare_versions({rank: report["facts"] for rank, report in usable.items()})
+            yield from rank_checks.compare_versions(
+                {rank: report["facts"] for rank, report in usable.items()}
+            )
         if several_hosts and usable.get(0):
-            yield rank_checks.compare_clocks({rank: report["time"] for rank, report in usable.items()}, names)
+            yield rank_checks.compare_clocks(
+                {rank: report["time"] for rank, report in usable.items()}, names
+            )
         leaders = [rank for rank, report in usable.items() if report["local_rank"] == 0]
         reports = self._carry_out("storage")
         yield from self._failures("storage", reports, names)
         yield from merge_findings(reports, hosts)
         yield from compare_contents(
-            {hosts[rank]: report["contents"] for rank, report in reports.items() if "contents" in report}
+            {
+                hosts[rank]: report["contents"]
+                for rank, report in reports.items()
+                if "contents" in report
+            }
         )
         kinds = {report["device"] for report in usable.values()}
         if "" in kinds:
@@ -167,17 +217,26 @@ class Examination:
             return
         where = f"at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         if missing := self.reports.missing:
-            names = os.environ.get(NODES_VARIABLE, "").split(",")  # of the hosts of a job, where its script says so
+            # Of the hosts of a job, where its script says so.
+            names = os.environ.get(NODES_VARIABLE, "").split(",")
             each = info.local_world_size
             known = len(names) * each == info.world_size
-            shown = name_some([f"{rank} ({names[rank // each]})" if known else rank for rank in missing])
+            shown = name_some(
+                [f"{rank} ({names[rank // each]})" if known else rank for rank in missing]
+            )
             what = "rank" if len(missing) == 1 else "ranks"
-            text = f"{what} {shown} of {info.world_size} did not answer {where} within {self.timeout_seconds:g} s"
+            text = (
+                f"{what} {shown} of {info.world_size} did not answer {where} within"
+                f" {self.timeout_seconds:g} s"
+            )
             todo = "not started, still importing, cut off by a firewall, or stopped: see its host"
             yield Finding("ranks", "fail", text, todo, tuple(f"rank {rank}" for rank in missing))
         else:
             count = len(set(hosts.values()))
-            text = f"{info.world_size} on {format_count(count, 'host')} met {where} in {time.monotonic() - began:.1f} s"
+            text = (
+                f"{info.world_size} on {format_count(count, 'host')} met {where} in"
+                f" {time.monotonic() - began:.1f} s"
+            )
             yield Finding("ranks", "pass", text)
 
     def _failures(self, phase: str, reports: Reports, names: dict[int, str]) -> Iterator[Finding]:
@@ -188,46 +247,89 @@ class Examination:
                 by_error.setdefault(report["error"][:300], []).append(rank)
         for error, ranks in by_error.items():
             where = tuple(names[rank] for rank in ranks)
-            yield Finding(phase, "fail", error, "see the logs of these ranks" if phase == "network" else "", where)
+            yield Finding(
+                phase,
+                "fail",
+                error,
+                "see the logs of these ranks" if phase == "network" else "",
+                where,
+            )
         late = [rank for rank in self.reports.missing if rank in names and rank not in reports]
         if phase != "host" and (new := [rank for rank in late if rank not in self._named]):
             self._named.update(new)
             where = tuple(names[rank] for rank in new)
-            yield Finding(phase, "fail", f"no answer within {self.timeout_seconds:g} s", "it stopped or was cut off", where)
+            yield Finding(
+                phase,
+                "fail",
+                f"no answer within {self.timeout_seconds:g} s",
+                "it stopped or was cut off",
+                where,
+            )
         self._named.update(late)
 
 
-def _check_devices_differ(usable: Reports, names: dict[int, str], kinds: set[str]) -> Iterator[Finding]:
+def _check_devices_differ(
+    usable: Reports, names: dict[int, str], kinds: set[str]
+) -> Iterator[Finding]:
     """Whether all ranks have the same kind of device, and no GPU is used by two ranks."""
     if len(kinds) > 1:
         where = tuple(names[rank] for rank, report in usable.items() if report["device"] == "cpu")
-        yield Finding("devices", "fail", "a CPU, and GPUs on other ranks", "see nvidia-smi there, or give --device cpu", where)
+        yield Finding(
+            "devices",
+            "fail",
+            "a CPU, and GPUs on other ranks",
+            "see nvidia-smi there, or give --device cpu",
+            where,
+        )
     owners: dict[tuple[str, str], int] = {}
     for rank, report in usable.items():
         gpu = report["facts"]["host"], report["gpu"]
         if report["gpu"] and (first := owners.setdefault(gpu, rank)) != rank:
-            yield Finding("devices", "fail", f"the same GPU as rank {first}", "start one rank for each GPU", (names[rank],))
+            yield Finding(
+                "devices",
+                "fail",
+                f"the same GPU as rank {first}",
+                "start one rank for each GPU",
+                (names[rank],),
+            )
 
 
 def merge_findings(reports: Reports, hosts: dict[int, str]) -> Iterator[Finding]:
-    """The findings of each host as one for all, where they agree: what passes is that of the first host. Others with their
-    hosts."""
+    """The findings of each host as one for all, where they agree: what passes is that of the first
+    host. Others with their hosts.
+    """
     groups: dict[tuple[str, ...], dict[str, list[Finding]]] = {}
     for rank, report in reports.items():
         for each in report.get("findings", ()):
             finding = Finding(**each)
             text = "" if finding.status == "pass" else finding.description
             key = finding.name, finding.status, finding.todo, text
-            groups.setdefault(key, {}).setdefault(hosts.get(rank, f"rank {rank}"), []).append(finding)
+            groups.setdefault(key, {}).setdefault(hosts.get(rank, f"rank {rank}"), []).append(
+                finding
+            )
     num_hosts = len(set(hosts.values()))
     for by_host in groups.values():
         where = tuple(by_host) if len(by_host) < num_hosts else ()
-        values = {host: finding.values for host, findings in by_host.items() for finding in findings if finding.values}
+        values = {
+            host: finding.values
+            for host, findings in by_host.items()
+            for finding in findings
+            if finding.values
+        }
         (host, first), *_ = by_host.items()
-        differ = len({finding.description for findings in by_host.values() for finding in findings}) > len(first)
+        differ = len(
+            {finding.description for findings in by_host.values() for finding in findings}
+        ) > len(first)
         note = f" (on {host}; figures of the other hosts differ)" if differ and not where else ""
         for finding in first:
-            yield Finding(finding.name, finding.status, finding.description + note, finding.todo, where, values)
+            yield Finding(
+                finding.name,
+                finding.status,
+                finding.description + note,
+                finding.todo,
+                where,
+                values,
+            )
 
 
 class RankReports:
@@ -250,7 +352,10 @@ class RankReports:
         self.store.set(f"{phase}/{self._rank}", json.dumps(value))
 
     def collect(self, phase: str) -> dict[int, Any]:
-        """The reports by rank, on rank 0. A rank that has not answered in time is `missing` from then on."""
+        """The reports by rank, on rank 0.
+
+        A rank that has not answered in time is `missing` from then on.
+        """
         reports = dict[int, Any]()
 
         def all_have_answered() -> bool:
@@ -278,12 +383,19 @@ class RankReports:
 
         answer = run_bounded(wait, seconds)
         if "error" in answer:
-            raise RunFailed(f"rank {self._rank}: rank 0 has not answered ({answer['error'][:200]}); see its output")
+            raise RunFailed(
+                f"rank {self._rank}: rank 0 has not answered ({answer['error'][:200]}); see its"
+                " output"
+            )
         return answer["value"]
 
     def await_departures(self) -> None:
-        """On rank 0, whose process serves the store: wait until the others have read the last answer, or a moment."""
-        wait_until(lambda: self.store.add("left", 0) >= len(self._answering) - 1, min(self._timeout, 5.0))
+        """On rank 0, whose process serves the store: wait until the others have read the last
+        answer, or a moment.
+        """
+        wait_until(
+            lambda: self.store.add("left", 0) >= len(self._answering) - 1, min(self._timeout, 5.0)
+        )
 
     def leave(self) -> None:
         """Tell rank 0 that this rank no longer needs the store."""
@@ -298,17 +410,30 @@ def _connect(info: RankInfo, timeout_seconds: float) -> dist.Store:
         if not serves:
             await_listener(address, port, timeout_seconds)
         timeout = timedelta(seconds=timeout_seconds)
-        store = dist.TCPStore(address, port, is_master=serves, wait_for_workers=False, multi_tenant=True, timeout=timeout)
+        store = dist.TCPStore(
+            address,
+            port,
+            is_master=serves,
+            wait_for_workers=False,
+            multi_tenant=True,
+            timeout=timeout,
+        )
     except (RuntimeError, OSError) as problem:
         what = "cannot listen at" if serves else "cannot reach"
         reason = " ".join(str(problem).split())[:200]
-        hint = "choose a free MASTER_PORT" if serves else "check that rank 0 runs, MASTER_ADDR, and firewalls between hosts"
+        hint = (
+            "choose a free MASTER_PORT"
+            if serves
+            else "check that rank 0 runs, MASTER_ADDR, and firewalls between hosts"
+        )
         raise RunFailed(f"rank {info.rank} {what} {address}:{port} ({reason}); {hint}") from None
     return dist.PrefixStore(f"lmforge-doctor-{count_restarts()}", store)
 
 
 def run_bounded(fn: Callable[[], dict[str, Any]], seconds: float) -> dict[str, Any]:
-    """The result of `fn`, or {"error": reason} where it raises or takes too long; it then continues in a thread."""
+    """The result of `fn`, or {"error": reason} where it raises or takes too long; it then continues
+    in a thread.
+    """
     try:
         return call_bounded(fn, seconds)
     except TimeoutError as problem:

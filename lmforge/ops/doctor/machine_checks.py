@@ -1,6 +1,7 @@
 """Whether this machine has what lmforge needs: Python, packages, torch, devices, compiler, memory.
 
-A check returns findings. torch is imported by the checks that need it, so that a broken one is a finding too.
+A check returns findings. torch is imported by the checks that need it, so that a broken one is a
+finding too.
 """
 
 import importlib.metadata
@@ -47,14 +48,21 @@ def examine_machine(device: str) -> Iterator[Finding]:
 def _check_packages() -> Iterator[Finding]:
     """Whether the required packages are installed, in accepted versions."""
     try:
-        needed = [Requirement(each) for each in importlib.metadata.requires(PACKAGE) or () if "extra ==" not in each]
+        needed = [
+            Requirement(each)
+            for each in importlib.metadata.requires(PACKAGE) or ()
+            if "extra ==" not in each
+        ]
     except importlib.metadata.PackageNotFoundError:
-        yield Finding("packages", "warn", "lmforge is not installed, only on the path", "make install")
+        yield Finding(
+            "packages", "warn", "lmforge is not installed, only on the path", "make install"
+        )
         return
     problems = []
     for requirement in needed:
         try:
-            version = importlib.metadata.version(requirement.name).partition("+")[0]  # torch's 2.13.0+cpu
+            # Torch's 2.13.0+cpu.
+            version = importlib.metadata.version(requirement.name).partition("+")[0]
         except importlib.metadata.PackageNotFoundError:
             problems.append(f"{requirement.name} is missing")
             continue
@@ -77,12 +85,28 @@ def _check_torch(device: str) -> Iterator[Finding]:
         yield Finding("torch", "fail", f"cannot be imported ({reason})", "make clean install")
         return
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
-    has_backend = torch.distributed.is_backend_available if torch.distributed.is_available() else lambda name: False
-    backends = ", ".join(name for name in ("gloo", "nccl") if has_backend(name)) or "no backend for several ranks"
-    yield Finding("torch", "pass", f"{torch.__version__} ({build}), threads: {torch.get_num_threads()}, {backends}")
+    has_backend = (
+        torch.distributed.is_backend_available
+        if torch.distributed.is_available()
+        else lambda name: False
+    )
+    backends = (
+        ", ".join(name for name in ("gloo", "nccl") if has_backend(name))
+        or "no backend for several ranks"
+    )
+    yield Finding(
+        "torch",
+        "pass",
+        f"{torch.__version__} ({build}), threads: {torch.get_num_threads()}, {backends}",
+    )
     dtype, reason = choose_dtype("auto", torch.device("cpu"))
     cpu = f"{processor_name() or platform.machine()}, {format_count(threads_per_rank(1), 'core')}"
-    yield Finding("cpu", "pass", f"{cpu}, {torch.backends.cpu.get_cpu_capability()}, trains in {dtype_name(dtype)} ({reason})")
+    yield Finding(
+        "cpu",
+        "pass",
+        f"{cpu}, {torch.backends.cpu.get_cpu_capability()}, trains in {dtype_name(dtype)}"
+        f" ({reason})",
+    )
     yield from _check_gpus(device)
 
 
@@ -92,47 +116,93 @@ def _check_gpus(device: str) -> Iterator[Finding]:
     for number in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(number)
         capability = f"compute capability {gpu.major}.{gpu.minor}"
-        yield Finding(f"gpu {number}", "pass", f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, {capability}")
+        yield Finding(
+            f"gpu {number}", "pass", f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, {capability}"
+        )
     if torch.cuda.is_available() or device == "cpu":
         return
     has_driver = Path("/proc/driver/nvidia/version").exists()
-    todo = "install a build of torch for CUDA: https://pytorch.org/get-started" if has_driver and not torch.version.cuda else ""
+    todo = (
+        "install a build of torch for CUDA: https://pytorch.org/get-started"
+        if has_driver and not torch.version.cuda
+        else ""
+    )
     if device == "cuda":
-        yield Finding("gpu", "fail", "none that torch can use, and --device cuda needs one", todo or "train with cpu or auto")
+        yield Finding(
+            "gpu",
+            "fail",
+            "none that torch can use, and --device cuda needs one",
+            todo or "train with cpu or auto",
+        )
     elif has_driver:
-        yield Finding("gpu", "warn", "an NVIDIA driver, but no GPU that torch can use", todo or "see nvidia-smi")
+        yield Finding(
+            "gpu",
+            "warn",
+            "an NVIDIA driver, but no GPU that torch can use",
+            todo or "see nvidia-smi",
+        )
     else:
         yield Finding("gpu", "pass", "none: training runs on the CPU")
 
 
 def _check_compiler() -> Finding:
-    """Whether a C++ compiler builds a function with Python's headers and OpenMP: torch.compile needs that on a CPU."""
+    """Whether a C++ compiler builds a function with Python's headers and OpenMP: torch.compile
+    needs that on a CPU.
+    """
     import ctypes
 
-    name, uncompiled = "compiler", "without it training on a CPU is not compiled, and about a tenth slower"
-    compiler = next(filter(None, map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++", "c++")))), None)
+    name, uncompiled = (
+        "compiler",
+        "without it training on a CPU is not compiled, and about a tenth slower",
+    )
+    compiler = next(
+        filter(
+            None, map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++", "c++")))
+        ),
+        None,
+    )
     if compiler is None:
         return Finding(name, "warn", f"no C++ compiler; {uncompiled}", "apt-get install g++")
     include = sysconfig.get_path("include")
     if not (Path(include) / "Python.h").exists():
-        return Finding(name, "warn", f"{compiler}, but no Python.h in {include}; {uncompiled}", "apt-get install python3-dev")
+        return Finding(
+            name,
+            "warn",
+            f"{compiler}, but no Python.h in {include}; {uncompiled}",
+            "apt-get install python3-dev",
+        )
     try:
         with tempfile.TemporaryDirectory(prefix="lmforge-") as folder:
             source, library = Path(folder) / "probe.cpp", Path(folder) / "probe.so"
             source.write_text(C_SOURCE)
-            command = [compiler, "-shared", "-fPIC", "-fopenmp", f"-I{include}", str(source), "-o", str(library)]
+            command = [
+                compiler,
+                "-shared",
+                "-fPIC",
+                "-fopenmp",
+                f"-I{include}",
+                str(source),
+                "-o",
+                str(library),
+            ]
             done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS)
             if done.returncode == 0 and ctypes.CDLL(str(library)).lmforge_probe() > 0:
-                return Finding(name, "pass", f"{compiler} builds a function with Python's headers and OpenMP")
+                return Finding(
+                    name, "pass", f"{compiler} builds a function with Python's headers and OpenMP"
+                )
             lines = done.stderr.splitlines() or ["no error message"]
             reason = next((line for line in lines if "error" in line), lines[0])
     except (OSError, subprocess.TimeoutExpired) as problem:
         reason = str(problem)
-    return Finding(name, "warn", f"{compiler} does not work ({reason[:200]}); {uncompiled}", "reinstall it")
+    return Finding(
+        name, "warn", f"{compiler} does not work ({reason[:200]}); {uncompiled}", "reinstall it"
+    )
 
 
 def _check_memory() -> Finding:
-    """What a training could allocate of the machine's memory, within the limits of this process and its container."""
+    """What a training could allocate of the machine's memory, within the limits of this process and
+    its container.
+    """
     available = available_host_memory(1)
     if available is None:
         return Finding("memory", "pass", "unknown on this system")

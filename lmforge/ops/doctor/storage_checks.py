@@ -1,4 +1,6 @@
-"""Whether a host reads the same data and models as the others, and can write checkpoints: space and speed."""
+"""Whether a host reads the same data and models as the others, and can write checkpoints: space and
+speed.
+"""
 
 import os
 import shutil
@@ -33,12 +35,15 @@ from lmforge.text.chat.examples import hash_files
 
 BLOCK_BYTES, WRITE_BYTES, WRITE_SECONDS = 16 * 2**20, 256 * 2**20, 1.0
 SLOW_BYTES_PER_SECOND, LOW_DISK_BYTES = 50e6, 10 * 2**30
-# The number of parts of each split that are read, evenly spaced, and verified against their checksums.
+# The number of parts of each split that are read, evenly spaced, and verified against their
+# checksums.
 READS, READ_TOKENS = 8, 32_768
 
 
 def check_storage(config: StageConfig | None, world_size: int) -> dict[str, Any]:
-    """{"findings": of this host, "contents": digests by what they are of, which must be the same on all hosts}."""
+    """{"findings": of this host, "contents": digests by what they are of, which must be the same on
+    all hosts}.
+    """
     findings: list[Finding] = []
     contents: dict[str, str] = {}
     if config is not None:
@@ -49,7 +54,13 @@ def check_storage(config: StageConfig | None, world_size: int) -> dict[str, Any]
     if config is not None and not any(finding.status == "fail" for finding in findings):
         with _problems_as_findings("recipe", findings):
             needed = _checkpoint_bytes(config, world_size)
-            findings.append(Finding("recipe", "pass", f"fits {world_size} ranks; a checkpoint takes {format_bytes(needed)}"))
+            findings.append(
+                Finding(
+                    "recipe",
+                    "pass",
+                    f"fits {world_size} ranks; a checkpoint takes {format_bytes(needed)}",
+                )
+            )
     with _problems_as_findings("checkpoints", findings):
         findings.append(_check_checkpoint_folder(config, needed))
     return {"findings": [asdict(finding) for finding in findings], "contents": contents}
@@ -69,7 +80,8 @@ def _read_data(config: StageConfig, findings: list[Finding]) -> dict[str, str]:
     contents = {}
     if isinstance(config, PretrainConfig):
         for source in config.data.all_sources:
-            # The original folder, not the copy that a run makes on this host, since doctor runs before and compares the hosts.
+            # The original folder, not the copy that a run makes on this host, since doctor runs
+            # before and compares the hosts.
             folder = open_source(config.data, source, staged=False)
             contents[source.folder], text = _read_tokens(folder)
             findings.append(Finding("data", "pass", text))
@@ -86,10 +98,17 @@ def _read_data(config: StageConfig, findings: list[Finding]) -> dict[str, str]:
 
 
 def _read_tokens(folder: TokenFolder) -> tuple[str, str]:
-    """A digest of a folder's manifest and some of its tokens, and a line about them. Raises UserError for damaged ones."""
+    """A digest of a folder's manifest and some of its tokens, and a line about them.
+
+    Raises UserError for damaged ones.
+    """
     digest = xxhash.xxh3_64(folder.storage.read_file(SHARDS_MANIFEST))
     began, read = time.perf_counter(), 0
-    for name in (name for name, shards in folder.manifest.splits.items() if any(shard.tokens for shard in shards)):
+    for name in (
+        name
+        for name, shards in folder.manifest.splits.items()
+        if any(shard.tokens for shard in shards)
+    ):
         split = folder.split(name)
         size = min(READ_TOKENS, split.num_tokens)
         spare = split.num_tokens - size
@@ -99,11 +118,17 @@ def _read_tokens(folder: TokenFolder) -> tuple[str, str]:
                 digest.update(tokens.tobytes())
                 read += tokens.nbytes
     seconds = time.perf_counter() - began
-    return digest.hexdigest(), f"{folder.path}: {format_bytes(read)} read and verified in {seconds:.2f} s"
+    return (
+        digest.hexdigest(),
+        f"{folder.path}: {format_bytes(read)} read and verified in {seconds:.2f} s",
+    )
 
 
 def _read_models(config: StageConfig, findings: list[Finding]) -> dict[str, str]:
-    """Digests of the models that the recipe names: the names and sizes of their files. Nothing is downloaded."""
+    """Digests of the models that the recipe names: the names and sizes of their files.
+
+    Nothing is downloaded.
+    """
     sources = [config.model.source] if config.model.source is not None else []
     if isinstance(config, AlignConfig):
         sources += [Path(spec) for spec in config.rollout.reward_functions if Path(spec).is_dir()]
@@ -113,12 +138,21 @@ def _read_models(config: StageConfig, findings: list[Finding]) -> dict[str, str]
         if kind == Kind.HUB_NAME:
             needed = "weights" if config.model.load_weights else "config.json"
             if (cached := find_cached(*parse_model_name(str(source)), needed)) is None:
-                raise UserError(f"{source}: not in the cache of this host; lmforge download {source}, where there is a network")
+                raise UserError(
+                    f"{source}: not in the cache of this host; lmforge download {source}, where"
+                    " there is a network"
+                )
             folder = cached
         elif kind == Kind.MISSING:
             raise UserError(f"{source}: no such folder on this host")
-        files = sorted((str(path.relative_to(folder)), path.stat().st_size) for path in folder.rglob("*") if path.is_file())
-        described = [each for each in files if not any(part.startswith(".") for part in Path(each[0]).parts)]
+        files = sorted(
+            (str(path.relative_to(folder)), path.stat().st_size)
+            for path in folder.rglob("*")
+            if path.is_file()
+        )
+        described = [
+            each for each in files if not any(part.startswith(".") for part in Path(each[0]).parts)
+        ]
         contents[str(source)] = xxhash.xxh3_64_hexdigest(repr(described).encode())
         size = sum(size for _, size in files)
         findings.append(Finding("model", "pass", f"{source}: {format_bytes(size)} at {folder}"))
@@ -126,28 +160,41 @@ def _read_models(config: StageConfig, findings: list[Finding]) -> dict[str, str]
 
 
 def _checkpoint_bytes(config: StageConfig, world_size: int) -> int:
-    """The size of a checkpoint of the recipe. Raises UserError where the recipe does not fit this number of ranks."""
+    """The size of a checkpoint of the recipe.
+
+    Raises UserError where the recipe does not fit this number of ranks.
+    """
     if isinstance(config, PretrainConfig):
         model_config = open_pretrain_inputs(config, world_size).model_config
     else:
         assert isinstance(config, TunedConfig)
         model_config = find_required_pretrained(config).resolve_model_config(config.model)
     return checkpoint_bytes(
-        config.optimizer, config.train.master_dtype, count_parameters(model_config, get_lora_config(config))
+        config.optimizer,
+        config.train.master_dtype,
+        count_parameters(model_config, get_lora_config(config)),
     )
 
 
 def _check_checkpoint_folder(config: StageConfig | None, needed: int) -> Finding:
-    """Whether checkpoints can be written where the recipe puts them (`runs` without one): space and speed. Raises UserError
-    where they cannot."""
+    """Whether checkpoints can be written where the recipe puts them (`runs` without one): space and
+    speed. Raises UserError where they cannot.
+    """
     folder = checkpoint_folder(config)
     if config is not None and not is_local(folder):
         checkpoint.check_writable(Run.from_config(config))
         return Finding("checkpoints", "pass", f"{folder}: an object store that can be written")
     free, written, read = time_disk(folder)
     kept = (config.checkpoint.keep_last + 1 if config else 1) * needed
-    text = f"{folder}: {format_bytes(free)} free, {written / 1e6:,.0f} MB/s written, {read / 1e6:,.0f} read"
-    values = {"free_bytes": free, "write_bytes_per_second": round(written), "read_bytes_per_second": round(read)}
+    text = (
+        f"{folder}: {format_bytes(free)} free, {written / 1e6:,.0f} MB/s written, {read / 1e6:,.0f}"
+        " read"
+    )
+    values = {
+        "free_bytes": free,
+        "write_bytes_per_second": round(written),
+        "read_bytes_per_second": round(read),
+    }
     status: Status = "warn"
     if free < kept:
         status, todo = "fail", "free some space, lower checkpoint.keep_last, or give --run.folder"
@@ -155,7 +202,9 @@ def _check_checkpoint_folder(config: StageConfig | None, needed: int) -> Finding
     elif free < LOW_DISK_BYTES:
         todo = "checkpoints of larger models will not fit; free some space, or give --run.folder"
     elif written < SLOW_BYTES_PER_SECOND:
-        todo = "each checkpoint takes long; give --run.folder or --checkpoint.folder on a faster disk"
+        todo = (
+            "each checkpoint takes long; give --run.folder or --checkpoint.folder on a faster disk"
+        )
     else:
         status, todo = "pass", ""
     return Finding("checkpoints", status, text, todo, values=values)
@@ -167,17 +216,23 @@ def checkpoint_folder(config: StageConfig | None) -> Path:
 
 
 def time_disk(folder: Path) -> tuple[int, float, float]:
-    """Free bytes of a folder, or of its nearest existing parent, and bytes per second written, with fsync, and read again; at
-    most a quarter of what is free is written. Raises UserError where nothing can be."""
+    """Free bytes of a folder, or of its nearest existing parent, and bytes per second written, with
+    fsync, and read again; at most a quarter of what is free is written. Raises UserError where
+    nothing can be.
+    """
     block, path = os.urandom(BLOCK_BYTES), None
     try:
-        existing = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir())
+        existing = next(
+            each for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir()
+        )
         free = shutil.disk_usage(existing).free
         path = existing / f".lmforge-doctor-{uuid4().hex}"
         began = time.perf_counter()
         with path.open("wb") as file:
             size = 0
-            while not size or (size < min(WRITE_BYTES, free / 4) and time.perf_counter() - began < WRITE_SECONDS):
+            while not size or (
+                size < min(WRITE_BYTES, free / 4) and time.perf_counter() - began < WRITE_SECONDS
+            ):
                 size += file.write(block)
             file.flush()
             os.fsync(file.fileno())
@@ -207,7 +262,18 @@ def compare_contents(contents: Mapping[str, Mapping[str, str]]) -> Iterator[Find
         others = tuple(host for host, digest in digests.items() if digest != usual)
         if others:
             differ = True
-            text = f"{name}: not the same files as on {next(host for host in digests if host not in others)}"
-            yield Finding("equal data", "fail", text, "copy it again to the hosts that differ, or share one folder", others)
+            text = (
+                f"{name}: not the same files as on"
+                f" {next(host for host in digests if host not in others)}"
+            )
+            yield Finding(
+                "equal data",
+                "fail",
+                text,
+                "copy it again to the hosts that differ, or share one folder",
+                others,
+            )
     if len(contents) > 1 and names and not differ:
-        yield Finding("equal data", "pass", f"the same on {len(contents)} hosts: {', '.join(names)}")
+        yield Finding(
+            "equal data", "pass", f"the same on {len(contents)} hosts: {', '.join(names)}"
+        )

@@ -1,4 +1,6 @@
-"""`JobPlan`, what is to be started; `Job`, what was started, as `launch/job.json` in the run's directory records it."""
+"""`JobPlan`, what is to be started; `Job`, what was started, as `launch/job.json` in the run's
+directory records it.
+"""
 
 import os
 import shlex
@@ -26,7 +28,9 @@ STOP_FILE = "stop"
 
 
 class JobState(StrEnum):
-    """The state of a job, as `lmforge jobs` prints it; the same words as in `monitor.run_status` for states that both have."""
+    """The state of a job, as `lmforge jobs` prints it; the same words as in `monitor.run_status`
+    for states that both have.
+    """
 
     PENDING = "pending"
     RUNNING = "running"
@@ -43,7 +47,9 @@ class JobState(StrEnum):
 
 @dataclass(frozen=True)
 class Session:
-    """A process that has no terminal: the script of a job on a host (None for this machine), found by its id and start."""
+    """A process that has no terminal: the script of a job on a host (None for this machine), found
+    by its id and start.
+    """
 
     host: str | None
     process: int
@@ -78,7 +84,13 @@ class JobPlan:
     @property
     def gpus(self) -> int:
         """GPUs of a node to ask a scheduler for."""
-        return self.options.gpus if self.options.gpus is not None else 0 if self.on_cpu else self.options.processes
+        return (
+            self.options.gpus
+            if self.options.gpus is not None
+            else 0
+            if self.on_cpu
+            else self.options.processes
+        )
 
     @property
     def log(self) -> Path:
@@ -87,7 +99,11 @@ class JobPlan:
 
     def python_command(self) -> str:
         """Words of a shell that start Python on a node."""
-        return " ".join(filter(None, (self.options.container, shlex.quote(self.options.python or sys.executable))))
+        return " ".join(
+            filter(
+                None, (self.options.container, shlex.quote(self.options.python or sys.executable))
+            )
+        )
 
 
 @dataclass
@@ -128,10 +144,15 @@ class Job:
 
     @property
     def has_ended(self) -> bool:
-        """Whether its status says that it runs no more. A scheduler queues a job again by itself whose node is lost, or whose
-        place another takes; its script may have written a status before."""
+        """Whether its status says that it runs no more.
+
+        A scheduler queues a job again by itself whose node is lost, or whose place another takes;
+        its script may have written a status before.
+        """
         state = self.state_by_status()
-        return state in (JobState.DONE, JobState.REFUSED) or (state != JobState.LOST and self.job_id is None)
+        return state in (JobState.DONE, JobState.REFUSED) or (
+            state != JobState.LOST and self.job_id is None
+        )
 
     def last_words(self) -> str:
         """The last line of its output that says how the run ended; empty where there is none."""
@@ -141,7 +162,9 @@ class Job:
                 lines = file.read(LAST_BYTES).decode(errors="replace").splitlines()
         except OSError:
             return ""
-        words = next((line for line in reversed(lines) if line.startswith(("lmforge: ", "stopped by "))), "")
+        words = next(
+            (line for line in reversed(lines) if line.startswith(("lmforge: ", "stopped by "))), ""
+        )
         return cut(words.removeprefix("lmforge: ").partition("; to continue: ")[0], MAX_REASON)
 
     def state_by_status(self) -> JobState:
@@ -156,7 +179,10 @@ class Job:
 
 
 def read_job(run_folder: Path) -> Job | None:
-    """The job of a run's directory; None where `lmforge launch` has not started it. Raises UserError."""
+    """The job of a run's directory; None where `lmforge launch` has not started it.
+
+    Raises UserError.
+    """
     path = run_folder / LAUNCH_FOLDER / JOB_FILE
     try:
         job = read_json(path, Job, hint=DELETE_HINT)
@@ -165,7 +191,10 @@ def read_job(run_folder: Path) -> Job | None:
     except OSError as problem:
         raise UserError(describe_os_error(problem, path)) from None
     if job.launcher in SESSION_LAUNCHERS and not job.sessions:
-        raise UserError(f"{path}: sessions: expected those that launcher = {job.launcher} started, got none; {DELETE_HINT}")
+        raise UserError(
+            f"{path}: sessions: expected those that launcher = {job.launcher} started, got none;"
+            f" {DELETE_HINT}"
+        )
     return job
 
 

@@ -13,7 +13,13 @@ from lmforge.core.records.runs import Run
 from lmforge.ops.jobs import pbs, scripts, sessions, slurm
 from lmforge.ops.jobs.job import JOB_SCRIPT, NODE_SCRIPT, Job, JobPlan, JobState, read_job
 
-_MODULES: dict[str, ModuleType] = {"slurm": slurm, "pbs": pbs, "local": sessions, "ssh": sessions, "mpi": sessions}
+_MODULES: dict[str, ModuleType] = {
+    "slurm": slurm,
+    "pbs": pbs,
+    "local": sessions,
+    "ssh": sessions,
+    "mpi": sessions,
+}
 _SCRIPTS: dict[str, Callable[[JobPlan], str]] = {
     "slurm": scripts.slurm_script,
     "pbs": scripts.pbs_script,
@@ -39,18 +45,27 @@ def plan_scripts(plan: JobPlan, hosts: sessions.Hosts | None) -> dict[str, str]:
 
 
 def find_hosts(plan: JobPlan) -> sessions.Hosts | None:
-    """The hosts of a job without a scheduler, after checking that each can run it. Raises UserError."""
+    """The hosts of a job without a scheduler, after checking that each can run it.
+
+    Raises UserError.
+    """
     return sessions.find_hosts(plan) if _MODULES[plan.options.on] is sessions else None
 
 
 def check(plan: JobPlan, script: Path) -> None:
-    """Let the scheduler check a script without submitting it, if it can. Raises UserError with its message."""
+    """Let the scheduler check a script without submitting it, if it can.
+
+    Raises UserError with its message.
+    """
     if plan.options.on == "slurm":
         slurm.check(plan, script)
 
 
 def submit(plan: JobPlan, hosts: sessions.Hosts | None) -> Job:
-    """Submit the script of the job's folder, or start it. Raises UserError, and then nothing runs."""
+    """Submit the script of the job's folder, or start it.
+
+    Raises UserError, and then nothing runs.
+    """
     job_id, started = None, []
     if hosts is not None:
         started = sessions.submit(plan, hosts)
@@ -69,7 +84,10 @@ def submit(plan: JobPlan, hosts: sessions.Hosts | None) -> Job:
 
 
 def job_state(job: Job) -> tuple[JobState, str]:
-    """The state of a job now, and a few words about it. Raises UserError where its scheduler does not answer."""
+    """The state of a job now, and a few words about it.
+
+    Raises UserError where its scheduler does not answer.
+    """
     state: tuple[JobState, str] = _MODULES[job.launcher].state(job)
     return state
 
@@ -80,8 +98,9 @@ def check_no_job_of(config: StageConfig, run: Run) -> None:
 
 
 def check_no_job(run_folder: Path) -> None:
-    """Raise UserError where a job that has not started this process trains in a run's directory, or will. Where its scheduler
-    or hosts do not answer, that is said."""
+    """Raise UserError where a job that has not started this process trains in a run's directory, or
+    will. Where its scheduler or hosts do not answer, that is said.
+    """
     job = read_job(run_folder)
     if job is None or os.environ.get(JOB_VARIABLE) == job.folder or job.has_ended:
         return
@@ -91,10 +110,14 @@ def check_no_job(run_folder: Path) -> None:
         state, detail = JobState.LOST, str(problem)
     what, name = f"job {job.job_id}" if job.job_id else "its job", run_folder.name
     if state == JobState.LOST and detail:
-        print_line(f"{run_folder}: not known whether {what} ({job.launcher}) has ended, and taken for ended: {detail}")
+        print_line(
+            f"{run_folder}: not known whether {what} ({job.launcher}) has ended, and taken for"
+            f" ended: {detail}"
+        )
     if state.is_active:
         raise UserError(
-            f"{run_folder}: {what} ({job.launcher}) is {state}; stop it with lmforge stop {name}, or choose another --run.name"
+            f"{run_folder}: {what} ({job.launcher}) is {state}; stop it with lmforge stop {name},"
+            " or choose another --run.name"
         )
 
 

@@ -10,8 +10,10 @@ from lmforge.core.files.untrusted import read_bounded
 from lmforge.ops.jobs.job import MAX_STATUS_BYTES, STOP_FILE, Job, JobPlan, JobState
 
 ACTIVE_STATES = {
-    **dict.fromkeys("QHTWM", JobState.PENDING),  # queued, held, being moved, waiting for its time, moved
-    **dict.fromkeys("RESUB", JobState.RUNNING),  # running, exiting, suspended, suspended by a user, begun
+    # Queued, held, being moved, waiting for its time, moved.
+    **dict.fromkeys("QHTWM", JobState.PENDING),
+    # Running, exiting, suspended, suspended by a user, begun.
+    **dict.fromkeys("RESUB", JobState.RUNNING),
 }
 # PBS reports this for a job that has ended.
 ENDED_PATTERN = re.compile(r"[Uu]nknown Job|has finished")

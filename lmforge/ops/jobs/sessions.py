@@ -1,4 +1,5 @@
-"""Jobs without a scheduler: a script that runs without a terminal on this machine, or on each host of a file by ssh.
+"""Jobs without a scheduler: a script that runs without a terminal on this machine, or on each host
+of a file by ssh.
 
 It continues after logout, and is identified by its process id and that process's start time.
 """
@@ -11,7 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lmforge import __version__
-from lmforge.core.distributed.environment import ADDRESS_VARIABLE, NODE_RANK_VARIABLE, NODES_VARIABLE
+from lmforge.core.distributed.environment import (
+    ADDRESS_VARIABLE,
+    NODE_RANK_VARIABLE,
+    NODES_VARIABLE,
+)
 from lmforge.core.distributed.hosts import (
     Answer,
     export_lines,
@@ -27,7 +32,8 @@ from lmforge.core.files.untrusted import parse_json
 from lmforge.ops.jobs.job import JOB_SCRIPT, NODE_SCRIPT, Job, JobPlan, JobState, Session
 from lmforge.ops.jobs.scripts import IMPORT_CHECK
 
-# Runs on each host before anything is started, and checks what a run would need there. Prints a line of JSON.
+# Runs on each host before anything is started, and checks what a run would need there. Prints a
+# line of JSON.
 HOST_CHECK = """
 import json, os, random, socket, sys
 import lmforge
@@ -65,35 +71,51 @@ class Hosts:
 
 
 def find_hosts(plan: JobPlan) -> Hosts:
-    """Check on every host whether it can run the job. Raises UserError naming those that cannot; nothing has been changed
-    then."""
+    """Check on every host whether it can run the job.
+
+    Raises UserError naming those that cannot; nothing has been changed then.
+    """
     options = plan.options
     if options.on != "ssh":
         return Hosts((None,), options.address or "localhost", options.port or free_port())
     if options.hosts is None:
-        raise UserError("launch.hosts: missing; with ssh give a file of hosts, one per line: --hosts hosts.txt")
+        raise UserError(
+            "launch.hosts: missing; with ssh give a file of hosts, one per line: --hosts hosts.txt"
+        )
     names = read_hosts(options.hosts)
     if plan.nodes > len(names):
         raise UserError(f"launch.nodes = {plan.nodes}: {options.hosts} names {len(names)} hosts")
     names = names[: plan.nodes]
     ssh_options = tuple(word for line in options.directive_options for word in shlex.split(line))
     environment = export_lines(forwarded_variables(options.forward))
-    scripts = [_check_script(plan, environment, (options.port or 0) if name == names[0] else 0) for name in names]
+    scripts = [
+        _check_script(plan, environment, (options.port or 0) if name == names[0] else 0)
+        for name in names
+    ]
     answers = run_on_hosts(names, scripts, ssh_options)
     raise_for_hosts(answers, "nothing was started")
     facts = [_facts(answer) for answer in answers]
     if facts[0].port == -1:
-        raise UserError(f"launch.port = {options.port}: in use on {names[0]}; give another, or none; nothing was started")
+        raise UserError(
+            f"launch.port = {options.port}: in use on {names[0]}; give another, or none; nothing"
+            " was started"
+        )
     for name, each in zip(names, facts, strict=True):
         if each.lmforge != __version__:
-            raise UserError(f"{name}: has lmforge {each.lmforge}, this machine {__version__}; nothing was started")
+            raise UserError(
+                f"{name}: has lmforge {each.lmforge}, this machine {__version__}; nothing was"
+                " started"
+            )
     _check_hosts_differ(names, facts)
     address = options.address or facts[0].address or names[0].rpartition("@")[2]
     return Hosts(tuple(names), address, facts[0].port, ssh_options)
 
 
 def _check_script(plan: JobPlan, environment: str, port: int) -> str:
-    directory, setup = shlex.quote(str(plan.directory)), "".join(f"{line}\n" for line in plan.options.setup)
+    directory, setup = (
+        shlex.quote(str(plan.directory)),
+        "".join(f"{line}\n" for line in plan.options.setup),
+    )
     python = plan.python_command()
     return f"""\
 {environment}cd {directory} 2>/dev/null || {{ echo no folder {directory} there, and all hosts need it >&2; exit 3; }}
@@ -106,12 +128,15 @@ def _check_script(plan: JobPlan, environment: str, port: int) -> str:
 
 
 def _check_hosts_differ(names: Sequence[str], facts: Sequence["_HostFacts"]) -> None:
-    """Raise UserError where two entries are the same host, such as its name and its address: its GPUs would have two ranks
-    each."""
+    """Raise UserError where two entries are the same host, such as its name and its address: its
+    GPUs would have two ranks each.
+    """
     seen: dict[tuple[str, str], str] = {}
     for name, each in zip(names, facts, strict=True):
         if (first := seen.setdefault((each.name, each.address), name)) != name:
-            raise UserError(f"{name}: the same host as {first}; a host is started once; nothing was started")
+            raise UserError(
+                f"{name}: the same host as {first}; a host is started once; nothing was started"
+            )
 
 
 @dataclass(frozen=True)
@@ -127,7 +152,9 @@ class _HostFacts:
 def _facts(answer: Answer) -> _HostFacts:
     match = CHECKED_PATTERN.search(answer.printed)
     if match is None:
-        raise UserError(f"{answer.host}: launch.python does not run Python there; nothing was started")
+        raise UserError(
+            f"{answer.host}: launch.python does not run Python there; nothing was started"
+        )
     return parse_json(match[1].encode(), _HostFacts, str(answer.host))
 
 
@@ -153,10 +180,14 @@ def submit(plan: JobPlan, hosts: Hosts) -> list[Session]:
     if len(sessions) < len(answers):
         _signal(sessions, hosts.ssh_options, "KILL")
         raise_for_hosts(answers, "what had been started on the others was ended")
-        silent = next(answer.host for answer in answers if answer.host not in {session.host for session in sessions})
+        silent = next(
+            answer.host
+            for answer in answers
+            if answer.host not in {session.host for session in sessions}
+        )
         raise UserError(
-            f"{silent}: did not report the process that it has started; those on the other hosts were ended; look there for one"
-            f" that runs {JOB_SCRIPT}"
+            f"{silent}: did not report the process that it has started; those on the other hosts"
+            f" were ended; look there for one that runs {JOB_SCRIPT}"
         )
     return sessions
 
@@ -171,13 +202,20 @@ echo lmforge-session $! $(cut -d ' ' -f 22 /proc/$!/stat 2>/dev/null)
 
 
 def state(job: Job) -> tuple[JobState, str]:
-    """The state of a job, and which hosts do not answer or do not run it any more while others do."""
-    check = 'kill -0 {0} 2>/dev/null && [ "$(cut -d " " -f 22 /proc/{0}/stat)" = {1} ] && echo alive; true'
+    """The state of a job, and which hosts do not answer or do not run it any more while others
+    do.
+    """
+    check = (
+        'kill -0 {0} 2>/dev/null && [ "$(cut -d " " -f 22 /proc/{0}/stat)" = {1} ] && echo alive;'
+        " true"
+    )
     scripts = [check.format(each.process, shlex.quote(each.started)) for each in job.sessions]
     answers = run_on_hosts([each.host for each in job.sessions], scripts, job.ssh_options)
     alive = [answer.host for answer in answers if answer.printed.strip() == "alive"]
     unreachable = [f"{answer.host}: {answer.message}" for answer in answers if answer.status != 0]
-    ended = [str(answer.host) for answer in answers if answer.status == 0 and answer.host not in alive]
+    ended = [
+        str(answer.host) for answer in answers if answer.status == 0 and answer.host not in alive
+    ]
     has_status = len(job.sessions) == 1 and job.status_path.exists()
     if alive and not has_status:
         notes = [*unreachable, *([f"ended on {', '.join(ended)}"] if ended else [])]
@@ -188,8 +226,14 @@ def state(job: Job) -> tuple[JobState, str]:
 
 
 def stop(job: Job, now: JobState, kill: bool) -> None:
-    """Make the job save and end on all hosts, or end it at once. Raises UserError naming hosts that do not answer."""
-    raise_for_hosts(_signal(job.sessions, job.ssh_options, "KILL" if kill else "TERM"), "the others have got the signal")
+    """Make the job save and end on all hosts, or end it at once.
+
+    Raises UserError naming hosts that do not answer.
+    """
+    raise_for_hosts(
+        _signal(job.sessions, job.ssh_options, "KILL" if kill else "TERM"),
+        "the others have got the signal",
+    )
 
 
 def _signal(sessions: Sequence[Session], ssh_options: Sequence[str], name: str) -> list[Answer]:
@@ -198,16 +242,20 @@ def _signal(sessions: Sequence[Session], ssh_options: Sequence[str], name: str) 
     for each in sessions:
         target = f"$(tree {each.process})" if name == "KILL" else str(each.process)
         scripts.append(
-            "tree() { for child in $(cat /proc/$1/task/*/children 2>/dev/null); do tree $child; done; echo $1; }\n"
-            f'[ "$(cut -d " " -f 22 /proc/{each.process}/stat 2>/dev/null)" = {shlex.quote(each.started)} ] || exit 0\n'
+            "tree() { for child in $(cat /proc/$1/task/*/children 2>/dev/null); do tree $child;"
+            " done; echo $1; }\n"
+            f'[ "$(cut -d " " -f 22 /proc/{each.process}/stat 2>/dev/null)" ='
+            f" {shlex.quote(each.started)} ] || exit 0\n"
             f"kill -{name} {target}\n"
         )
     return run_on_hosts([each.host for each in sessions], scripts, ssh_options) if sessions else []
 
 
 def mpi_command(plan: JobPlan, hosts: Hosts) -> list[str]:
-    """The mpiexec command that starts every rank, with the options of its implementation. Raises UserError where there is
-    none."""
+    """The mpiexec command that starts every rank, with the options of its implementation.
+
+    Raises UserError where there is none.
+    """
     options = plan.options
     mpiexec = shutil.which("mpiexec")
     if mpiexec is None:
@@ -223,7 +271,15 @@ def mpi_command(plan: JobPlan, hosts: Hosts) -> list[str]:
         variables = {"MASTER_ADDR": options.address or first, "MASTER_PORT": str(hosts.port)}
     extra = [word for line in options.directive_options for word in shlex.split(line)]
     if "Open MPI" in version or "OpenRTE" in version:
-        command = [mpiexec, "-n", str(ranks), "--map-by", f"ppr:{per_node}:node", "--bind-to", "none"]
+        command = [
+            mpiexec,
+            "-n",
+            str(ranks),
+            "--map-by",
+            f"ppr:{per_node}:node",
+            "--bind-to",
+            "none",
+        ]
         command += ["--hostfile", os.path.abspath(options.hosts)] if options.hosts else []
         command += [word for name, value in variables.items() for word in ("-x", f"{name}={value}")]
     elif "HYDRA" in version or "Intel(R) MPI" in version:
@@ -232,5 +288,7 @@ def mpi_command(plan: JobPlan, hosts: Hosts) -> list[str]:
         command += [word for name, value in variables.items() for word in ("-genv", name, value)]
     else:  # Cray's PALS and others
         command = [mpiexec, "-n", str(ranks), "--ppn", str(per_node)]
-        command += [word for name, value in variables.items() for word in ("--env", f"{name}={value}")]
+        command += [
+            word for name, value in variables.items() for word in ("--env", f"{name}={value}")
+        ]
     return [*command, *extra]

@@ -25,7 +25,10 @@ ACTIVE_STATES = {
 
 
 def check(plan: JobPlan, script: Path) -> None:
-    """Let Slurm check a script without submitting it. Raises UserError with Slurm's message where it refuses it."""
+    """Let Slurm check a script without submitting it.
+
+    Raises UserError with Slurm's message where it refuses it.
+    """
     call(["sbatch", "--test-only", str(script)], "sbatch refuses the job")
 
 
@@ -38,7 +41,9 @@ def submit(plan: JobPlan, script: Path) -> str:
 def state(job: Job) -> tuple[JobState, str]:
     """The state of a job, and what Slurm says about it."""
     job_id = str(job.job_id)
-    status, printed, message = try_call(["squeue", "--noheader", "--jobs", job_id, "--format", "%T|%r|%N"])
+    status, printed, message = try_call(
+        ["squeue", "--noheader", "--jobs", job_id, "--format", "%T|%r|%N"]
+    )
     if status == NOT_INSTALLED:
         raise UserError(f"{job.name}: job {job_id}: {message}")
     if status != 0 and "Invalid job id" not in message:
@@ -49,11 +54,22 @@ def state(job: Job) -> tuple[JobState, str]:
     reason, _, nodes = rest.partition("|")
     if word in ACTIVE_STATES:
         return ACTIVE_STATES[word], nodes if word == "RUNNING" else reason.removeprefix("None")
-    match = re.search(r"JobState=(\w+)", try_call(["scontrol", "show", "job", "--oneliner", job_id])[1])
+    match = re.search(
+        r"JobState=(\w+)", try_call(["scontrol", "show", "job", "--oneliner", job_id])[1]
+    )
     ended = match[1] if match else ""
     by_status = job.state_by_status()
-    if by_status == JobState.LOST and ended in ("CANCELLED", "COMPLETED", "FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY"):
-        return (JobState.INTERRUPTED if ended == "CANCELLED" else JobState.FAILED), ended.lower().replace("_", " ")
+    if by_status == JobState.LOST and ended in (
+        "CANCELLED",
+        "COMPLETED",
+        "FAILED",
+        "TIMEOUT",
+        "NODE_FAIL",
+        "OUT_OF_MEMORY",
+    ):
+        return (
+            JobState.INTERRUPTED if ended == "CANCELLED" else JobState.FAILED
+        ), ended.lower().replace("_", " ")
     return by_status, ""
 
 

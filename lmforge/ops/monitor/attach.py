@@ -13,13 +13,23 @@ from lmforge.ops.monitor.watchdog import Watchdog
 
 
 def open_monitors(
-    config: StageConfig, run: Run, dist_ctx: DistributedContext, attempt: int, add_event: Callable[..., Any]
+    config: StageConfig,
+    run: Run,
+    dist_ctx: DistributedContext,
+    attempt: int,
+    add_event: Callable[..., Any],
 ) -> Monitors:
-    """Open this rank's log and start its watchdog. Every rank calls it; ranks other than 0 print to their logs from now on.
-    Raises UserError on all ranks where one cannot open its log."""
+    """Open this rank's log and start its watchdog.
+
+    Every rank calls it; ranks other than 0 print to their logs from now on. Raises UserError on all
+    ranks where one cannot open its log.
+    """
     path = run.log_path(attempt, dist_ctx.rank_info.rank)
     # A rank's host may see another folder at this path, or none.
-    with dist_ctx.raise_on_all(), storage_errors(path, "cannot be opened", "all hosts need the folder of the run"):
+    with (
+        dist_ctx.raise_on_all(),
+        storage_errors(path, "cannot be opened", "all hosts need the folder of the run"),
+    ):
         log = RankLog(path, dist_ctx.rank_info, attempt)
     watch = Watchdog(
         dist_ctx,
@@ -30,4 +40,6 @@ def open_monitors(
         may_write=run.has_own_token,  # a folder that is being moved has none for a moment
         add_event=add_event,
     )
-    return Monitors(log, watch, ConsoleLogger(dist_ctx, config.train.steps, path, panel=config.log.panel))
+    return Monitors(
+        log, watch, ConsoleLogger(dist_ctx, config.train.steps, path, panel=config.log.panel)
+    )

@@ -1,4 +1,6 @@
-"""The console of a run: lines for the reader, which rank 0 also logs, and on a terminal a panel below them."""
+"""The console of a run: lines for the reader, which rank 0 also logs, and on a terminal a panel
+below them.
+"""
 
 import os
 import sys
@@ -14,23 +16,39 @@ from lmforge.core.distributed.distributed import DistributedContext
 from lmforge.core.errors import format_duration
 from lmforge.ops.monitor.log_files import STAMP, printable
 from lmforge.ops.monitor.rank_log import print_past_log, redirect_terminal, stamp_lines
-from lmforge.ops.terminal.cells import METRIC_WORDS, QUIET, clean, fit_words, format_metrics, progress_line, sparkline
+from lmforge.ops.terminal.cells import (
+    METRIC_WORDS,
+    QUIET,
+    clean,
+    fit_words,
+    format_metrics,
+    progress_line,
+    sparkline,
+)
 from lmforge.ops.terminal.live_area import LiveArea, can_redraw
 
 MAX_TEXT_LINES = 3
 MAX_POINTS = 1000  # of the curve; a terminal shows fewer
-# The curve is of the first of these that the run measures, and the others are on the line of numbers.
+# The curve is of the first of these that the run measures, and the others are on the line of
+# numbers.
 CURVES = ("reward", "rewards/accuracy", "loss")
 
 
 class ConsoleLogger:
-    """Writes lines on the first rank, and all of them to the log. A terminal shows a panel while the run trains, and log
-    steps only there; elsewhere each log step is a line."""
+    """Writes lines on the first rank, and all of them to the log.
 
-    def __init__(self, dist_ctx: DistributedContext, steps: int, log_path: Path | None, *, panel: bool = True) -> None:
+    A terminal shows a panel while the run trains, and log steps only there; elsewhere each log step
+    is a line.
+    """
+
+    def __init__(
+        self, dist_ctx: DistributedContext, steps: int, log_path: Path | None, *, panel: bool = True
+    ) -> None:
         self._is_rank0, self._steps = dist_ctx.is_rank0, steps
         self._log_path = log_path
-        self._log_file = open(log_path, "a", encoding="utf-8") if log_path and dist_ctx.is_rank0 else None  # noqa: SIM115
+        self._log_file: TextIO | None = None
+        if log_path and dist_ctx.is_rank0:
+            self._log_file = open(log_path, "a", encoding="utf-8")  # noqa: SIM115
         self._console = Console(highlight=False)
         self._has_panel = panel and self._is_rank0 and can_redraw(self._console)
         self._panel: ProgressPanel | None = None
@@ -54,7 +72,9 @@ class ConsoleLogger:
             self._log_file.flush()
 
     def warn(self, line: str) -> None:
-        """One line that must not be overlooked: also printed on standard error, if that is another stream."""
+        """One line that must not be overlooked: also printed on standard error, if that is another
+        stream.
+        """
         self.info(line)
         if self._is_rank0 and not self._console.is_terminal:
             print_past_log(f"lmforge: {line}")
@@ -73,7 +93,11 @@ class ConsoleLogger:
 
     def _draw(self, columns: int, lines: int) -> Sequence[Text]:
         assert self._panel is not None
-        if self._captured is not None and self._area is not None and (written := self._captured.take_lines()):
+        if (
+            self._captured is not None
+            and self._area is not None
+            and (written := self._captured.take_lines())
+        ):
             self._area.print("\n".join(written))
         return self._panel.draw(columns, lines)
 
@@ -87,7 +111,9 @@ class ConsoleLogger:
         left = record.get("seconds_left")
         if left is not None:
             parts["seconds_left"] = f"{format_duration(left)} left"
-        self._last_line = "  ".join([f"step {record['step']:>{len(str(self._steps))}}/{self._steps}", *parts.values()])
+        self._last_line = "  ".join(
+            [f"step {record['step']:>{len(str(self._steps))}}/{self._steps}", *parts.values()]
+        )
         if self._panel is None:
             self.info(self._last_line)
         else:
@@ -125,7 +151,8 @@ class ConsoleLogger:
 class ProgressPanel:
     """The panel of a run: progress, the curve of the loss, speed, validation and the last sample.
 
-    Values are set by the training, and drawn by another thread: only numbers that were logged anyway.
+    Values are set by the training, and drawn by another thread: only numbers that were logged
+    anyway.
     """
 
     def __init__(self, step: int, steps: int) -> None:
@@ -139,7 +166,9 @@ class ProgressPanel:
 
     def add_record(self, record: dict[str, Any]) -> None:
         """A record of metrics.jsonl."""
-        words = format_metrics({name: value for name, value in record.items() if name.startswith("val/")})
+        words = format_metrics(
+            {name: value for name, value in record.items() if name.startswith("val/")}
+        )
         if words:
             self._validation = record["step"], "  ".join(words.values())
         if "step_seconds" not in record:
@@ -161,12 +190,25 @@ class ProgressPanel:
         if left is not None:
             left = max(0.0, left - (time.monotonic() - self._logged_at))
         drawn = [progress_line(self.step, self._steps, left, columns)]
-        curve = next((name for name in CURVES if any(value is not None for value in self._curves[name])), None)
+        curve = next(
+            (name for name in CURVES if any(value is not None for value in self._curves[name])),
+            None,
+        )
         if curve:
-            words = METRIC_WORDS[curve].format(record[curve]) if record.get(curve) is not None else f"{curve} not finite"
+            words = (
+                METRIC_WORDS[curve].format(record[curve])
+                if record.get(curve) is not None
+                else f"{curve} not finite"
+            )
             label = f"{words}  "
-            drawn.append(Text.assemble(label, (sparkline(self._curves[curve], columns - len(label)), "cyan")))
-        numbers = {name: word for name, word in format_metrics(record).items() if name != curve and not name.startswith("val/")}
+            drawn.append(
+                Text.assemble(label, (sparkline(self._curves[curve], columns - len(label)), "cyan"))
+            )
+        numbers = {
+            name: word
+            for name, word in format_metrics(record).items()
+            if name != curve and not name.startswith("val/")
+        }
         drawn += map(Text, fit_words(list(numbers.values()), columns))
         for what, shown in (("validation", self._validation), ("sample", self._sample)):
             if shown is not None:
@@ -178,11 +220,13 @@ class ProgressPanel:
 class CapturedOutput:
     """Standard output and error, where they are terminals, go to the log at `path` until `close`.
 
-    C libraries and child processes write to descriptors 1 and 2 directly, and the panel would overwrite it. So they are
-    redirected to the log, from which the lines to show are read. A pipe would lose the last words of a process that crashes,
-    and block a library that writes more than it holds, where the reader waits for the interpreter lock that the library has.
+    C libraries and child processes write to descriptors 1 and 2 directly, and the panel would
+    overwrite it. So they are redirected to the log, from which the lines to show are read. A pipe
+    would lose the last words of a process that crashes, and block a library that writes more than
+    it holds, where the reader waits for the interpreter lock that the library has.
 
-    `sys.stdout` of a `RankLog` writes to the terminal all the same. `sys.stderr` is for the caller to redirect.
+    `sys.stdout` of a `RankLog` writes to the terminal all the same. `sys.stderr` is for the caller
+    to redirect.
     """
 
     def __init__(self, path: Path) -> None:
@@ -201,17 +245,24 @@ class CapturedOutput:
         os.close(log)
         if 1 in self._originals:
             encoding, errors = self._stdout.encoding, self._stdout.errors
-            terminal = open(os.dup(self._originals[1]), "w", encoding=encoding, errors=errors, buffering=1)  # noqa: SIM115
+            terminal = open(  # noqa: SIM115
+                os.dup(self._originals[1]), "w", encoding=encoding, errors=errors, buffering=1
+            )
             self._terminal = terminal
             redirect_terminal(self._stdout, lambda _: terminal)
 
     def take_lines(self) -> list[str]:
-        """The complete lines since the last call that have no time stamp yet, as text that is safe to print on a terminal."""
+        """The complete lines since the last call that have no time stamp yet, as text that is safe
+        to print on a terminal.
+        """
         *lines, self._unfinished = (self._unfinished + self._log.read()).split(b"\n")
         return [printable(line) for line in lines if not STAMP.match(line)]
 
     def close(self) -> list[str]:
-        """Restore the descriptors and `sys.stdout`. Returns the lines that have not been taken yet, complete or not."""
+        """Restore the descriptors and `sys.stdout`.
+
+        Returns the lines that have not been taken yet, complete or not.
+        """
         for descriptor, original in self._originals.items():
             os.dup2(original, descriptor)
             os.close(original)

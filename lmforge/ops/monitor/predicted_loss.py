@@ -1,4 +1,6 @@
-"""The validation loss that a ladder predicts while its big run trains, and a line where the run leaves the interval."""
+"""The validation loss that a ladder predicts while its big run trains, and a line where the run
+leaves the interval.
+"""
 
 from bisect import bisect_right
 from pathlib import Path
@@ -15,7 +17,9 @@ from lmforge.core.stages.observer import ObservedRun, Observer
 
 
 class PredictedLoss(BaseModel):
-    """A file of `lmforge ladder`. points: (step, loss, low, high) in ascending steps; low and high are of a 90 % interval."""
+    """A file of `lmforge ladder`. points: (step, loss, low, high) in ascending steps; low and high
+    are of a 90 % interval.
+    """
 
     steps: StepNumber
     points: Annotated[list[tuple[StepNumber, Measure, Measure, Measure]], Field(min_length=1)]
@@ -28,19 +32,27 @@ class PredictedLoss(BaseModel):
         after = min(bisect_right(steps, step), len(steps) - 1)
         left, right = self.points[max(0, after - 1)], self.points[after]
         part = (step - left[0]) / ((right[0] - left[0]) or 1)
-        loss, low, high = (one + part * (other - one) for one, other in zip(left[1:], right[1:], strict=True))
+        loss, low, high = (
+            one + part * (other - one) for one, other in zip(left[1:], right[1:], strict=True)
+        )
         return loss, low, high
 
 
 def read_predicted_loss(path: Path, steps: int) -> PredictedLoss:
-    """The prediction for a run of so many steps. Raises UserError where the file cannot be read, or is of another run."""
+    """The prediction for a run of so many steps.
+
+    Raises UserError where the file cannot be read, or is of another run.
+    """
     try:
         predicted = read_json(path, PredictedLoss)
     except OSError as problem:
-        raise UserError(f"log.prediction: {describe_os_error(problem, path)}; leave it out") from None
+        raise UserError(
+            f"log.prediction: {describe_os_error(problem, path)}; leave it out"
+        ) from None
     if predicted.steps != steps:
         raise UserError(
-            f"log.prediction: {path}: of a run of {predicted.steps:,} steps, and this one has {steps:,}; leave it out"
+            f"log.prediction: {path}: of a run of {predicted.steps:,} steps, and this one has"
+            f" {steps:,}; leave it out"
         )
     return predicted
 
@@ -52,7 +64,9 @@ class LossWatch:
         self._predicted, self._is_outside = predicted, False
 
     def check(self, step: int, loss: float | None) -> str | None:
-        """A line about the loss at this step, if it was measured; None where there is nothing new to say."""
+        """A line about the loss at this step, if it was measured; None where there is nothing new
+        to say.
+        """
         if loss is None or (expected := self._predicted.at(step)) is None:
             return None
         predicted, low, high = expected
@@ -60,11 +74,16 @@ class LossWatch:
         if was_outside == self._is_outside:
             return None
         where = f"val/loss {loss:.4f}, predicted {predicted:.4f} ({low:.4f} to {high:.4f})"
-        return f"step {step}: {where}: {'outside' if self._is_outside else 'again inside'} the ladder's interval"
+        return (
+            f"step {step}: {where}: {'outside' if self._is_outside else 'again inside'} the"
+            " ladder's interval"
+        )
 
 
 class LossObserver(Observer):
-    """Compares the validation losses of a run with those that a ladder has predicted (log.prediction)."""
+    """Compares the validation losses of a run with those that a ladder has predicted
+    (log.prediction).
+    """
 
     @classmethod
     def open(cls, config: StageConfig, inputs: RunInputs, resumes: bool) -> None:
@@ -79,8 +98,11 @@ class LossObserver(Observer):
         config = run.ctx.config
         if config.log.prediction is not None and run.ctx.dist_ctx.is_rank0:
             try:
-                self._watch = LossWatch(read_predicted_loss(config.log.prediction, config.train.steps))
-            except UserError as problem:  # refused where a run begins; one that resumes needs no prediction to train
+                self._watch = LossWatch(
+                    read_predicted_loss(config.log.prediction, config.train.steps)
+                )
+            except UserError as problem:
+                # Refused where a run begins; one that resumes needs no prediction to train.
                 self._console.warn(f"{problem}; validation losses are compared with none")
 
     def on_record(self, step: int, record: dict[str, Any]) -> None:

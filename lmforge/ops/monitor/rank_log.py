@@ -1,8 +1,10 @@
-"""The log of a rank in one attempt, `logs/attempt-1/rank-3.log`: every line with its time, and how the rank failed.
+"""The log of a rank in one attempt, `logs/attempt-1/rank-3.log`: every line with its time, and how
+the rank failed.
 
-The first line says where the rank runs. Ranks other than 0 print to their log, also what libraries in C write. Rank 0 prints
-to the terminal; what it writes to standard error is in its log too, and beside a panel what libraries in C write
-(`console.py`). `log_files.py` reads logs and `failures.py` says which rank failed first.
+The first line says where the rank runs. Ranks other than 0 print to their log, also what libraries
+in C write. Rank 0 prints to the terminal; what it writes to standard error is in its log too, and
+beside a panel what libraries in C write (`console.py`). `log_files.py` reads logs and `failures.py`
+says which rank failed first.
 """
 
 import faulthandler
@@ -25,7 +27,9 @@ from lmforge.core.errors import PEER_LOST_PATTERN, PeerLost
 # Prefixes of the line about a rank's failure: by itself, or because of another rank.
 FAILED, PEER_FAILED = "FAILED at ", "PEER FAILED at "
 # Their messages when the other rank does not join: the rank that prints it waited for another.
-TIMED_OUT_PATTERN = re.compile(r"Timed out waiting|[Ww]ait timeout|[Cc]ollective operation timeout|[Ss]ocket [Tt]imeout")
+TIMED_OUT_PATTERN = re.compile(
+    r"Timed out waiting|[Ww]ait timeout|[Cc]ollective operation timeout|[Ss]ocket [Tt]imeout"
+)
 
 
 def stamp_lines(text: str) -> str:
@@ -40,11 +44,15 @@ def _now() -> str:
 
 
 def is_caused_by_peer(problem: BaseException) -> bool:
-    """Whether a rank failed because another one failed or did not join, so that it is not the cause."""
+    """Whether a rank failed because another one failed or did not join, so that it is not the
+    cause.
+    """
     if isinstance(problem, PeerLost) or getattr(problem, "raised_on_peer", False):
         return True
     text = str(problem)
-    return isinstance(problem, RuntimeError) and bool(PEER_LOST_PATTERN.search(text) or TIMED_OUT_PATTERN.search(text))
+    return isinstance(problem, RuntimeError) and bool(
+        PEER_LOST_PATTERN.search(text) or TIMED_OUT_PATTERN.search(text)
+    )
 
 
 class StampedFile(io.TextIOWrapper):
@@ -64,13 +72,16 @@ class StampedFile(io.TextIOWrapper):
 
 
 class Output:
-    """Standard output or error (`number` 1 or 2) of work that goes on where nothing reads it: what the reader, terminal or file
-    does not take any more is dropped. That is said once: in the rank's `log`, where errors are too, or on standard error.
+    """Standard output or error (`number` 1 or 2) of work that goes on where nothing reads it: what
+    the reader, terminal or file does not take any more is dropped. That is said once: in the rank's
+    `log`, where errors are too, or on standard error.
 
     `terminal` is None for a stream that is closed, or another Output, whose place this one takes.
     """
 
-    def __init__(self, terminal: "TextIO | Output | None", number: int, log: StampedFile | None = None) -> None:
+    def __init__(
+        self, terminal: "TextIO | Output | None", number: int, log: StampedFile | None = None
+    ) -> None:
         self._log, self._number, self._lost = log, number, ""
         if isinstance(terminal, Output):
             self._lost, terminal = terminal._lost, terminal.original
@@ -114,10 +125,17 @@ class Output:
     def _say_lost(self) -> None:
         what = "standard error" if self._number == 2 else "standard output"
         if self._log is not None:
-            self._write_log(f"{what}: {self._lost}; from now on it is written to this log only; the run goes on\n")
+            self._write_log(
+                f"{what}: {self._lost}; from now on it is written to this log only; the run goes"
+                " on\n"
+            )
         elif self._number == 1:
             with suppress(OSError):
-                print(f"lmforge: {what}: {self._lost}; nothing more is printed there; the work goes on", file=sys.stderr)
+                print(
+                    f"lmforge: {what}: {self._lost}; nothing more is printed there; the work"
+                    " goes on",
+                    file=sys.stderr,
+                )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.terminal, name)
@@ -125,8 +143,10 @@ class Output:
 
 @contextmanager
 def losing_output(keeps_stdout: bool = False) -> Iterator[None]:
-    """For work that goes on where nothing reads what it prints, and where standard output or error is closed. With
-    `keeps_stdout` a standard output that is open stays as it is: what it does not take is an error."""
+    """For work that goes on where nothing reads what it prints, and where standard output or error
+    is closed. With `keeps_stdout` a standard output that is open stays as it is: what it does not
+    take is an error.
+    """
     before = sys.stdout, sys.stderr
     if sys.stdout is None or not keeps_stdout:
         sys.stdout = Output(sys.stdout, 1)
@@ -140,8 +160,9 @@ def losing_output(keeps_stdout: bool = False) -> Iterator[None]:
 
 
 def redirect_terminal(stream: TextIO, replace: Callable[[TextIO], TextIO] | None) -> None:
-    """What rank 0 writes to `stream`, its `sys.stdout` or `sys.stderr`, goes to `replace(terminal)` from now on; None: to the
-    terminal."""
+    """What rank 0 writes to `stream`, its `sys.stdout` or `sys.stderr`, goes to `replace(terminal)`
+    from now on; None: to the terminal.
+    """
     if isinstance(stream, Output):
         stream.terminal = replace(stream.original) if replace else stream.original
 
@@ -154,7 +175,9 @@ def print_past_log(line: str) -> None:
 
 
 def write_to_terminal(text: str) -> None:
-    """Write to the launcher's standard error, which a rank has even where its output goes to a file."""
+    """Write to the launcher's standard error, which a rank has even where its output goes to a
+    file.
+    """
     if isinstance(sys.stderr, Output) and sys.stderr.terminal is not sys.stderr.original:
         sys.stderr.write_past_log(text)
         return
@@ -162,30 +185,48 @@ def write_to_terminal(text: str) -> None:
 
 
 class RankLog:
-    """The log of this rank, at `path`, from now on until `close`. Raises OSError where it cannot be opened."""
+    """The log of this rank, at `path`, from now on until `close`.
+
+    Raises OSError where it cannot be opened.
+    """
 
     def __init__(self, path: Path, rank_info: RankInfo, attempt: int) -> None:
         self.path = path
         self._file = StampedFile(path)
         rank, world_size = rank_info.rank, rank_info.world_size
-        self._file.write(f"attempt {attempt}, rank {rank} of {world_size} on {platform.node()}, process {os.getpid()}\n")
+        self._file.write(
+            f"attempt {attempt}, rank {rank} of {world_size} on {platform.node()}, process"
+            f" {os.getpid()}\n"
+        )
         # A rank that crashes in C writes its Python stacks, unless the user has said where.
         self._reports_crashes = not faulthandler.is_enabled()
         if self._reports_crashes:
             faulthandler.enable(self._file, all_threads=True)
         self._stdout, self._stderr = sys.stdout, sys.stderr
-        sys.stdout, sys.stderr = Output(sys.stdout, 1, self._file), Output(sys.stderr, 2, self._file)
+        sys.stdout, sys.stderr = (
+            Output(sys.stdout, 1, self._file),
+            Output(sys.stderr, 2, self._file),
+        )
         if not rank_info.is_rank0:
             self._take_output()
 
     def _take_output(self) -> None:
-        """Send all output of this process to the log, apart from `sys.__stdout__` and `sys.__stderr__`: they stay what they
-        were, for the few lines of this rank that are for the terminal."""
+        """Send all output of this process to the log, apart from `sys.__stdout__` and
+        `sys.__stderr__`: they stay what they were, for the few lines of this rank that are for the
+        terminal.
+        """
         for descriptor, name in ((1, "__stdout__"), (2, "__stderr__")):
             stream = getattr(sys, name)
             if stream is not None and stream.fileno() == descriptor:
                 stream.flush()
-                setattr(sys, name, open(os.dup(descriptor), "w", encoding="utf-8", errors="backslashreplace", buffering=1))  # noqa: SIM115
+                copy = open(  # noqa: SIM115
+                    os.dup(descriptor),
+                    "w",
+                    encoding="utf-8",
+                    errors="backslashreplace",
+                    buffering=1,
+                )
+                setattr(sys, name, copy)
             os.dup2(self._file.fileno(), descriptor)
         sys.stdout = sys.stderr = self._file
 
@@ -194,20 +235,26 @@ class RankLog:
         self._file.write(f"{line}\n")
 
     def write_failure(self, problem: BaseException, progress: str) -> None:
-        """Write that this rank failed at `progress`, with the traceback, and whether another rank caused it.
+        """Write that this rank failed at `progress`, with the traceback, and whether another rank
+        caused it.
 
-        The exception's `log_path` is this log from then on. A disk that is full does not hide the failure.
+        The exception's `log_path` is this log from then on. A disk that is full does not hide the
+        failure.
         """
         beginning = PEER_FAILED if is_caused_by_peer(problem) else FAILED
         what = " ".join(traceback.format_exception_only(problem)[-1].split())
         with suppress(OSError, ValueError):
             lines = "".join(traceback.format_exception(problem)).splitlines()
-            calls = [line for line in lines if line.strip(" ^~")]  # without the marks below each call
+            # Without the marks below each call.
+            calls = [line for line in lines if line.strip(" ^~")]
             self._file.write("\n".join([f"{beginning}{progress}: {what}", *calls, ""]))
             problem.log_path = self.path  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        """Restore what rank 0 writes to, and crash reports. Ranks other than 0 go on printing to their log."""
+        """Restore what rank 0 writes to, and crash reports.
+
+        Ranks other than 0 go on printing to their log.
+        """
         if self._reports_crashes:
             faulthandler.disable()
         if isinstance(sys.stderr, Output):

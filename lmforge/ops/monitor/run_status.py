@@ -1,6 +1,8 @@
-"""The state of a run, from its directory alone: heartbeats, the end of metrics.jsonl, what its hosts publish.
+"""The state of a run, from its directory alone: heartbeats, the end of metrics.jsonl, what its
+hosts publish.
 
-It serves every command that shows a run, on any machine that sees the directory. Nothing is written, and no rank is asked.
+It serves every command that shows a run, on any machine that sees the directory. Nothing is
+written, and no rank is asked.
 """
 
 import time
@@ -20,9 +22,12 @@ from lmforge.ops.monitor.usage.host import HostUsage, read_published
 from lmforge.ops.terminal.cells import format_age
 
 RankState = Literal["running", "missing", "ended", "gone", "stopped", "silent"]
-# not started: no rank has written a heartbeat; lost: all ranks are gone or silent, and have not said how they ended;
+# not started: no rank has written a heartbeat; lost: all ranks are gone or silent, and have not
+# said how they ended;
 # stalled: ranks have reported that nothing moves; degraded: some ranks go on, others do not.
-RunState = Literal["not started", "running", "stalled", "degraded", "done", "interrupted", "failed", "lost"]
+RunState = Literal[
+    "not started", "running", "stalled", "degraded", "done", "interrupted", "failed", "lost"
+]
 # Without a bound, one damaged heartbeat could claim a million ranks.
 MAX_MISSING = 2**12
 RUN_ENDED = ("done", "interrupted", "failed", "lost")
@@ -37,7 +42,8 @@ class RankStatus:
     heartbeat_age_seconds   since then, by the file system's clock; None where there is none
     slow                    the phases in which it is a straggler
     stalled                 it has noticed that it makes no progress
-    verdict                 of a stalled run: stuck, waits, or empty where nothing tells (`stall.classify_ranks`)
+    verdict                 of a stalled run: stuck, waits, or empty where nothing tells
+                            (`stall.classify_ranks`)
     """
 
     rank: int
@@ -60,8 +66,20 @@ class RankStatus:
 
     @property
     def severity(self) -> tuple[int, int, float]:
-        """Sorts ranks, the worst first: that cannot go on, are stuck, are slow, are behind, are longest in a phase."""
-        level = 0 if self.has_problem else 1 if self.verdict == "stuck" else 2 if self.slow else 3 if self.stalled else 4
+        """Sorts ranks, the worst first: that cannot go on, are stuck, are slow, are behind, are
+        longest in a phase.
+        """
+        level = (
+            0
+            if self.has_problem
+            else 1
+            if self.verdict == "stuck"
+            else 2
+            if self.slow
+            else 3
+            if self.stalled
+            else 4
+        )
         return level, self.step, -self.seconds_in_phase
 
     @property
@@ -76,14 +94,20 @@ class RankStatus:
         }.get(self.state, "")
         notes = [words, f"slow: {self.slow}" if self.slow else ""]
         if self.stalled and self.state == "running":
-            notes.append({"stuck": "stuck", "waits": "waits for others"}.get(self.verdict, "no progress"))
+            notes.append(
+                {"stuck": "stuck", "waits": "waits for others"}.get(self.verdict, "no progress")
+            )
         return "; ".join(note for note in notes if note)
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """A run at a time. `metrics` has the newest value of each metric that is finite; `steps` is None where the recipe cannot be
-    read. `job` describes the job of a launched run that waits, or has ended before the run began."""
+    """A run at a time.
+
+    `metrics` has the newest value of each metric that is finite; `steps` is None where the recipe
+    cannot be read. `job` describes the job of a launched run that waits, or has ended before the
+    run began.
+    """
 
     path: str
     state: RunState
@@ -114,7 +138,9 @@ def read_run_status(run: Run) -> RunStatus:
     step = max(int(metrics.pop("step", 0)), min(running, default=0))
     attempt = max(run.attempts(), default=0)
     hosts = read_published(run.health_folder)
-    return RunStatus(str(run.path), run_state(ranks), attempt, steps, step, metrics, metrics_age, ranks, hosts)
+    return RunStatus(
+        str(run.path), run_state(ranks), attempt, steps, step, metrics, metrics_age, ranks, hosts
+    )
 
 
 def run_state(ranks: Sequence[RankStatus]) -> RunState:
@@ -124,7 +150,13 @@ def run_state(ranks: Sequence[RankStatus]) -> RunState:
     if not any(rank.state in ("running", "stopped") for rank in ranks):
         if all(rank.state == "ended" for rank in ranks):
             phases = {rank.phase for rank in ranks}
-            return "failed" if "failed" in phases else "interrupted" if "interrupted" in phases else "done"
+            return (
+                "failed"
+                if "failed" in phases
+                else "interrupted"
+                if "interrupted" in phases
+                else "done"
+            )
         return "failed" if any(rank.phase == "failed" for rank in ranks) else "lost"
     if any(rank.has_problem for rank in ranks):
         return "degraded"
@@ -132,7 +164,10 @@ def run_state(ranks: Sequence[RankStatus]) -> RunState:
 
 
 def _read_ranks(folder: Path) -> list[RankStatus]:
-    """The ranks of the run, by rank; heartbeats contain their number. Of those without a heartbeat, the first MAX_MISSING."""
+    """The ranks of the run, by rank; heartbeats contain their number.
+
+    Of those without a heartbeat, the first MAX_MISSING.
+    """
     written: dict[int, float] = {}
     for rank, path in heartbeat_paths(folder).items():
         with suppress(OSError):
@@ -146,7 +181,11 @@ def _read_ranks(folder: Path) -> list[RankStatus]:
     peers.sort(key=lambda peer: peer.rank)
     verdicts = classify_ranks(peers) if any(peer.heartbeat.get("noticed") for peer in peers) else {}
     return [
-        _rank_status(peer, now - written[peer.rank] if peer.rank in written else None, verdicts.get(peer.rank, ""))
+        _rank_status(
+            peer,
+            now - written[peer.rank] if peer.rank in written else None,
+            verdicts.get(peer.rank, ""),
+        )
         for peer in peers
     ]
 
@@ -161,7 +200,12 @@ def _rank_status(peer: PeerStatus, age: float | None, verdict: str) -> RankStatu
         beat.get("step", 0),
         beat.get("phase", ""),
         # For a rank that continues, the value at its last heartbeat.
-        max(0.0, beat["written"] - beat["since"] if peer.state == "running" else peer.seconds_in_phase) if beat else 0.0,
+        max(
+            0.0,
+            beat["written"] - beat["since"] if peer.state == "running" else peer.seconds_in_phase,
+        )
+        if beat
+        else 0.0,
         beat.get("written", 0.0),
         age,
         beat.get("slow", ""),

@@ -1,8 +1,8 @@
 """The report of a stall: which rank is stuck, which ranks wait for it, and where each of them is.
 
-`write_evidence` writes what a stalled rank knows about itself, `read_peer` reads what another rank wrote, `classify_ranks`
-decides from that which ranks are stuck, and `report_lines` writes the report. Only files are read, since a rank that hangs
-cannot answer.
+`write_evidence` writes what a stalled rank knows about itself, `read_peer` reads what another rank
+wrote, `classify_ranks` decides from that which ranks are stuck, and `report_lines` writes the
+report. Only files are read, since a rank that hangs cannot answer.
 """
 
 import json
@@ -23,11 +23,18 @@ from lmforge.core.files.atomic_files import atomic_write_text
 from lmforge.core.files.untrusted import read_json
 from lmforge.core.records.run_records import Count
 from lmforge.ops.monitor.flight_recorder import CollectiveRecord, recent_collectives
-from lmforge.ops.monitor.heartbeat import COMPILING, FINAL_PHASES, HeartbeatRecord, heartbeat_path, read_overwritten
+from lmforge.ops.monitor.heartbeat import (
+    COMPILING,
+    FINAL_PHASES,
+    HeartbeatRecord,
+    heartbeat_path,
+    read_overwritten,
+)
 
 # How many of the innermost calls of a stack are printed; the file has them all.
 FRAMES_SHOWN = 8
-# Parts of the paths of code that is not the user's and not ours, apart from the wrapper of `Work.wait`.
+# Parts of the paths of code that is not the user's and not ours, apart from the wrapper of
+# `Work.wait`.
 LIBRARY_PATHS = (
     "site-packages",
     "dist-packages",
@@ -57,8 +64,11 @@ class StackFrame(NamedTuple):
 
 @dataclass(frozen=True)
 class PeerStatus:
-    """What is known of a rank from its files. `heartbeat` is a HeartbeatRecord, empty where there is none; `state` is running,
-    missing, ended, gone, stopped or silent; `stack` and `collectives` are those of this stall, or empty."""
+    """What is known of a rank from its files.
+
+    `heartbeat` is a HeartbeatRecord, empty where there is none; `state` is running, missing, ended,
+    gone, stopped or silent; `stack` and `collectives` are those of this stall, or empty.
+    """
 
     rank: int
     heartbeat: dict[str, Any]
@@ -107,13 +117,21 @@ def stall_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.stall.json"
 
 
-def write_evidence(folder: Path, stacks_file: Path, rank: int, progress: tuple[int, int], thread_id: int) -> None:
-    """Write where this rank is: the stack of the training thread and its collectives for `read_peer`, and the stacks of all
-    threads into `stacks_file`."""
+def write_evidence(
+    folder: Path, stacks_file: Path, rank: int, progress: tuple[int, int], thread_id: int
+) -> None:
+    """Write where this rank is: the stack of the training thread and its collectives for
+    `read_peer`, and the stacks of all threads into `stacks_file`.
+    """
     names = {each.ident: each.name for each in threading.enumerate()}
-    extracted = {ident: traceback.extract_stack(frame) for ident, frame in sys._current_frames().items()}
+    extracted = {
+        ident: traceback.extract_stack(frame) for ident, frame in sys._current_frames().items()
+    }
     collectives = recent_collectives()
-    stack = [StackFrame(call.filename, call.lineno or 0, call.name, call.line or "") for call in extracted.get(thread_id, [])]
+    stack = [
+        StackFrame(call.filename, call.lineno or 0, call.name, call.line or "")
+        for call in extracted.get(thread_id, [])
+    ]
     evidence = StallEvidence(progress, stack, collectives)
     atomic_write_text(stall_file(folder, rank), json.dumps(asdict(evidence)), sync=False)
     lines = []
@@ -121,15 +139,20 @@ def write_evidence(folder: Path, stacks_file: Path, rank: int, progress: tuple[i
     for ident, calls in sorted(extracted.items(), key=lambda pair: pair[0] != thread_id):
         suffix = ", the training thread" if ident == thread_id else ""
         lines += [f"thread {names.get(ident, ident)}{suffix}:\n", *calls.format(), "\n"]
-    lines += [f"{each.group} {each.sequence} {each.operation}{' pending' if each.pending else ''}\n" for each in collectives]
+    lines += [
+        f"{each.group} {each.sequence} {each.operation}{' pending' if each.pending else ''}\n"
+        for each in collectives
+    ]
     stacks_file.write_text("".join(lines), encoding="utf-8")
 
 
-def read_peer(folder: Path, rank: int, own_written_at: float, silent_after_seconds: float) -> PeerStatus:
+def read_peer(
+    folder: Path, rank: int, own_written_at: float, silent_after_seconds: float
+) -> PeerStatus:
     """What `rank` has written about itself.
 
-    A rank is silent if its heartbeat is older than `own_written_at`, a time of the same file system's clock, by more than
-    `silent_after_seconds`.
+    A rank is silent if its heartbeat is older than `own_written_at`, a time of the same file
+    system's clock, by more than `silent_after_seconds`.
     """
     if (content := read_overwritten(heartbeat_path(folder, rank), HeartbeatRecord)) is None:
         return PeerStatus(rank, {}, "missing")
@@ -160,9 +183,10 @@ def _process_state(heartbeat: dict[str, Any]) -> str:
 def classify_ranks(peers: Sequence[PeerStatus]) -> dict[int, str]:
     """Which ranks are stuck in this stall and which wait; neither where nothing distinguishes them.
 
-    A rank that cannot continue (missing, ended, gone, stopped, silent) is stuck. Otherwise the ranks that wait in no
-    collective while others do are stuck, those with the least progress among them. Where all wait in collectives, none is
-    stuck: they diverged. Where none waits in a collective, the ranks with the least progress are stuck.
+    A rank that cannot continue (missing, ended, gone, stopped, silent) is stuck. Otherwise the
+    ranks that wait in no collective while others do are stuck, those with the least progress among
+    them. Where all wait in collectives, none is stuck: they diverged. Where none waits in a
+    collective, the ranks with the least progress are stuck.
     """
     if any(peer.state != "running" for peer in peers):
         return {peer.rank: WAITING if peer.state == "running" else STUCK for peer in peers}
@@ -175,13 +199,16 @@ def classify_ranks(peers: Sequence[PeerStatus]) -> dict[int, str]:
 
 
 def compiling_peers(peers: Sequence[PeerStatus], patience_seconds: float) -> list[PeerStatus]:
-    """The ranks that the others wait for, if they have been compiling for less than `patience_seconds`: this is not reported as
-    a stall."""
+    """The ranks that the others wait for, if they have been compiling for less than
+    `patience_seconds`: this is not reported as a stall.
+    """
     verdict = classify_ranks(peers)
     return [
         peer
         for peer in peers
-        if peer.is_compiling and verdict[peer.rank] != WAITING and peer.seconds_in_phase < patience_seconds
+        if peer.is_compiling
+        and verdict[peer.rank] != WAITING
+        and peer.seconds_in_phase < patience_seconds
     ]
 
 
@@ -193,9 +220,15 @@ def compiling_line(compiling: Sequence[PeerStatus], num_ranks: int) -> str:
 
 
 def report_lines(
-    peers: Sequence[PeerStatus], stalled_seconds: float, step_seconds: float | None, stacks_path: str
+    peers: Sequence[PeerStatus],
+    stalled_seconds: float,
+    step_seconds: float | None,
+    stacks_path: str,
 ) -> list[str]:
-    """The lines of the report. `stacks_path` says where all stacks are; `step_seconds` is what a step took, if known."""
+    """The lines of the report.
+
+    `stacks_path` says where all stacks are; `step_seconds` is what a step took, if known.
+    """
     verdict = classify_ranks(peers)
     stuck = [peer for peer in peers if verdict[peer.rank] == STUCK]
     waiting = [peer for peer in peers if verdict[peer.rank] == WAITING]
@@ -204,9 +237,18 @@ def report_lines(
     stalled = f"no progress for {_format_seconds(stalled_seconds)} at step {step}{usual}"
     groups: dict[tuple[str, ...], list[PeerStatus]] = {}
     for peer in sorted(peers, key=lambda peer: verdict[peer.rank] != STUCK):
-        groups.setdefault((*_describe(peer, verdict[peer.rank]), verdict[peer.rank]), []).append(peer)
+        groups.setdefault((*_describe(peer, verdict[peer.rank]), verdict[peer.rank]), []).append(
+            peer
+        )
     rows = [
-        (_format_ranks(group), _format_hosts(group), phase, _format_time_in_phase(group), word, where)
+        (
+            _format_ranks(group),
+            _format_hosts(group),
+            phase,
+            _format_time_in_phase(group),
+            word,
+            where,
+        )
         for (phase, where, word), group in groups.items()
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -215,19 +257,27 @@ def report_lines(
     if not stuck and waiting:
         lines += _divergence_lines(waiting)
     # A compiler's stack is of no use to most readers.
-    for peer in [each for each in (stuck or peers) if each.stack and not each.is_compiling][:1]:
+    for peer in [each for each in stuck or peers if each.stack and not each.is_compiling][:1]:
         lines.append(f"  stack of rank {peer.rank}, most recent call last:")
         lines += [f"    {frame}: {frame.source_line}" for frame in peer.stack[-FRAMES_SHOWN:]]
     return [*lines, f"  all stacks: {stacks_path}"]
 
 
-def _summary(peers: Sequence[PeerStatus], stuck: Sequence[PeerStatus], waiting: Sequence[PeerStatus]) -> str:
+def _summary(
+    peers: Sequence[PeerStatus], stuck: Sequence[PeerStatus], waiting: Sequence[PeerStatus]
+) -> str:
     if stuck and waiting:
         wait = "waits" if len(waiting) == 1 else "wait"
-        return f"{_format_ranks(stuck)} {'is' if len(stuck) == 1 else 'are'} stuck, {_format_ranks(waiting)} {wait} for it"
+        return (
+            f"{_format_ranks(stuck)} {'is' if len(stuck) == 1 else 'are'} stuck,"
+            f" {_format_ranks(waiting)} {wait} for it"
+        )
     if waiting:
         same = _wait_in_one_collective(waiting)
-        return f"the ranks wait for each other, {'all in the same' if same else 'each in another'} collective"
+        return (
+            f"the ranks wait for each other, {'all in the same' if same else 'each in another'}"
+            " collective"
+        )
     if len(peers) == 1:
         return f"in {peers[0].heartbeat['phase']}"
     if stuck:
@@ -246,7 +296,10 @@ def _describe(peer: PeerStatus, verdict: str) -> tuple[str, str]:
         "ended": f"its run ended: {beat['phase']}",
         "gone": f"{process} is gone: killed, or the host ran out of memory",
         "stopped": f"{process} is stopped (SIGSTOP); kill -CONT {beat['process']} lets it continue",
-        "silent": f"{process} has no heartbeat: it or its host is dead, or cannot write to the run's directory",
+        "silent": (
+            f"{process} has no heartbeat: it or its host is dead, or cannot write to the run's"
+            " directory"
+        ),
     }[peer.state]
     pending = peer.pending_collective
     if peer.state == "running" and pending and verdict != STUCK:
@@ -266,21 +319,35 @@ def _format_time_in_phase(peers: Sequence[PeerStatus]) -> str:
 
 
 def _wait_in_one_collective(waiting: Sequence[PeerStatus]) -> bool:
-    """Whether each of these ranks has begun the same collective: then the code is not the reason that it does not end."""
+    """Whether each of these ranks has begun the same collective: then the code is not the reason
+    that it does not end.
+    """
     pending = [peer.pending_collective for peer in waiting]
-    return None not in pending and len({(each.group, each.sequence, each.operation) for each in pending if each}) == 1
+    return (
+        None not in pending
+        and len({(each.group, each.sequence, each.operation) for each in pending if each}) == 1
+    )
 
 
 def _divergence_lines(waiting: Sequence[PeerStatus]) -> list[str]:
-    """The last collective that the ranks had in common, and where they probably diverged; or that they did not diverge."""
+    """The last collective that the ranks had in common, and where they probably diverged; or that
+    they did not diverge.
+    """
     if _wait_in_one_collective(waiting):
-        return ["  Likely the network between these ranks, or a device: `lmforge doctor` on the same hosts names a bad link."]
+        return [
+            (
+                "  Likely the network between these ranks, or a device: `lmforge doctor` on the same"
+                " hosts names a bad link."
+            )
+        ]
     pending = [peer.pending_collective for peer in waiting if peer.pending_collective]
     same = {(each.group, each.sequence) for each in pending}
     if len(same) == 1 and len({each.operation for each in pending}) > 1:
         group, sequence = same.pop()
         seen = [each for peer in waiting for each in peer.collectives]
-        operations = {each.operation for each in seen if (each.group, each.sequence) == (group, sequence - 1)}
+        operations = {
+            each.operation for each in seen if (each.group, each.sequence) == (group, sequence - 1)
+        }
         operation = f", {operations.pop()}" if len(operations) == 1 else ""
         last = f"last in common: {sequence - 1} of {group}{operation}. " if sequence > 1 else ""
         return [f"  {last}Likely a branch that not every rank took, before one of these lines."]
@@ -302,4 +369,10 @@ def _format_ranks(peers: Sequence[PeerStatus]) -> str:
 
 
 def _format_seconds(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s" if seconds >= 1 else f"{seconds:.2g} s"
+    return (
+        f"{seconds:.0f} s"
+        if seconds >= 10
+        else f"{seconds:.1f} s"
+        if seconds >= 1
+        else f"{seconds:.2g} s"
+    )

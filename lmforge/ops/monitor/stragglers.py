@@ -1,9 +1,10 @@
 """Stragglers: ranks whose own work in a phase takes clearly longer than that of the others.
 
-Fast ranks wait for slow ones inside the same phases, so that phase times alone point to the wrong rank. A rank's own seconds
-are compared. On a CPU, waiting is measured in torch's `Work.wait` and subtracted. On a GPU, events time the phases of one step
-in each interval; there `forward` and `backward` include waiting in the all-gathers of sharding, which makes ranks look alike,
-but never a fast one slow.
+Fast ranks wait for slow ones inside the same phases, so that phase times alone point to the wrong
+rank. A rank's own seconds are compared. On a CPU, waiting is measured in torch's `Work.wait` and
+subtracted. On a GPU, events time the phases of one step in each interval; there `forward` and
+`backward` include waiting in the all-gathers of sharding, which makes ranks look alike, but never a
+fast one slow.
 """
 
 import statistics
@@ -22,16 +23,20 @@ from lmforge.ops.monitor.heartbeat import Heartbeat
 
 # Phases in which a rank works by itself; reduce and barrier are waiting.
 COMPARED_PHASES = ("data", "forward", "backward", "optimizer", "save", "evaluate")
-# Healthy ranks differ by a few per cent. A phase that takes 50 % longer is reported if the difference is at least a tenth of
-# the step, and only when seen twice: once may be a page fault or another process.
+# Healthy ranks differ by a few per cent. A phase that takes 50 % longer is reported if the
+# difference is at least a tenth of the step, and only when seen twice: once may be a page fault or
+# another process.
 SLOW_RATIO, SLOW_FRACTION, TIMES_SEEN = 1.5, 0.1, 2
 RECOVERED_RATIO = 1.25
-# Short steps are combined until they cover this time, so that a pause of the system does not count as a slow rank.
+# Short steps are combined until they cover this time, so that a pause of the system does not count
+# as a slow rank.
 MIN_WINDOW_SECONDS = 1.0
 
 
 class StragglerDetector:
-    """Takes the own seconds of every rank, and returns lines about ranks that are slow, or no longer slow."""
+    """Takes the own seconds of every rank, and returns lines about ranks that are slow, or no
+    longer slow.
+    """
 
     def __init__(self) -> None:
         # How often in a row a (rank, phase) was slow; from TIMES_SEEN on it is reported.
@@ -40,23 +45,32 @@ class StragglerDetector:
         self._tables: list[Sequence[Sequence[float]]] = []
 
     def update(
-        self, seconds_by_rank: Sequence[Sequence[float]], pipeline_ranks: Sequence[int], steps: float, step_seconds: float
+        self,
+        seconds_by_rank: Sequence[Sequence[float]],
+        pipeline_ranks: Sequence[int],
+        steps: float,
+        step_seconds: float,
     ) -> list[str]:
-        """Lines such as "rank 3: forward takes 1.8 times the median (0.42 s against 0.23 s per step); …".
+        """Lines such as "rank 3: forward takes 1.8 times the median (0.42 s against 0.23 s per
+        step); …".
 
-        `seconds_by_rank[rank]` has the own seconds over `steps` steps of each of COMPARED_PHASES. Only ranks of one
-        pipeline rank are compared.
+        `seconds_by_rank[rank]` has the own seconds over `steps` steps of each of COMPARED_PHASES.
+        Only ranks of one pipeline rank are compared.
         """
         self._tables.append(seconds_by_rank)
         self._steps += steps
         self._seconds += steps * step_seconds
-        if self._seconds < MIN_WINDOW_SECONDS or self._steps <= 0:  # after a rollback, steps are repeated
+        # After a rollback, steps are repeated.
+        if self._seconds < MIN_WINDOW_SECONDS or self._steps <= 0:
             return []
         lines = []
         for pipeline_rank in sorted(set(pipeline_ranks)):
             ranks = [rank for rank, each in enumerate(pipeline_ranks) if each == pipeline_rank]
             for number, phase in enumerate(COMPARED_PHASES):
-                own = {rank: sum(table[rank][number] for table in self._tables) / self._steps for rank in ranks}
+                own = {
+                    rank: sum(table[rank][number] for table in self._tables) / self._steps
+                    for rank in ranks
+                }
                 # The lower median: of two ranks, the slower is compared with the faster.
                 usual = statistics.median_low(own.values())
                 for rank, seconds in own.items():
@@ -68,19 +82,34 @@ class StragglerDetector:
         """The phases in which a rank is slow at present, as was reported."""
         return [phase for phase in COMPARED_PHASES if self._times_seen[rank, phase] >= TIMES_SEEN]
 
-    def _compare(self, rank: int, phase: str, seconds: float, median: float, step_seconds: float) -> list[str]:
+    def _compare(
+        self, rank: int, phase: str, seconds: float, median: float, step_seconds: float
+    ) -> list[str]:
         key = rank, phase
         if self._times_seen[key] >= TIMES_SEEN:
-            if seconds > RECOVERED_RATIO * median and seconds - median > SLOW_FRACTION / 2 * step_seconds:
+            if (
+                seconds > RECOVERED_RATIO * median
+                and seconds - median > SLOW_FRACTION / 2 * step_seconds
+            ):
                 return []
             self._times_seen[key] = 0
-            return [f"rank {rank}: {phase} takes as long as elsewhere again ({_format_comparison(seconds, median)})"]
+            return [
+                (
+                    f"rank {rank}: {phase} takes as long as elsewhere again"
+                    f" ({_format_comparison(seconds, median)})"
+                )
+            ]
         clear = seconds >= SLOW_RATIO * median and seconds - median >= SLOW_FRACTION * step_seconds
         self._times_seen[key] = self._times_seen[key] + 1 if clear else 0
         if self._times_seen[key] < TIMES_SEEN:
             return []
         times = f"{seconds / median:.1f} times the median" if median > 0.01 * seconds else "long"
-        return [f"rank {rank}: {phase} takes {times} ({_format_comparison(seconds, median)}); the others wait for it"]
+        return [
+            (
+                f"rank {rank}: {phase} takes {times} ({_format_comparison(seconds, median)}); the"
+                " others wait for it"
+            )
+        ]
 
 
 def _format_comparison(seconds: float, median: float) -> str:
@@ -115,13 +144,19 @@ class StragglerMonitor:
             table, work, num_steps, seconds = self._pending
             work.wait()
             rows = [row.tolist() for row in table]
-            lines = self._detector.update([row[1:] for row in rows], [int(row[0]) for row in rows], num_steps, seconds)
-            self._heartbeat.slow_phases = ", ".join(self._detector.slow_phases(self._dist_ctx.rank_info.rank))
+            lines = self._detector.update(
+                [row[1:] for row in rows], [int(row[0]) for row in rows], num_steps, seconds
+            )
+            self._heartbeat.slow_phases = ", ".join(
+                self._detector.slow_phases(self._dist_ctx.rank_info.rank)
+            )
         # The first interval contains what happens once: compiling, allocating, reading ahead.
         first, self._last_step = self._last_step is None, step
         if first:
             return lines
-        row = torch.tensor([float(pipeline_rank), *(own.get(phase, 0.0) for phase in COMPARED_PHASES)])
+        row = torch.tensor(
+            [float(pipeline_rank), *(own.get(phase, 0.0) for phase in COMPARED_PHASES)]
+        )
         table = [torch.empty_like(row) for _ in range(self._dist_ctx.world_size)]
         work = dist.all_gather(table, row, group=self._dist_ctx.control_group, async_op=True)
         assert work is not None
@@ -135,7 +170,10 @@ class StragglerMonitor:
 
 
 def _exclude_wait_time(heartbeat: Heartbeat) -> Callable[[], None]:
-    """Subtract what this thread waits in collectives from its phases. Returns a function that undoes it."""
+    """Subtract what this thread waits in collectives from its phases.
+
+    Returns a function that undoes it.
+    """
     thread, wait = threading.get_ident(), dist.Work.wait
 
     def counted(work: dist.Work, *arguments: Any) -> Any:
@@ -152,7 +190,9 @@ def _exclude_wait_time(heartbeat: Heartbeat) -> Callable[[], None]:
 
 
 class _CudaPhaseTimer:
-    """GPU times of the phases of one step: an event at each phase, read after something has waited for the device."""
+    """GPU times of the phases of one step: an event at each phase, read after something has waited
+    for the device.
+    """
 
     def __init__(self, heartbeat: Heartbeat) -> None:
         self._heartbeat = heartbeat
@@ -176,7 +216,9 @@ class _CudaPhaseTimer:
             self._heartbeat.on_phase = None
 
     def read(self) -> dict[str, float]:
-        """Seconds of forward, backward and optimizer in the step that was timed; the other phases are the host's work."""
+        """Seconds of forward, backward and optimizer in the step that was timed; the other phases
+        are the host's work.
+        """
         seconds: dict[str, float] = {}
         if self._heartbeat.on_phase is None:  # every phase of the step is recorded
             for (phase, begin), (_, end) in zip(self._events, self._events[1:], strict=False):

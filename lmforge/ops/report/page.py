@@ -30,8 +30,12 @@ MAX_FRACTION = 0.01
 CLOSE_SECONDS = 30.0  # a file server that does not answer must not hang the end
 
 
-def write_report(runs: Sequence[Run], path: Path, title: str | None = None, state: str | None = None) -> Path:
-    """Write the report of one run, or of several side by side, to `path`. Returns it. `state` is as for `read_run`.
+def write_report(
+    runs: Sequence[Run], path: Path, title: str | None = None, state: str | None = None
+) -> Path:
+    """Write the report of one run, or of several side by side, to `path`.
+
+    Returns it. `state` is as for `read_run`.
 
     Raises UserError where a run cannot be read, OSError where the file cannot be written.
     """
@@ -43,7 +47,10 @@ def write_report(runs: Sequence[Run], path: Path, title: str | None = None, stat
 
 
 def is_report(path: Path) -> bool:
-    """Whether a path is a file as `write_report` has written it, unedited. Raises OSError where it cannot be read."""
+    """Whether a path is a file as `write_report` has written it, unedited.
+
+    Raises OSError where it cannot be read.
+    """
     if not path.is_file():
         return False
     with open_file(path) as file:
@@ -58,13 +65,19 @@ def _last_line(page: bytes) -> bytes:
 
 
 def write_run_report(run: Run, state: str | None = None) -> Path:
-    """Write `report.html` into a run. `state` is its state, which the ranks may not have written yet. Returns its path; raises
-    as `write_report` does."""
+    """Write `report.html` into a run.
+
+    `state` is its state, which the ranks may not have written yet. Returns its path; raises as
+    `write_report` does.
+    """
     return write_report([run], run.path / REPORT_FILE, state=state)
 
 
 class ReportThread:
-    """Writes the report of a run from time to time in a thread. Errors are ignored here, and reported at the end of the run."""
+    """Writes the report of a run from time to time in a thread.
+
+    Errors are ignored here, and reported at the end of the run.
+    """
 
     def __init__(self, run: Run) -> None:
         self._run, self._next_at = run, time.monotonic() + FIRST_AFTER_SECONDS
@@ -72,7 +85,9 @@ class ReportThread:
 
     def write_if_due(self) -> None:
         """Begin to write, unless the last report is recent or not finished. Returns at once."""
-        if time.monotonic() >= self._next_at and (self._thread is None or not self._thread.is_alive()):
+        if time.monotonic() >= self._next_at and (
+            self._thread is None or not self._thread.is_alive()
+        ):
             self._thread = threading.Thread(target=self._write, name="report", daemon=True)
             self._thread.start()
 
@@ -118,11 +133,22 @@ def render(runs: Sequence[dict[str, Any]], title: str | None = None) -> str:
     """The page of some runs as `read_run` gives them."""
     web = files("lmforge.ops.report") / "web"
     html_text, style, charts, script = (
-        (web / name).read_text("utf-8") for name in ("report.html", "report.css", "charts.js", "report.js")
+        (web / name).read_text("utf-8")
+        for name in ("report.html", "report.css", "charts.js", "report.js")
     )
-    data = {"title": title, "runs": [run | {"subject": subject(run), "verdict": verdict(run)} for run in runs]}
+    data = {
+        "title": title,
+        "runs": [run | {"subject": subject(run), "verdict": verdict(run)} for run in runs],
+    }
     # Inside a script element only "</" ends it, and "<!--" changes how it is read.
-    values = json.dumps(without_non_finite(data), ensure_ascii=False, allow_nan=False).replace("<", "\\u003c")
+    values = json.dumps(without_non_finite(data), ensure_ascii=False, allow_nan=False).replace(
+        "<", "\\u003c"
+    )
     heading = title or ", ".join(run["name"] for run in runs)
-    parts = {"TITLE": html.escape(heading), "STYLE": style, "SCRIPT": script.replace("// @CHARTS@\n", charts), "DATA": values}
+    parts = {
+        "TITLE": html.escape(heading),
+        "STYLE": style,
+        "SCRIPT": script.replace("// @CHARTS@\n", charts),
+        "DATA": values,
+    }
     return re.sub(f"@({'|'.join(parts)})@", lambda match: parts[match[1]], html_text)

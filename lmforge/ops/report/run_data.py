@@ -1,4 +1,7 @@
-"""What a report shows of one run, read from its directory as values that JSON has. Everything but the recipe may be missing."""
+"""What a report shows of one run, read from its directory as values that JSON has.
+
+Everything but the recipe may be missing.
+"""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -19,14 +22,21 @@ from lmforge.core.options.mixture import is_remote
 from lmforge.core.options.options import Options
 from lmforge.core.options.stage import PretrainConfig, StageConfig
 from lmforge.core.records.manifests import read_manifest
-from lmforge.core.records.run_records import Count, StepNumber, completion_tables, newest_values, read_first_completions
+from lmforge.core.records.run_records import (
+    Count,
+    StepNumber,
+    completion_tables,
+    newest_values,
+    read_first_completions,
+)
 from lmforge.core.records.runs import Run
 from lmforge.ops.monitor.heartbeat import FINAL_PHASES
 from lmforge.ops.monitor.predicted_loss import read_predicted_loss
 from lmforge.ops.monitor.run_status import RunState, RunStatus, read_run_status
 from lmforge.ops.report.expert_map import read_expert_loads
 
-# More points would make the page slow to open. A longer series is shown with every n-th point and the last.
+# More points would make the page slow to open. A longer series is shown with every n-th point and
+# the last.
 MAX_POINTS = 2000
 MAX_SAMPLES = 40
 MAX_CELLS = 500_000  # of the map of experts
@@ -55,7 +65,9 @@ class _ModelEvent(BaseModel):
 
 
 def read_run(run: Run, state: str | None = None) -> dict[str, Any]:
-    """What page.js calls a run. `state`: given where the run's end is known before all of its ranks have ended.
+    """What page.js calls a run.
+
+    `state`: given where the run's end is known before all of its ranks have ended.
 
     Raises UserError where the recipe or the metrics cannot be read.
     """
@@ -89,8 +101,8 @@ def read_run(run: Run, state: str | None = None) -> dict[str, Any]:
 
 
 def read_events(run: Run) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The events of a run in time order, without its samples; and some of the samples, including the last. Invalid lines and
-    those that announce tables of completions are left out.
+    """The events of a run in time order, without its samples; and some of the samples, including
+    the last. Invalid lines and those that announce tables of completions are left out.
     """
     events: list[dict[str, Any]] = []
     samples: list[dict[str, Any]] = []
@@ -126,10 +138,16 @@ def _last_model(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def last_state(run: Run, status: RunStatus) -> str:
-    """The state of a run, from its `status`. Where its heartbeats are lost, its events say how its last attempt ended."""
+    """The state of a run, from its `status`.
+
+    Where its heartbeats are lost, its events say how its last attempt ended.
+    """
     if status.state != "not started":
         return status.state
-    ends = [event.get("state") for event in read_events(run)[0] if event["kind"] in ("start", "end")]  # None of a start
+    # None of a start.
+    ends = [
+        event.get("state") for event in read_events(run)[0] if event["kind"] in ("start", "end")
+    ]
     return ends[-1] if ends and ends[-1] in FINAL_PHASES else status.state
 
 
@@ -138,20 +156,29 @@ def _series(records: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
     series: dict[str, list[list[float]]] = {}
     for record in records:
         for name, value in record.items():
-            left_out = name in ("step", "tokens", "seconds_left") or name.startswith(PREDICTION_PREFIXES)
+            left_out = name in ("step", "tokens", "seconds_left") or name.startswith(
+                PREDICTION_PREFIXES
+            )
             if not left_out and isinstance(value, int | float):
                 series.setdefault(name, []).append([record["step"], value])
     return {name: _downsample(points, MAX_POINTS) for name, points in series.items()}
 
 
 def _prediction(records: list[dict[str, Any]]) -> dict[str, float]:
-    """The predictions for the run and the measured values, of its last attempt; empty where there are none."""
-    compared = ({name: value for name, value in each.items() if name.startswith(PREDICTION_PREFIXES)} for each in records)
+    """The predictions for the run and the measured values, of its last attempt; empty where there
+    are none.
+    """
+    compared = (
+        {name: value for name, value in each.items() if name.startswith(PREDICTION_PREFIXES)}
+        for each in records
+    )
     return next(filter(None, reversed(list(compared))), {})
 
 
 def _predicted_loss(config: StageConfig) -> list[tuple[int, float, float, float]]:
-    """(step, loss, low, high) of the ladder that has predicted this run; empty where there is none, or its file is gone."""
+    """(step, loss, low, high) of the ladder that has predicted this run; empty where there is none,
+    or its file is gone.
+    """
     with suppress(UserError):
         if config.log.prediction is not None:
             return read_predicted_loss(config.log.prediction, config.train.steps).points
@@ -159,12 +186,19 @@ def _predicted_loss(config: StageConfig) -> list[tuple[int, float, float, float]
 
 
 def _axis(records: list[dict[str, Any]]) -> dict[str, list[float]]:
-    """Steps, and the tokens and the seconds of training up to each. The seconds begin at 0, also for a run that began at a
-    later step."""
+    """Steps, and the tokens and the seconds of training up to each.
+
+    The seconds begin at 0, also for a run that began at a later step.
+    """
     seconds = [0.0]
     for before, record in pairwise([_begin(records), *records]):
-        seconds.append(seconds[-1] + (record.get("step_seconds") or 0.0) * (record["step"] - before["step"]))
-    rows = [[each["step"], each.get("tokens"), each_seconds] for each, each_seconds in zip(records, seconds[1:], strict=True)]
+        seconds.append(
+            seconds[-1] + (record.get("step_seconds") or 0.0) * (record["step"] - before["step"])
+        )
+    rows = [
+        [each["step"], each.get("tokens"), each_seconds]
+        for each, each_seconds in zip(records, seconds[1:], strict=True)
+    ]
     columns = zip(*_downsample(rows, MAX_POINTS), strict=True) if rows else ([], [], [])
     return dict(zip(("step", "tokens", "seconds"), map(list, columns), strict=True))
 
@@ -176,7 +210,9 @@ def _begin(records: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _step_times(records: list[dict[str, Any]]) -> list[list[float]]:
-    """Step, and the mean seconds per step since the previous record: total, waiting for data, and waiting for a save."""
+    """Step, and the mean seconds per step since the previous record: total, waiting for data, and
+    waiting for a save.
+    """
     rows, stalled = [], 0.0
     for before, record in pairwise([_begin(records), *records]):
         total = record.get("save_stall_seconds") or stalled
@@ -193,11 +229,16 @@ def _downsample(points: list[Any], limit: int) -> list[Any]:
     """At most `limit` points, evenly spaced, including the first and the last."""
     if len(points) <= limit:
         return points
-    return [points[index] for index in np.linspace(0, len(points) - 1, limit).round().astype(int).tolist()]
+    return [
+        points[index]
+        for index in np.linspace(0, len(points) - 1, limit).round().astype(int).tolist()
+    ]
 
 
 def _experts(run: Run, begin: int) -> dict[str, Any] | None:
-    """Layers, steps from the one where the run began, and loads [steps, layers, experts] up to each of the others."""
+    """Layers, steps from the one where the run began, and loads [steps, layers, experts] up to each
+    of the others.
+    """
     if not (records := read_expert_loads(run)):
         return None
     shown = _downsample(records, max(2, MAX_CELLS // records[-1]["loads"].size))
@@ -209,7 +250,9 @@ def _experts(run: Run, begin: int) -> dict[str, Any] | None:
 
 
 def _ranks(status: RunStatus) -> dict[str, Any]:
-    """The ranks by their last heartbeats: how many are in each phase, and which are in the worst state."""
+    """The ranks by their last heartbeats: how many are in each phase, and which are in the worst
+    state.
+    """
     ranks = sorted(status.ranks, key=lambda rank: rank.severity)
     worst = [
         {
@@ -217,12 +260,18 @@ def _ranks(status: RunStatus) -> dict[str, Any]:
             "host": rank.host,
             "phase": rank.phase,
             "step": rank.step if rank.phase else None,
-            "seconds": rank.seconds_in_phase if rank.state not in ("missing", "ended", "gone") else None,
+            "seconds": (
+                rank.seconds_in_phase if rank.state not in ("missing", "ended", "gone") else None
+            ),
             "note": rank.note,
         }
         for rank in ranks[:MAX_RANKS]
     ]
-    return {"total": len(ranks), "counts": Counter(rank.phase or "missing" for rank in ranks), "worst": worst}
+    return {
+        "total": len(ranks),
+        "counts": Counter(rank.phase or "missing" for rank in ranks),
+        "worst": worst,
+    }
 
 
 def _completion_tables(run: Run) -> list[dict[str, Any]]:
@@ -233,7 +282,11 @@ def _completion_tables(run: Run) -> list[dict[str, Any]]:
     tables = []
     for name in [*_downsample(validated, MAX_TABLES // 2), *_downsample(sampled, MAX_TABLES)]:
         rows = [
-            row.model_dump() | {"prompt": row.prompt_text[:MAX_TEXT], "completion": row.completion[:MAX_TEXT]}
+            row.model_dump()
+            | {
+                "prompt": row.prompt_text[:MAX_TEXT],
+                "completion": row.completion[:MAX_TEXT],
+            }
             for row in read_first_completions(run.path, name, MAX_TABLE_ROWS)
         ]
         tables.append({"name": name, "rows": rows})
@@ -253,14 +306,18 @@ def _checkpoints(run: Run) -> list[dict[str, Any]]:
 
 
 def _sources(config: PretrainConfig) -> list[dict[str, Any]]:
-    """The token folders of a recipe: weight, tokens, and how many documents have 2^k to 2^(k+1) − 1 tokens."""
+    """The token folders of a recipe: weight, tokens, and how many documents have 2^k to 2^(k+1) − 1
+    tokens.
+    """
     results = []
     for source in config.data.all_sources[:MAX_LENGTHS_SOURCES]:
         entry: dict[str, Any] = {"name": source.label, "weight": getattr(source, "weight", None)}
         with suppress(UserError, OSError):
             # Otherwise shards of a remote folder would be downloaded only for a chart.
             if not is_remote(source.folder):
-                report = read_source(source.folder, TokenFolder.open(source.folder, quarantine=source.quarantine))
+                report = read_source(
+                    source.folder, TokenFolder.open(source.folder, quarantine=source.quarantine)
+                )
                 entry |= {
                     "documents": report.documents,
                     "tokens": report.tokens,
@@ -297,7 +354,12 @@ def read_environment(run: Run) -> dict[str, str]:
     return {}
 
 
-STAGES = {"pretrain": "Pretraining", "sft": "Supervised fine-tuning", "distill": "Distillation", "align": "Alignment"}
+STAGES = {
+    "pretrain": "Pretraining",
+    "sft": "Supervised fine-tuning",
+    "distill": "Distillation",
+    "align": "Alignment",
+}
 
 
 def subject(run: dict[str, Any]) -> str:
@@ -308,12 +370,20 @@ def subject(run: dict[str, Any]) -> str:
         text += f" ({options.get('align.method')})"
     if isinstance(count := model.get("parameters"), int):
         trained = model.get("trained")
-        part = f", {_short_count(trained)} of them trained" if isinstance(trained, int) and trained != count else ""
-        text += f" of a model with {_short_count(count)} parameters ({model.get('model_type')}{part})"
+        part = (
+            f", {_short_count(trained)} of them trained"
+            if isinstance(trained, int) and trained != count
+            else ""
+        )
+        text += (
+            f" of a model with {_short_count(count)} parameters ({model.get('model_type')}{part})"
+        )
     if source := options.get("model.source"):
         text += f", from {source}"
     if names := [source["name"] for source in run["sources"]]:
-        text += f", on {', '.join(names[:3])}" + (f" and {format_count(len(names) - 3, 'other source')}" * (len(names) > 3))
+        text += f", on {', '.join(names[:3])}" + (
+            f" and {format_count(len(names) - 3, 'other source')}" * (len(names) > 3)
+        )
     if axis["step"]:
         tokens = f"{int(axis['tokens'][-1]):,} tokens in " if axis["tokens"][-1] else ""
         text += f": {tokens}{format_duration(axis['seconds'][-1])} of training"
@@ -351,14 +421,25 @@ def verdict(run: dict[str, Any]) -> str:
     series, events = run["series"], run["events"]
     step = run["axis"]["step"][-1] if run["axis"]["step"] else 0
     text = f"{STATE_WORDS[run['state']]}: {step:,} of {run['steps']:,} steps"
-    for name, title in (("val/reward", "validation reward"), ("val/loss", "validation loss"), ("loss", "loss")):
+    for name, title in (
+        ("val/reward", "validation reward"),
+        ("val/loss", "validation loss"),
+        ("loss", "loss"),
+    ):
         if points := series.get(name):
             text += f", {title} {_from_to(points)}"
             break
     if bits := series.get("val/bits_per_byte"):
         text += f" ({_from_to(bits)} bits per byte)"
-    counts = {kind: sum(event["kind"] == kind for event in events) for kind in ("bad step", "rollback", "stall", "start")}
-    faults = [format_count(counts[kind], kind) for kind in ("bad step", "rollback", "stall") if counts[kind]]
+    counts = {
+        kind: sum(event["kind"] == kind for event in events)
+        for kind in ("bad step", "rollback", "stall", "start")
+    }
+    faults = [
+        format_count(counts[kind], kind)
+        for kind in ("bad step", "rollback", "stall")
+        if counts[kind]
+    ]
     if counts["start"] > 1:
         faults.append(format_count(counts["start"] - 1, "restart"))
     for name, what in (("reward_failures", "rewards"), ("environment_failures", "episodes")):
@@ -373,7 +454,9 @@ def verdict(run: dict[str, Any]) -> str:
         if not low <= points[-1][1] <= high:
             faults.append("the validation loss is outside the ladder's interval")
     trouble = f" {', '.join(faults)}." if faults else ""
-    trouble += "".join([f" {event['reason']}." for event in events if event["kind"] == "failed rewards"][:1])
+    trouble += "".join(
+        [f" {event['reason']}." for event in events if event["kind"] == "failed rewards"][:1]
+    )
     how = [event for event in events if event["kind"] in ("start", "end")][-1:]
     if run["state"] == "failed" and how and how[0].get("error"):
         trouble += f" {how[0]['error']}"

@@ -1,4 +1,6 @@
-"""Cells, lines and tables for terminals: numbers with their units, bars, sparklines, tables with notes."""
+"""Cells, lines and tables for terminals: numbers with their units, bars, sparklines, tables with
+notes.
+"""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -38,13 +40,20 @@ METRIC_WORDS = {
 
 
 def page_console(file_columns: int, **options: Any) -> Console:
-    """The console for tables on standard output. In a file or a pipe they have their full width, up to this maximum."""
+    """The console for tables on standard output.
+
+    In a file or a pipe they have their full width, up to this maximum.
+    """
     return Console(width=None if sys.stdout.isatty() else file_columns, highlight=False, **options)
 
 
 def format_metrics(record: Mapping[str, Any]) -> dict[str, str]:
     """The metrics of a record that people read, in words, by name."""
-    shown = [name for name in METRIC_WORDS if record.get(name) or (record.get(name) == 0 and not name.endswith("_failures"))]
+    shown = [
+        name
+        for name in METRIC_WORDS
+        if record.get(name) or (record.get(name) == 0 and not name.endswith("_failures"))
+    ]
     parts = {name: METRIC_WORDS[name].format(record[name]) for name in shown}
     if (bits := parts.pop("val/bits_per_byte", None)) and "val/loss" in parts:
         parts["val/loss"] += f" {bits}"
@@ -75,37 +84,59 @@ def progress_line(step: int, steps: int | None, seconds_left: float | None, colu
 
 
 def sparkline(values: Sequence[float | None], columns: int) -> str:
-    """The curve of values in at most this many characters: means of equal parts, scaled from their minimum to their maximum.
-    None stands for a value that is not finite.
+    """The curve of values in at most this many characters: means of equal parts, scaled from their
+    minimum to their maximum. None stands for a value that is not finite.
     """
     if len(values) > columns:
         edges = [index * len(values) // max(1, columns) for index in range(columns + 1)]
         parts = [values[begin:end] for begin, end in pairwise(edges)]
-        values = [None if None in part else sum(each for each in part if each is not None) / len(part) for part in parts]
+        values = [
+            None if None in part else sum(each for each in part if each is not None) / len(part)
+            for part in parts
+        ]
     known = [value for value in values if value is not None]
     low, high = min(known, default=0.0), max(known, default=0.0)
     scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(NOT_FINITE if value is None else SPARKS[round((value - low) * scale)] for value in values)
+    return "".join(
+        NOT_FINITE if value is None else SPARKS[round((value - low) * scale)] for value in values
+    )
 
 
 def note_table(columns: int, heads: Sequence[tuple[str, int, bool]]) -> Table:
-    """A table with these columns (name, least width, right-aligned), and one for notes, which may be on several lines."""
+    """A table with these columns (name, least width, right-aligned), and one for notes, which may
+    be on several lines.
+    """
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style=QUIET, width=columns)
     for name, width, is_number in heads:
         most = None if is_number else 24 if columns >= WIDE_COLUMNS else 12
         justify: Literal["right", "left"] = "right" if is_number else "left"
-        table.add_column(name, justify=justify, min_width=width or None, max_width=most, no_wrap=True, overflow="ellipsis")
+        table.add_column(
+            name,
+            justify=justify,
+            min_width=width or None,
+            max_width=most,
+            no_wrap=True,
+            overflow="ellipsis",
+        )
     table.add_column("", ratio=1)
     return table
 
 
 def omitted(count: int, noun: str) -> list[RenderableType]:
-    return [Text(f"… {format_count(count, noun)} more, none in a worse state", QUIET)] if count > 0 else []
+    return (
+        [Text(f"… {format_count(count, noun)} more, none in a worse state", QUIET)]
+        if count > 0
+        else []
+    )
 
 
 def clean(text: str) -> str:
     """Untrusted text, without control characters for the terminal."""
-    return text if text.isprintable() else "".join(each if each.isprintable() else "·" for each in text)
+    return (
+        text
+        if text.isprintable()
+        else "".join(each if each.isprintable() else "·" for each in text)
+    )
 
 
 def format_percent(value: float | None) -> str:
@@ -113,7 +144,9 @@ def format_percent(value: float | None) -> str:
 
 
 def format_gib(used: int | None, total: int | None) -> str:
-    return "/".join("?" if count is None else format_short(count / 2**30) for count in (used, total))
+    return "/".join(
+        "?" if count is None else format_short(count / 2**30) for count in (used, total)
+    )
 
 
 def format_short(value: float) -> str:

@@ -1,5 +1,5 @@
-"""Lines at the bottom of a terminal that are drawn again and again, while other lines are printed above them: rich's Live, with
-the cursor left visible, which a killed process could not show again.
+"""Lines at the bottom of a terminal that are drawn again and again, while other lines are printed
+above them: rich's Live, with the cursor left visible, which a killed process could not show again.
 """
 
 import os
@@ -21,21 +21,32 @@ MAX_COLUMNS = 79
 
 def can_redraw(console: Console) -> bool:
     """Whether it is a terminal that moves its cursor, and shows bars."""
-    return console.is_terminal and not console.is_dumb_terminal and console.encoding.lower().startswith("utf")
+    return (
+        console.is_terminal
+        and not console.is_dumb_terminal
+        and console.encoding.lower().startswith("utf")
+    )
 
 
 class LiveArea(Live):
-    """Shows the lines that `draw(columns, lines)` returns, which must fit in that many columns and lines, from `start` to
-    `stop`. What Python prints meanwhile, and what is written to a `writer`, appears above them line by line.
+    """Shows the lines that `draw(columns, lines)` returns, which must fit in that many columns and
+    lines, from `start` to `stop`. What Python prints meanwhile, and what is written to a `writer`,
+    appears above them line by line.
     """
 
     def __init__(self, console: Console, draw: Callable[[int, int], Sequence[Text]]) -> None:
         self._draw, self._writers = draw, list[Any]()
-        super().__init__(console=console, refresh_per_second=REDRAWS_PER_SECOND, transient=True, redirect_stderr=False)
+        super().__init__(
+            console=console,
+            refresh_per_second=REDRAWS_PER_SECOND,
+            transient=True,
+            redirect_stderr=False,
+        )
 
     def get_renderable(self) -> Group:
         width, height = self.console.size
-        with suppress(OSError, ValueError):  # the present size, whatever COLUMNS was at the start; zeros where it is unknown
+        # The present size, whatever COLUMNS was at the start; zeros where it is unknown.
+        with suppress(OSError, ValueError):
             size = os.get_terminal_size(self.console.file.fileno())
             width, height = size.columns or width, size.lines or height
         columns, lines = min(width - 1, MAX_COLUMNS), height - 1
@@ -69,7 +80,9 @@ class LiveArea(Live):
             self.console.print(Text(text), soft_wrap=True)
 
     def writer(self, stream: TextIO) -> TextIO:
-        """Replaces `stream`, which writes to the same terminal: what is written to it is printed above the area."""
+        """Replaces `stream`, which writes to the same terminal: what is written to it is printed
+        above the area.
+        """
         writer: Any = FileProxy(self.console, stream)
         self._writers.append(writer)
         return writer

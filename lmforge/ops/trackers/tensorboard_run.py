@@ -1,4 +1,6 @@
-"""TensorBoard: events in the folder `tensorboard` of the run, without TensorFlow and without torch."""
+"""TensorBoard: events in the folder `tensorboard` of the run, without TensorFlow and without
+torch.
+"""
 
 import json
 import time
@@ -26,7 +28,14 @@ class TensorBoardRun(Tracker):
     def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        self._add(Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()]), step)
+        self._add(
+            Summary(
+                value=[
+                    Summary.Value(tag=name, simple_value=value) for name, value in values.items()
+                ]
+            ),
+            step,
+        )
 
     def log_table(self, table: Table) -> None:
         self.log_text(table.name, _markdown(table.columns, table.rows), table.step)
@@ -43,7 +52,9 @@ class TensorBoardRun(Tracker):
         self._writer.flush()
 
     def attach(self, report: Path) -> None:
-        """The path of the report, as text: TensorBoard stores no files, and would show the page's source."""
+        """The path of the report, as text: TensorBoard stores no files, and would show the page's
+        source.
+        """
         self.log_text("report", f"`{report.absolute()}`", 0)
 
     def close(self, state: str) -> None:

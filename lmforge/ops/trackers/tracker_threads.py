@@ -1,8 +1,10 @@
-"""Passes the records of a run to its trackers: each has a daemon thread, which reads them from the run's own files.
+"""Passes the records of a run to its trackers: each has a daemon thread, which reads them from the
+run's own files.
 
-The training only says that there are more. So a tracker that raises, hangs or is slow delays no step and takes no memory: it is
-sent later what it missed, in the next attempt too. The thread calls the tracker's own client, which retries as it does
-elsewhere. A client that crashes the interpreter ends the run.
+The training only says that there are more. So a tracker that raises, hangs or is slow delays no
+step and takes no memory: it is sent later what it missed, in the next attempt too. The thread calls
+the tracker's own client, which retries as it does elsewhere. A client that crashes the interpreter
+ends the run.
 """
 
 import json
@@ -42,8 +44,8 @@ Records = Sequence[dict[str, Any]]
 class TrackerThreads:
     """The trackers of a run; none before `start`, which only rank 0 calls.
 
-    `info` and `warn` are called with lines for people, in the thread that calls `wake` or `finish`. `warn` is called for the
-    first problem of a tracker, and at the end with what was not sent.
+    `info` and `warn` are called with lines for people, in the thread that calls `wake` or `finish`.
+    `warn` is called for the first problem of a tracker, and at the end with what was not sent.
     """
 
     def __init__(self, info: Callable[[str], None], warn: Callable[[str], None]) -> None:
@@ -51,23 +53,33 @@ class TrackerThreads:
         self._threads: list[_TrackerThread] = []
 
     def start(self, run: Run, config: StageConfig) -> None:
-        """Open `log.trackers`, each in a thread, and send what an earlier attempt did not. Does not wait."""
-        # Clients import packages when they first need them. Two threads that import packages with circular imports at the same
-        # time can see a module that is not complete.
+        """Open `log.trackers`, each in a thread, and send what an earlier attempt did not.
+
+        Does not wait.
+        """
+        # Clients import packages when they first need them. Two threads that import packages with
+        # circular imports at the same time can see a module that is not complete.
         first_calls = threading.Lock()
-        self._threads = [_TrackerThread(run, config, name, first_calls) for name in dict.fromkeys(config.log.trackers)]
+        self._threads = [
+            _TrackerThread(run, config, name, first_calls)
+            for name in dict.fromkeys(config.log.trackers)
+        ]
         for thread in self._threads:
             thread.wake()
             thread.start()
 
     def wake(self) -> None:
-        """There are new records in metrics.jsonl or events.jsonl; of samples and completions, all of a step. Does not wait."""
+        """There are new records in metrics.jsonl or events.jsonl; of samples and completions, all
+        of a step. Does not wait.
+        """
         for thread in self._threads:
             thread.wake()
             self._print_messages(thread)
 
     def finish(self, state: str) -> None:
-        """Let trackers send what is left, the report and `state` (done, interrupted, failed), for FINISH_SECONDS in all."""
+        """Let trackers send what is left, the report and `state` (done, interrupted, failed), for
+        FINISH_SECONDS in all.
+        """
         deadline = time.monotonic() + FINISH_SECONDS
         for thread in self._threads:
             thread.end(state)
@@ -76,7 +88,10 @@ class TrackerThreads:
             self._print_messages(thread)
             if unsent := thread.describe_unsent():
                 late = f" within {FINISH_SECONDS:.0f} s" if thread.is_alive() else ""
-                self._warn(f"{thread.tracker_name}: not sent{late}: {unsent}; the run's own files have everything")
+                self._warn(
+                    f"{thread.tracker_name}: not sent{late}: {unsent}; the run's own files have"
+                    " everything"
+                )
         self._threads = []
 
     def _print_messages(self, thread: "_TrackerThread") -> None:
@@ -87,7 +102,9 @@ class TrackerThreads:
 
 @dataclass
 class _SentPosition:
-    """What `trackers/NAME.json` keeps: the tracker's id of the run, and how many bytes of each of the run's files were sent."""
+    """What `trackers/NAME.json` keeps: the tracker's id of the run, and how many bytes of each of
+    the run's files were sent.
+    """
 
     run_id: str | None = None
     sent_bytes: dict[str, Count] = field(default_factory=dict)
@@ -96,7 +113,9 @@ class _SentPosition:
 class _TrackerThread(threading.Thread):
     """Opens one tracker and sends it records. `messages` are (whether it is a problem, line)."""
 
-    def __init__(self, run: Run, config: StageConfig, name: str, first_calls: threading.Lock) -> None:
+    def __init__(
+        self, run: Run, config: StageConfig, name: str, first_calls: threading.Lock
+    ) -> None:
         super().__init__(name=f"tracker-{name}", daemon=True)
         self.tracker_name, self._run, self._config = name, run, config
         self.messages: deque[tuple[bool, str]] = deque()
@@ -110,7 +129,11 @@ class _TrackerThread(threading.Thread):
         self._again: deque[tuple[Callable[[Records], None], Records]] = deque(maxlen=MAX_AGAIN)
         self._has_failed = False
         self._unsent_end = ["the report", "the end of the run"]
-        self._first_calls, self._called, self._wait_seconds = first_calls, set[Callable[..., Any]](), FIRST_CALL_SECONDS
+        self._first_calls, self._called, self._wait_seconds = (
+            first_calls,
+            set[Callable[..., Any]](),
+            FIRST_CALL_SECONDS,
+        )
 
     def wake(self) -> None:
         """Send what is in the files by now."""
@@ -146,7 +169,10 @@ class _TrackerThread(threading.Thread):
         self._call(self._close)
 
     def _new_records(self, path: Path) -> Iterator[tuple[dict[str, Any], int]]:
-        """The records of a file that are not read yet, and where each ends. A line that is none is left out."""
+        """The records of a file that are not read yet, and where each ends.
+
+        A line that is none is left out.
+        """
         position = self._progress.sent_bytes.get(path.name, 0)
         with suppress(OSError), open_file(path) as file:
             file.seek(position)
@@ -157,12 +183,21 @@ class _TrackerThread(threading.Thread):
 
     def _sender(self, record: dict[str, Any]) -> Callable[[Records], None] | None:
         """What sends records such as this one; None where trackers are not told."""
-        senders = {None: self._send_metrics, "sample": self._send_samples, "completions": self._send_completions}
+        senders = {
+            None: self._send_metrics,
+            "sample": self._send_samples,
+            "completions": self._send_completions,
+        }
         return senders.get(record.get("kind"))
 
     def _send_new_records(self, path: Path) -> None:
-        """Those of a step together. What raises is sent once more after the next call that does not."""
-        steps = groupby(self._new_records(path), lambda each: (self._sender(each[0]), each[0].get("step")))
+        """Those of a step together.
+
+        What raises is sent once more after the next call that does not.
+        """
+        steps = groupby(
+            self._new_records(path), lambda each: (self._sender(each[0]), each[0].get("step"))
+        )
         for (sender, _), group in steps:
             records, ends = zip(*group, strict=True)
             self._progress.sent_bytes[path.name] = ends[-1]
@@ -196,7 +231,9 @@ class _TrackerThread(threading.Thread):
         except (Exception, SystemExit) as problem:
             if not self._has_failed:
                 self._has_failed = True
-                words = cut(" ".join(f"{type(problem).__name__}: {problem}".split()), MAX_PROBLEM_CHARACTERS)
+                words = cut(
+                    " ".join(f"{type(problem).__name__}: {problem}".split()), MAX_PROBLEM_CHARACTERS
+                )
                 self.messages.append((True, f"{self.tracker_name}: {words}; the run continues"))
         finally:
             if has_lock:
@@ -208,7 +245,9 @@ class _TrackerThread(threading.Thread):
         self._folder.mkdir(exist_ok=True)
         config, own = dict(flat_options(self._config)), entry_options(self._config.log, entry)
         run_id, project = self._progress.run_id, self._config.log.project
-        described = TrackedRun(self._run.path.absolute(), self._folder, project, run_id, config, own)
+        described = TrackedRun(
+            self._run.path.absolute(), self._folder, project, run_id, config, own
+        )
         self._tracker: Tracker = entry.load()(described)
         self._progress.run_id = self._tracker.run_id
         self._save()
@@ -217,16 +256,25 @@ class _TrackerThread(threading.Thread):
 
     def _send_metrics(self, records: Records) -> None:
         for record in records:
-            values = {name: value for name, value in record.items() if name != "step" and value is not None}
+            values = {
+                name: value
+                for name, value in record.items()
+                if name != "step" and value is not None
+            }
             self._tracker.log_metrics(record["step"], values)
 
     def _send_samples(self, events: Records) -> None:
         step = events[0]["step"]
-        rows = [(step, event["prompt"][:MAX_TEXT_CHARACTERS], event["text"][:MAX_TEXT_CHARACTERS]) for event in events]
+        rows = [
+            (step, event["prompt"][:MAX_TEXT_CHARACTERS], event["text"][:MAX_TEXT_CHARACTERS])
+            for event in events
+        ]
         self._tracker.log_table(Table("samples", step, ("step", "prompt", "text"), rows))
 
     def _send_completions(self, events: Records) -> None:
-        """The rows of rank 0, which writes a table before its event; none where the folder was cleared."""
+        """The rows of rank 0, which writes a table before its event; none where the folder was
+        cleared.
+        """
         for event in events:
             step, table = event["step"], event["table"]
             rows: list[tuple[Any, ...]] = []
@@ -235,7 +283,9 @@ class _TrackerThread(threading.Thread):
                 rows.append((step, *texts, row.reward, row.tokens, row.ended))
             if rows:
                 name = "val/completions" if table.endswith("-validation") else "completions"
-                self._tracker.log_table(Table(name, step, ("step", "prompt", "text", "reward", "tokens", "ended"), rows))
+                self._tracker.log_table(
+                    Table(name, step, ("step", "prompt", "text", "reward", "tokens", "ended"), rows)
+                )
 
     def _attach_report(self) -> None:
         report: Path = self._run.path / "report.html"

@@ -1,4 +1,7 @@
-"""Trackio. Its own variables say where runs go: TRACKIO_DIR, TRACKIO_SPACE_ID, TRACKIO_SERVER_URL, …"""
+"""Trackio.
+
+Its own variables say where runs go: TRACKIO_DIR, TRACKIO_SPACE_ID, TRACKIO_SERVER_URL, …
+"""
 
 import secrets
 from collections.abc import Mapping
@@ -8,7 +11,9 @@ from lmforge.ops.trackers.tracker import Table, TrackedRun, Tracker
 
 
 class TrackioRun(Tracker):
-    """A run of trackio, which identifies runs by name: two runs of one name in a project would be merged."""
+    """A run of trackio, which identifies runs by name: two runs of one name in a project would be
+    merged.
+    """
 
     url: str | None = None
 
@@ -18,7 +23,12 @@ class TrackioRun(Tracker):
         self._trackio = trackio
         self.run_id = run.run_id or f"{run.path.name}-{secrets.token_hex(3)}"
         self._run = trackio.init(
-            project=run.project, name=self.run_id, config=dict(run.config), resume="allow", embed=False, auto_log_gpu=False
+            project=run.project,
+            name=self.run_id,
+            config=dict(run.config),
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
         )
 
     def log_metrics(self, step: int, values: Mapping[str, float]) -> None:

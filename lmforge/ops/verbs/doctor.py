@@ -1,7 +1,9 @@
-"""`lmforge doctor`: on this machine, or with `--on` over the hosts of a job, which is started for it and waited for.
+"""`lmforge doctor`: on this machine, or with `--on` over the hosts of a job, which is started for
+it and waited for.
 
-The checks are in ops/doctor, the comparison of strategies in lab/bench/parity_table.py. This module prints their answers,
-starts the job with the launchers of `lmforge launch`, and removes its folder at the end.
+The checks are in ops/doctor, the comparison of strategies in lab/bench/parity_table.py. This module
+prints their answers, starts the job with the launchers of `lmforge launch`, and removes its folder
+at the end.
 """
 
 import json
@@ -36,19 +38,23 @@ from lmforge.ops.verbs.show.describe import resolve_model
 from lmforge.ops.verbs.show.describe_data import find_vocab_size
 
 POLL_SECONDS, STATE_SECONDS = 0.1, 3.0
-# How long a scheduler may take to report the end of a job after its script has written its exit status.
+# How long a scheduler may take to report the end of a job after its script has written its exit
+# status.
 ENDING_SECONDS = 30.0
 
 
 def run_doctor(options: DoctorOptions) -> int:
-    """Examine this machine, or the hosts of a job. Returns the exit status; raises UserError and RunFailed."""
+    """Examine this machine, or the hosts of a job.
+
+    Returns the exit status; raises UserError and RunFailed.
+    """
     return _examine_job(options) if options.is_elsewhere else _examine_here(options)
 
 
 def _examine_here(options: DoctorOptions) -> int:
-    """Examine the ranks of this process group, and print the findings on rank 0; or compare the strategies. Returns 1 on all
-    ranks where a required check fails. Raises UserError for a recipe that cannot be read, and RunFailed on a rank that cannot
-    reach rank 0.
+    """Examine the ranks of this process group, and print the findings on rank 0; or compare the
+    strategies. Returns 1 on all ranks where a required check fails. Raises UserError for a recipe
+    that cannot be read, and RunFailed on a rank that cannot reach rank 0.
     """
     if options.parity:
         return int(registry.get("doctor_check", "parity").build(options))
@@ -56,7 +62,11 @@ def _examine_here(options: DoctorOptions) -> int:
     config = read_config(options.recipe) if options.recipe is not None else None
     if options.coordinates and config is not None:
         model = resolve_model(config, find_vocab_size(config))
-        return int(registry.get("doctor_check", "coordinates").build(config, model, options.steps, options.output))
+        return int(
+            registry.get("doctor_check", "coordinates").build(
+                config, model, options.steps, options.output
+            )
+        )
     findings = list(examine_machine(options.device)) if info.local_rank == 0 else []
     if any(finding.name == "torch" and finding.status == "fail" for finding in findings):
         _print_findings(findings, options.output)
@@ -84,19 +94,31 @@ def _print_findings(findings: Sequence[Finding], output: str) -> None:
         todo = f"; {finding.todo}" if finding.todo else ""
         print(f"{finding.status}  {finding.name:<{width}}  {where}{finding.description}{todo}")
     warned = sum(finding.status == "warn" for finding in findings)
-    verdict = f"{len(failed)} of {len(findings)} fail: lmforge cannot train here" if failed else "lmforge can train here"
+    verdict = (
+        f"{len(failed)} of {len(findings)} fail: lmforge cannot train here"
+        if failed
+        else "lmforge can train here"
+    )
     print(f"{verdict}{f'; {warned} to look at' if warned else ''}", flush=True)
 
 
 def _examine_job(options: DoctorOptions) -> int:
     config = read_config(options.recipe) if options.recipe is not None else None
-    given = {name: getattr(options, name) for name in JobOptions.model_fields if name in options.model_fields_set}
-    launch = (config.launch if config else LaunchOptions()).model_copy(update={**given, "signal_seconds": 1})
+    given = {
+        name: getattr(options, name)
+        for name in JobOptions.model_fields
+        if name in options.model_fields_set
+    }
+    launch = (config.launch if config else LaunchOptions()).model_copy(
+        update={**given, "signal_seconds": 1}
+    )
     launch = with_nodes(launch)
     try:
         folder = Path(tempfile.mkdtemp(prefix=".lmforge-doctor-", dir=Path.cwd()))
     except OSError as problem:
-        raise UserError(f"{describe_os_error(problem, Path.cwd())}; the job needs a folder here for its scripts") from None
+        raise UserError(
+            f"{describe_os_error(problem, Path.cwd())}; the job needs a folder here for its scripts"
+        ) from None
     try:
         plan = JobPlan(
             name="doctor",
@@ -139,7 +161,10 @@ def _ended_with_this_process(job: Job) -> Iterator[None]:
     def leave(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
 
-    handlers = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    handlers = {
+        number: signal.signal(number, leave)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
     try:
         yield
     except BaseException:
@@ -151,7 +176,9 @@ def _ended_with_this_process(job: Job) -> Iterator[None]:
 
 
 def _await_end(job: Job) -> None:
-    """Wait for the end of a job, with the lines of its logs on standard error, and what its scheduler says while it waits."""
+    """Wait for the end of a job, with the lines of its logs on standard error, and what its
+    scheduler says while it waits.
+    """
     shown: dict[Path, int] = {}
     last_detail, last_query = "", 0.0
     deadline = float("inf")
@@ -169,7 +196,11 @@ def _await_end(job: Job) -> None:
             if state == JobState.PENDING and detail != last_detail:
                 last_detail = detail
                 name = f"job {job.job_id}" if job.job_id else "the job"
-                print(f"lmforge: {name} is pending ({detail or 'no reason given'})", file=sys.stderr, flush=True)
+                print(
+                    f"lmforge: {name} is pending ({detail or 'no reason given'})",
+                    file=sys.stderr,
+                    flush=True,
+                )
         if now > deadline:
             return
         time.sleep(POLL_SECONDS)
@@ -187,11 +218,19 @@ def _show_logs(folder: Path, shown: dict[Path, int]) -> None:
 
 
 def _report(plan: JobPlan, job: Job) -> int:
-    """Print what doctor printed on the nodes. Returns one exit status for all nodes: 2 takes precedence."""
+    """Print what doctor printed on the nodes.
+
+    Returns one exit status for all nodes: 2 takes precedence.
+    """
     for path in sorted(plan.folder.glob(f"{PRINTED_PREFIX}.*")):
         sys.stdout.write(path.read_text(errors="replace"))
-    statuses = [int(path.read_text().strip() or 1) for path in plan.folder.glob(f"{STATUS_PREFIX}.*")]
+    statuses = [
+        int(path.read_text().strip() or 1) for path in plan.folder.glob(f"{STATUS_PREFIX}.*")
+    ]
     if not statuses:
         state = job.state_by_status()
-        raise (UserError if state == JobState.REFUSED else RunFailed)(f"doctor has not run on any node; the job is {state}")
-    return 2 if 2 in statuses else 1 if EXIT_PEER_LOST in statuses else max(statuses)  # a node that did not reach the first
+        raise (UserError if state == JobState.REFUSED else RunFailed)(
+            f"doctor has not run on any node; the job is {state}"
+        )
+    # A node that did not reach the first.
+    return 2 if 2 in statuses else 1 if EXIT_PEER_LOST in statuses else max(statuses)

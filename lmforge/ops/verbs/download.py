@@ -1,6 +1,8 @@
-"""`lmforge download`: models and datasets of the Hugging Face hub, by name or as recipes and pipelines name them.
+"""`lmforge download`: models and datasets of the Hugging Face hub, by name or as recipes and
+pipelines name them.
 
-What is downloaded here is found later by its name, also on hosts without a network that share the cache.
+What is downloaded here is found later by its name, also on hosts without a network that share the
+cache.
 """
 
 from collections.abc import Iterator
@@ -26,8 +28,9 @@ MODEL_OPTIONS = {"model": True, "models": True, "tokenizer": False, "config_from
 
 @dataclass(frozen=True)
 class HubItem:
-    """A model or a dataset by its name on the hub; `weights`: whether the weights of a model are needed, and not only its
-    tokenizer."""
+    """A model or a dataset by its name on the hub; `weights`: whether the weights of a model are
+    needed, and not only its tokenizer.
+    """
 
     name: str
     kind: hub.Kind = "model"
@@ -52,7 +55,10 @@ def _download_all(file: Path) -> int:
     for item in items:
         _download(item, None, None)
     if not items:
-        print(f"{file}: nothing to download; all models and datasets that it names are local folders, or it names none")
+        print(
+            f"{file}: nothing to download; all models and datasets that it names are local folders,"
+            " or it names none"
+        )
     return 0
 
 
@@ -66,7 +72,10 @@ def _download(item: HubItem, revision: str | None, folder: Path | None) -> None:
         include_weights=item.weights,
         report=lambda line: print(line, flush=True),
     )
-    print(f"{result.folder}: {name} at {result.commit}; {len(result.sizes)} files, {sum(result.sizes.values()):,} bytes")
+    print(
+        f"{result.folder}: {name} at {result.commit}; {len(result.sizes)} files,"
+        f" {sum(result.sizes.values()):,} bytes"
+    )
 
 
 def _items_of_file(file: Path) -> Iterator[HubItem]:
@@ -90,7 +99,10 @@ def _items_of_recipe(config: StageConfig) -> Iterator[HubItem]:
         yield HubItem(str(source), weights=config.model.load_weights)
     if isinstance(config, PretrainConfig):
         for folder in (each.folder for each in config.data.all_sources if is_remote(each.folder)):
-            print(f"{folder}: is read over the network while training; copy it to a folder for hosts without one")
+            print(
+                f"{folder}: is read over the network while training; copy it to a folder for hosts"
+                " without one"
+            )
 
 
 def _items_of_verb(options: Options) -> Iterator[HubItem]:

@@ -1,4 +1,6 @@
-"""The batches of a distillation: those of fine-tuning, or answers of the student, with what the teacher says of them."""
+"""The batches of a distillation: those of fine-tuning, or answers of the student, with what the
+teacher says of them.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +18,12 @@ from lmforge.core.stages.dataset_batches import DatasetBatches
 from lmforge.core.stages.inputs import RunInputs
 from lmforge.core.steps.callbacks import BatchSource
 from lmforge.post.distillation.stored import read_stored
-from lmforge.post.distillation.teacher import TeacherModel, build_teacher, open_server, teacher_digest
+from lmforge.post.distillation.teacher import (
+    TeacherModel,
+    build_teacher,
+    open_server,
+    teacher_digest,
+)
 from lmforge.post.objectives.distillation import DistillationConfig, DistillationObjective
 from lmforge.post.options.tuning import DistillConfig
 from lmforge.post.rl.completions import SampledCompletion
@@ -35,7 +42,9 @@ def build_distill_batches(ctx: RunContext, inputs: RunInputs, built: BuiltModel)
         objective.config = replace(objective.config, vocab_size=inputs.tokenizer.vocab_size)
     if config.distill.logprobs is not None:
         sampled = config.distill.stored == "sampled"
-        loss = DistillationConfig(0.0, config.distill.temperature, 1.0, inputs.tokenizer.vocab_size, sampled)
+        loss = DistillationConfig(
+            0.0, config.distill.temperature, 1.0, inputs.tokenizer.vocab_size, sampled
+        )
         k = min(config.distill.top_k, inputs.tokenizer.vocab_size)
         get_teacher = cache(partial(build_teacher, ctx, built))  # only if something is missing
         served = open_server(config, inputs) if config.distill.server else None
@@ -54,9 +63,13 @@ def build_distill_batches(ctx: RunContext, inputs: RunInputs, built: BuiltModel)
 
 
 class DistillBatches(DatasetBatches):
-    """Batches with the teacher beside the student; a fraction `lmbda` of them has answers that the student samples."""
+    """Batches with the teacher beside the student; a fraction `lmbda` of them has answers that the
+    student samples.
+    """
 
-    def __init__(self, ctx: RunContext, inputs: RunInputs, built: BuiltModel, teacher: TeacherModel) -> None:
+    def __init__(
+        self, ctx: RunContext, inputs: RunInputs, built: BuiltModel, teacher: TeacherModel
+    ) -> None:
         super().__init__(ctx, inputs, built, teacher.add_hidden)
         assert isinstance(ctx.config, DistillConfig)
         self._options = ctx.config.distill
@@ -66,7 +79,9 @@ class DistillBatches(DatasetBatches):
             top_p=1.0,
             vocab_size=inputs.tokenizer.vocab_size,
             max_length=inputs.batch_plan.sequence_length,
-            stop_token_ids=stop_ids | inputs.model_config.end_token_ids | {inputs.tokenizer.eos_token_id},
+            stop_token_ids=stop_ids
+            | inputs.model_config.end_token_ids
+            | {inputs.tokenizer.eos_token_id},
             decode_batch_size=DECODE_BATCH_SIZE,
         )
         self._sampler = InProcessSampler(built.parallel_model, settings)
@@ -79,12 +94,22 @@ class DistillBatches(DatasetBatches):
             micro_batches = self._with_sampled_answers(micro_batches, batch_index)
         return [self._add_extras(batch) for batch in micro_batches]
 
-    def _with_sampled_answers(self, micro_batches: Sequence[Batch], batch_index: int) -> list[Batch]:
-        """The same prompts, up to the last answer of each, with what the student as it is now answers."""
+    def _with_sampled_answers(
+        self, micro_batches: Sequence[Batch], batch_index: int
+    ) -> list[Batch]:
+        """The same prompts, up to the last answer of each, with what the student as it is now
+        answers.
+        """
         step, device = batch_index - self._built.detector.batch_offset, self._ctx.dist_ctx.device
         given = Batch.cat([batch.to("cpu") for batch in micro_batches])
-        first, length = batch_index * self.global_batch_size + self._loader.first, given.sequence_length
-        prompts = [_prompt_ids(tokens, labels) for tokens, labels in zip(given.tokens, given.labels, strict=True)]
+        first, length = (
+            batch_index * self.global_batch_size + self._loader.first,
+            given.sequence_length,
+        )
+        prompts = [
+            _prompt_ids(tokens, labels)
+            for tokens, labels in zip(given.tokens, given.labels, strict=True)
+        ]
         requests = [
             SampleRequest(
                 key,
@@ -96,19 +121,25 @@ class DistillBatches(DatasetBatches):
             if 0 < len(prompt) < length
         ]
         with self._sampler.session(len(requests), step) as session:
-            sampled = sample_all(session, requests, lambda: self._ctx.watch.set_phase("sample", step))
+            sampled = sample_all(
+                session, requests, lambda: self._ctx.watch.set_phase("sample", step)
+            )
         completions = dict(zip((request.key for request in requests), sampled, strict=True))
         answered = [completions.get(key, SampledCompletion()) for key in range(len(prompts))]
         laid_out = lay_out(prompts, answered, length)
-        batch = replace(laid_out, rng_keys=given.rng_keys, extras=Extras(sampled=torch.ones(given.batch_size, length))).to(
-            device
-        )
+        batch = replace(
+            laid_out,
+            rng_keys=given.rng_keys,
+            extras=Extras(sampled=torch.ones(given.batch_size, length)),
+        ).to(device)
         size = self._inputs.batch_plan.micro_batch_size
         return [batch[start : start + size] for start in range(0, batch.batch_size, size)]
 
 
 def _prompt_ids(tokens: torch.Tensor, labels: torch.Tensor) -> list[int]:
-    """What comes before the last scored span of a sequence, which has one document; nothing where none is scored."""
+    """What comes before the last scored span of a sequence, which has one document; nothing where
+    none is scored.
+    """
     scored = (labels != IGNORE_INDEX).nonzero().flatten().tolist()
     begin = next((at for at in reversed(scored) if at == 0 or labels[at - 1] == IGNORE_INDEX), None)
     return [] if begin is None else tokens[: begin + 1].tolist()

@@ -1,8 +1,9 @@
-"""Tokens of the teacher, its likeliest or drawn ones, stored once: a folder with a manifest of what they depend on, and files
-of 64 sequences each: how many tokens each sequence has, their records, and the checksum of these (`write_chunks`).
+"""Tokens of the teacher, its likeliest or drawn ones, stored once: a folder with a manifest of what
+they depend on, and files of 64 sequences each: how many tokens each sequence has, their records,
+and the checksum of these (`write_chunks`).
 
-Only scored tokens are stored. At 64 ids each takes 516 bytes, 0.4 % of its 32,000 logits in fp32. A file is verified once, when
-the first of its sequences is read.
+Only scored tokens are stored. At 64 ids each takes 516 bytes, 0.4 % of its 32,000 logits in fp32. A
+file is verified once, when the first of its sequences is read.
 """
 
 import json
@@ -28,13 +29,20 @@ from lmforge.core.records.runs import storage_errors
 from lmforge.core.stages.context import RunContext
 from lmforge.core.stages.inputs import RunInputs
 from lmforge.post.options.tuning import DistillConfig
-from lmforge.post.rl.reference import CHECKSUM_BYTES, CHUNK_SEQUENCES, chunk_checksum, chunk_paths, write_chunks
+from lmforge.post.rl.reference import (
+    CHECKSUM_BYTES,
+    CHUNK_SEQUENCES,
+    chunk_checksum,
+    chunk_paths,
+    write_chunks,
+)
 
 MANIFEST = "manifest.json"
 # Of the probability, in what is stored: with 0.4 of it a student got worse (docs/log.md).
 LEAST_MASS = 0.9
 FORMAT = 2
-# What 0 may be rounded to; and with less than the other a token weighs nothing, and its id may be any (`drawn_tokens`).
+# What 0 may be rounded to; and with less than the other a token weighs nothing, and its id may be
+# any (`drawn_tokens`).
 MAX_LOGPROB, LEAST_LOGPROB = 1e-3, -600.0
 # What a manifest says, and how a message calls it.
 DESCRIBED = {
@@ -52,13 +60,16 @@ COUNT_DTYPE = np.dtype("<i4")
 
 
 def record_dtype(k: int) -> np.dtype[Any]:
-    """What is stored of a token: k ids, the logarithms of their probabilities, and at the end that of all others' together, or
-    the τ of drawn ones (post/objectives/distillation.py)."""
+    """What is stored of a token: k ids, the logarithms of their probabilities, and at the end that
+    of all others' together, or the τ of drawn ones (post/objectives/distillation.py).
+    """
     return np.dtype([("ids", "<i4", (k,)), ("logprobs", "<f4", (k + 1,))])
 
 
 def find_problem(records: np.ndarray, vocab_size: int) -> str:
-    """What no teacher says, in records of `record_dtype`; empty where there is nothing of the kind."""
+    """What no teacher says, in records of `record_dtype`; empty where there is nothing of the
+    kind.
+    """
     ids, logprobs = records["ids"], records["logprobs"]
     if not (logprobs <= MAX_LOGPROB).all():
         return "a log-probability that is above 0, or no number"
@@ -74,11 +85,15 @@ def distilled_datasets(inputs: RunInputs) -> dict[str, PackedDataset]:
     train, validation = inputs.train_dataset, inputs.validation_dataset
     of_train = {"train": train} if isinstance(train, PackedDataset) else {}
     if isinstance(train, MixedDataset):
-        of_train = {f"train-{number}": dataset for number, dataset in enumerate(train.phases[0].datasets)}
+        of_train = {
+            f"train-{number}": dataset for number, dataset in enumerate(train.phases[0].datasets)
+        }
     return of_train | ({} if validation is None else {"validation": validation})
 
 
-def describe_stored(config: DistillConfig, inputs: RunInputs, teacher_digest: str | None) -> dict[str, Any]:
+def describe_stored(
+    config: DistillConfig, inputs: RunInputs, teacher_digest: str | None
+) -> dict[str, Any]:
     """The manifest: everything that the stored tokens depend on."""
     plans = {name: dataset.plan for name, dataset in distilled_datasets(inputs).items()}
     return {
@@ -93,15 +108,21 @@ def describe_stored(config: DistillConfig, inputs: RunInputs, teacher_digest: st
 
 
 def check_stored(config: DistillConfig, inputs: RunInputs, teacher_digest: str | None) -> None:
-    """Raise UserError where distill.logprobs is of something else, or lacks what only a teacher could add. A new
-    folder is made, so that one that cannot be is refused before the run."""
+    """Raise UserError where distill.logprobs is of something else, or lacks what only a teacher
+    could add. A new folder is made, so that one that cannot be is refused before the run.
+    """
     folder = config.distill.logprobs
     assert folder is not None
     if not (folder / MANIFEST).exists():
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise UserError(f"distill.logprobs: {folder}: there is something else; name a new folder")
+            raise UserError(
+                f"distill.logprobs: {folder}: there is something else; name a new folder"
+            )
         if teacher_digest is None:
-            raise UserError(f"distill.logprobs: {folder}: nothing is stored there; name the teacher, distill.teacher")
+            raise UserError(
+                f"distill.logprobs: {folder}: nothing is stored there; name the teacher,"
+                " distill.teacher"
+            )
         with storage_errors(folder, "cannot be made a folder", "choose another distill.logprobs"):
             folder.mkdir(parents=True, exist_ok=True)
         return
@@ -109,8 +130,15 @@ def check_stored(config: DistillConfig, inputs: RunInputs, teacher_digest: str |
     for name, value in describe_stored(config, inputs, teacher_digest).items():
         if stored.get(name) != value and not (name == "teacher" and value is None):
             what = DESCRIBED[name]
-            raise UserError(f"distill.logprobs: {folder}: written for {what}; name another folder, or what it was written for")
-    paths = [path for name, each in distilled_datasets(inputs).items() for path in chunk_paths(folder / name, each)]
+            raise UserError(
+                f"distill.logprobs: {folder}: written for {what}; name another folder, or what it"
+                " was written for"
+            )
+    paths = [
+        path
+        for name, each in distilled_datasets(inputs).items()
+        for path in chunk_paths(folder / name, each)
+    ]
     missing = 0
     for path in paths:
         try:
@@ -119,12 +147,23 @@ def check_stored(config: DistillConfig, inputs: RunInputs, teacher_digest: str |
         except FileNotFoundError:
             missing += 1
     if missing and teacher_digest is None:
-        raise UserError(f"distill.logprobs: {folder}: {missing} files are missing; name the teacher, distill.teacher, again")
+        raise UserError(
+            f"distill.logprobs: {folder}: {missing} files are missing; name the teacher,"
+            " distill.teacher, again"
+        )
 
 
-def begin_stored(config: DistillConfig, inputs: RunInputs, teacher_digest: str | None, dist_ctx: DistributedContext) -> None:
-    """Make distill.logprobs a folder with this manifest. Raises UserError as `check_stored` does, also where another run has
-    begun the folder since that was called. Every rank calls it."""
+def begin_stored(
+    config: DistillConfig,
+    inputs: RunInputs,
+    teacher_digest: str | None,
+    dist_ctx: DistributedContext,
+) -> None:
+    """Make distill.logprobs a folder with this manifest.
+
+    Raises UserError as `check_stored` does, also where another run has begun the folder since that
+    was called. Every rank calls it.
+    """
     folder = config.distill.logprobs
     assert folder is not None
 
@@ -138,9 +177,12 @@ def begin_stored(config: DistillConfig, inputs: RunInputs, teacher_digest: str |
         check_stored(config, inputs, teacher_digest)
 
 
-def read_stored(ctx: RunContext, inputs: RunInputs, digest: str | None, score: Callable[[Batch], Any]) -> None:
-    """Give the sequences of all datasets the extras "teacher_ids" and "teacher_logprobs". What is missing is computed by
-    `score` (TeacherModel.score_top) and written. Every rank calls it."""
+def read_stored(
+    ctx: RunContext, inputs: RunInputs, digest: str | None, score: Callable[[Batch], Any]
+) -> None:
+    """Give the sequences of all datasets the extras "teacher_ids" and "teacher_logprobs". What is
+    missing is computed by `score` (TeacherModel.score_top) and written. Every rank calls it.
+    """
     assert isinstance(ctx.config, DistillConfig)
     folder = ctx.config.distill.logprobs
     assert folder is not None
@@ -164,24 +206,32 @@ def read_stored(ctx: RunContext, inputs: RunInputs, digest: str | None, score: C
         mass = 1.0 if ctx.config.distill.stored == "sampled" else stored.mean_mass()
         if mass < LEAST_MASS:  # the console prints on rank 0 only
             ctx.console.warn(
-                f"distill.logprobs: {folder / name}: the {k} likeliest tokens hold {mass:.2f} of the teacher's probability, and"
-                " a student does not learn the rest; use a larger distill.top_k, a smaller distill.kd_ratio, or"
-                " distill.stored = sampled with distill.beta = 0"
+                f"distill.logprobs: {folder / name}: the {k} likeliest tokens hold {mass:.2f} of"
+                " the teacher's probability, and a student does not learn the rest; use a larger"
+                " distill.top_k, a smaller distill.kd_ratio, or distill.stored = sampled with"
+                " distill.beta = 0"
             )
 
 
 def read_counts(file: BinaryIO, path: Path, k: int) -> np.ndarray:
-    """How many tokens each sequence of a file has; their records follow. Raises UserError where it has not all of them."""
+    """How many tokens each sequence of a file has; their records follow.
+
+    Raises UserError where it has not all of them.
+    """
     content = file.read(CHUNK_SEQUENCES * COUNT_DTYPE.itemsize)
     counts = np.frombuffer(content, COUNT_DTYPE, len(content) // COUNT_DTYPE.itemsize)
-    size = len(content) + int(counts.sum(dtype=np.int64)) * record_dtype(k).itemsize + CHECKSUM_BYTES
+    size = (
+        len(content) + int(counts.sum(dtype=np.int64)) * record_dtype(k).itemsize + CHECKSUM_BYTES
+    )
     if len(counts) < CHUNK_SEQUENCES or counts.min() < 0 or size != os.fstat(file.fileno()).st_size:
         raise _damaged(path, "has not as many tokens as it says")
     return counts
 
 
 def _damaged(path: Path, problem: str) -> UserError:
-    return UserError(f"{path}: {problem}; delete it, and name the teacher, distill.teacher, which is asked again")
+    return UserError(
+        f"{path}: {problem}; delete it, and name the teacher, distill.teacher, which is asked again"
+    )
 
 
 @dataclass
@@ -205,7 +255,11 @@ class StoredPacking(Packing):
     def read(self, index: int, out: PackedSequence) -> None:
         self.packing.read(index, out)
         scored = out.labels != IGNORE_INDEX
-        records = self._records(index) if index < self.num_sequences else np.empty(0, record_dtype(self.k))
+        records = (
+            self._records(index)
+            if index < self.num_sequences
+            else np.empty(0, record_dtype(self.k))
+        )
         if len(records) != scored.sum():
             raise _damaged(self.paths[index // CHUNK_SEQUENCES], "not what was stored of this data")
         for name in ("ids", "logprobs"):
@@ -214,7 +268,10 @@ class StoredPacking(Packing):
 
     def mean_mass(self) -> float:
         """What the stored tokens of the first file weigh on average, of 1."""
-        rest = [self._records(index)["logprobs"][:, -1] for index in range(min(self.num_sequences, CHUNK_SEQUENCES))]
+        rest = [
+            self._records(index)["logprobs"][:, -1]
+            for index in range(min(self.num_sequences, CHUNK_SEQUENCES))
+        ]
         return float(1 - np.exp(np.concatenate(rest)).mean()) if sum(map(len, rest)) else 1.0
 
     def _records(self, index: int) -> np.ndarray:
@@ -230,13 +287,18 @@ class StoredPacking(Packing):
             return np.frombuffer(file.read(int(counts[at]) * dtype.itemsize), dtype)
 
     def _verify(self, file: BinaryIO, path: Path) -> None:
-        """Raise UserError where a file does not hold what was written, or that is wrong. It has one sequence in memory."""
+        """Raise UserError where a file does not hold what was written, or that is wrong.
+
+        It has one sequence in memory.
+        """
         counts, checksum, problem = read_counts(file, path, self.k), chunk_checksum(path), ""
         checksum.update(counts.tobytes())
         for count in counts.tolist():
             content = file.read(count * record_dtype(self.k).itemsize)
             checksum.update(content)
-            problem = problem or find_problem(np.frombuffer(content, record_dtype(self.k)), self.vocab_size)
+            problem = problem or find_problem(
+                np.frombuffer(content, record_dtype(self.k)), self.vocab_size
+            )
         if file.read() != checksum.digest():
             raise _damaged(path, "does not hold what was written (its checksum differs)")
         if problem:

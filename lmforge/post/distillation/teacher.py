@@ -56,7 +56,10 @@ def find_teacher(config: DistillConfig) -> Pretrained:
 
 
 def prepare_distillation(config: DistillConfig, dist_ctx: DistributedContext) -> None:
-    """Make student, teacher and tokenized examples available on every host. Every rank calls it. Raises UserError."""
+    """Make student, teacher and tokenized examples available on every host.
+
+    Every rank calls it. Raises UserError.
+    """
     config.require_inputs()
     if config.distill.teacher is not None and not config.distill.server:
         dist_ctx.run_once_per_folder(partial(find_teacher, config), cache_folder())
@@ -64,7 +67,10 @@ def prepare_distillation(config: DistillConfig, dist_ctx: DistributedContext) ->
 
 
 def open_distill_inputs(config: DistillConfig, world_size: int) -> RunInputs:
-    """The inputs of fine-tuning, of which the teacher can say something. Raises UserError where it cannot."""
+    """The inputs of fine-tuning, of which the teacher can say something.
+
+    Raises UserError where it cannot.
+    """
     inputs = open_example_inputs(config, world_size)
     if config.distill.logprobs is not None:
         check_stored(config, inputs, teacher_digest(config, inputs))
@@ -78,8 +84,8 @@ def open_distill_inputs(config: DistillConfig, world_size: int) -> RunInputs:
         model_config.check_length(config.data.sequence_length)
         if model_config.vocab_size < inputs.tokenizer.vocab_size:
             raise UserError(
-                f"{config.distill.teacher}: its head has {model_config.vocab_size:,} ids, and the tokenizer"
-                f" {inputs.tokenizer.vocab_size:,}; take a teacher with all of them"
+                f"{config.distill.teacher}: its head has {model_config.vocab_size:,} ids, and the"
+                f" tokenizer {inputs.tokenizer.vocab_size:,}; take a teacher with all of them"
             )
         check_parallel(config.parallel, model_config, inputs.batch_plan)
     return inputs if config.distill.logprobs else replace(inputs, teacher=model_config)
@@ -88,26 +94,36 @@ def open_distill_inputs(config: DistillConfig, world_size: int) -> RunInputs:
 def open_server(config: DistillConfig, inputs: RunInputs) -> TeacherServer:
     """The teacher that is a server."""
     assert config.distill.server is not None
-    return TeacherServer(config.distill.server, min(config.distill.top_k, inputs.tokenizer.vocab_size))
+    return TeacherServer(
+        config.distill.server, min(config.distill.top_k, inputs.tokenizer.vocab_size)
+    )
 
 
 def teacher_digest(config: DistillConfig, inputs: RunInputs) -> str | None:
-    """What the manifest of stored tokens calls the teacher: of a server the name of its model; None where none is named. Raises
-    UserError where it has another tokenizer, or does not answer."""
+    """What the manifest of stored tokens calls the teacher: of a server the name of its model; None
+    where none is named. Raises UserError where it has another tokenizer, or does not answer.
+    """
     if config.distill.server is not None:
-        name = open_server(config, inputs).check(inputs.tokenizer, TEXTS, config.data.sequence_length)
+        name = open_server(config, inputs).check(
+            inputs.tokenizer, TEXTS, config.data.sequence_length
+        )
         return f"served as {name}"
     return None if config.distill.teacher is None else find_teacher(config).content_digest
 
 
 def check_same_tokenizer(theirs: Tokenizer, ours: Tokenizer, teacher: str) -> None:
-    """Raise UserError where the same ids do not mean the same to both, in text or as special tokens."""
+    """Raise UserError where the same ids do not mean the same to both, in text or as special
+    tokens.
+    """
     if theirs.hash == ours.hash:
         return
     for what, their_ids, our_ids in _encodings(theirs, ours):
         if their_ids != our_ids:
             difference = f"{what} is {their_ids} there, and {our_ids} to the student"
-            raise UserError(f"another tokenizer at {teacher}: {difference}; take a teacher with the student's tokenizer")
+            raise UserError(
+                f"another tokenizer at {teacher}: {difference}; take a teacher with the student's"
+                " tokenizer"
+            )
 
 
 def _encodings(theirs: Tokenizer, ours: Tokenizer) -> Iterator[tuple[str, Any, Any]]:
@@ -121,46 +137,79 @@ def _encodings(theirs: Tokenizer, ours: Tokenizer) -> Iterator[tuple[str, Any, A
 
 
 def _packed_top(model: Any, batch: Batch, k: int, config: DistillationConfig) -> Tensor:
-    """What `top_log_probs` returns, ids before values: fp32 [sequences, length, 2 k + 1] of full sequences, on every rank. A
-    batch with keys has drawn tokens."""
-    hidden = model(batch.tokens, batch.positions, batch.document_ids, document_starts=batch.document_starts)
-    packed: Tensor = model.lm_head(hidden, partial(_packed_top_of_head, k=k, config=config, rng_keys=batch.rng_keys))
-    return packed if model.context_parallel is None else model.context_parallel.all_gather_sequence(packed, 1)
+    """What `top_log_probs` returns, ids before values: fp32 [sequences, length, 2 k + 1] of full
+    sequences, on every rank. A batch with keys has drawn tokens.
+    """
+    hidden = model(
+        batch.tokens, batch.positions, batch.document_ids, document_starts=batch.document_starts
+    )
+    packed: Tensor = model.lm_head(
+        hidden, partial(_packed_top_of_head, k=k, config=config, rng_keys=batch.rng_keys)
+    )
+    return (
+        packed
+        if model.context_parallel is None
+        else model.context_parallel.all_gather_sequence(packed, 1)
+    )
 
 
 def _packed_top_of_head(
-    hidden: Tensor, weight: Tensor, k: int, config: DistillationConfig, rng_keys: Tensor | None, head: HeadOptions
+    hidden: Tensor,
+    weight: Tensor,
+    k: int,
+    config: DistillationConfig,
+    rng_keys: Tensor | None,
+    head: HeadOptions,
 ) -> Tensor:
-    if rng_keys is not None and isinstance(weight, DTensor):  # whose hidden states are a part of each sequence
-        rng_keys = rng_keys.chunk(weight.device_mesh.size(), dim=1)[weight.device_mesh.get_local_rank()]
-    ids, values = top_log_probs(hidden, weight, k, config.temperature, config.vocab_size, head, rng_keys)
+    # Whose hidden states are a part of each sequence.
+    if rng_keys is not None and isinstance(weight, DTensor):
+        rng_keys = rng_keys.chunk(weight.device_mesh.size(), dim=1)[
+            weight.device_mesh.get_local_rank()
+        ]
+    ids, values = top_log_probs(
+        hidden, weight, k, config.temperature, config.vocab_size, head, rng_keys
+    )
     packed = torch.cat([ids.float(), values], -1)
     if isinstance(weight, DTensor):
-        packed = DTensor.from_local(packed, weight.device_mesh, [Shard(1)], run_check=False).full_tensor()
+        packed = DTensor.from_local(
+            packed, weight.device_mesh, [Shard(1)], run_check=False
+        ).full_tensor()
     return packed
 
 
 def _hidden(model: Any, batch: Batch) -> Tensor:
     """Hidden states [sequences, length, width] of full sequences, on every rank."""
-    hidden = model(batch.tokens, batch.positions, batch.document_ids, document_starts=batch.document_starts)
+    hidden = model(
+        batch.tokens, batch.positions, batch.document_ids, document_starts=batch.document_starts
+    )
     states: Tensor = model.lm_head(hidden, _whole_hidden)
-    return states if model.context_parallel is None else model.context_parallel.all_gather_sequence(states, 1)
+    return (
+        states
+        if model.context_parallel is None
+        else model.context_parallel.all_gather_sequence(states, 1)
+    )
 
 
 def _whole_hidden(hidden: Tensor, weight: Tensor, head: HeadOptions) -> Tensor:
     if isinstance(weight, DTensor):
-        hidden = DTensor.from_local(hidden, weight.device_mesh, [Shard(1)], run_check=False).full_tensor()
+        hidden = DTensor.from_local(
+            hidden, weight.device_mesh, [Shard(1)], run_check=False
+        ).full_tensor()
     return hidden
 
 
 def _head(model: Any, batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Copies of the head's weight, in `dtype`, and bias, whole, on every rank."""
-    hidden = model(batch.tokens, batch.positions, batch.document_ids, document_starts=batch.document_starts)
+    hidden = model(
+        batch.tokens, batch.positions, batch.document_ids, document_starts=batch.document_starts
+    )
     copies: tuple[Tensor, Tensor | None] = model.lm_head(hidden, partial(_copied_head, dtype=dtype))
     return copies
 
 
-def _copied_head(hidden: Tensor, weight: Tensor, head: HeadOptions, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+def _copied_head(
+    hidden: Tensor, weight: Tensor, head: HeadOptions, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
     if isinstance(weight, DTensor):
         weight = weight.full_tensor()
     # Here, since a sharded engine frees what it gathered when the head returns.
@@ -176,22 +225,30 @@ class TeacherModel:
 
     @torch.no_grad()
     def copy_head(self, sequence_length: int) -> TeacherHead:
-        """A copy of its head, whole on each rank: the student's may be split over ranks between other ids. Every rank calls
-        it."""
-        batch = Batch.from_token_lists([[0] * sequence_length]).to(self.parallel_model.dist_ctx.device)
+        """A copy of its head, whole on each rank: the student's may be split over ranks between
+        other ids. Every rank calls it.
+        """
+        batch = Batch.from_token_lists([[0] * sequence_length]).to(
+            self.parallel_model.dist_ctx.device
+        )
         weight, bias = self.parallel_model.score(batch, partial(_head, dtype=self.dtype))
         return TeacherHead(weight, bias, self.parallel_model.model.lm_head.softcap)
 
     @torch.no_grad()
     def add_hidden(self, batch: Batch) -> Batch:
-        """The batch with the extra "teacher_hidden" [sequences, length, width]. Every rank calls it equally often."""
+        """The batch with the extra "teacher_hidden" [sequences, length, width].
+
+        Every rank calls it equally often.
+        """
         states: Tensor = self.parallel_model.score(batch, _hidden)
         return with_extras(batch, teacher_hidden=states.to(self.dtype))
 
     @torch.no_grad()
     def score_top(self, batch: Batch, k: int, config: DistillationConfig) -> Tensor:
-        """The `k` likeliest, or drawn, ids of each label's place, and then the values of StoredTeacher or SampledTeacher: fp32
-        [sequences, length, 2 k + 1], -1 where nothing is scored. Every rank calls it equally often."""
+        """The `k` likeliest, or drawn, ids of each label's place, and then the values of
+        StoredTeacher or SampledTeacher: fp32 [sequences, length, 2 k + 1], -1 where nothing is
+        scored. Every rank calls it equally often.
+        """
         batch = batch if config.sampled else replace(batch, rng_keys=None)
         packed: Tensor = self.parallel_model.score(batch, partial(_packed_top, k=k, config=config))
         return packed.masked_fill((batch.labels == IGNORE_INDEX)[..., None], -1.0)
@@ -201,5 +258,7 @@ def build_teacher(ctx: RunContext, built: BuiltModel) -> TeacherModel:
     """The teacher of a recipe, in the student's compute dtype. Every rank calls it."""
     assert isinstance(ctx.config, DistillConfig)
     weights = find_teacher(ctx.config)
-    model = build_model(weights.resolve_model_config(ModelOptions(source=weights.folder)), "meta").to(built.dtype)
+    model = build_model(
+        weights.resolve_model_config(ModelOptions(source=weights.folder)), "meta"
+    ).to(built.dtype)
     return TeacherModel(build_frozen_model(ctx, built, model, weights), built.dtype)

@@ -1,6 +1,8 @@
-"""A teacher that is a server: `lmforge serve` or vLLM, which says the likeliest tokens of each place of a prompt.
+"""A teacher that is a server: `lmforge serve` or vLLM, which says the likeliest tokens of each
+place of a prompt.
 
-What is stored of them is in stored.py. The calls are those of vLLM's interface for ids (post/rl/engines).
+What is stored of them is in stored.py. The calls are those of vLLM's interface for ids
+(post/rl/engines).
 """
 
 import os
@@ -16,7 +18,13 @@ from lmforge.core.data.labels import IGNORE_INDEX
 from lmforge.core.data.tokenizer import Tokenizer
 from lmforge.core.errors import RunFailed, UserError
 from lmforge.core.files.untrusted import quoted
-from lmforge.post.rl.engines.rollout_server import API_KEY_VARIABLE, Logprob, ServerProblem, TokenId, TokenServer
+from lmforge.post.rl.engines.rollout_server import (
+    API_KEY_VARIABLE,
+    Logprob,
+    ServerProblem,
+    TokenId,
+    TokenServer,
+)
 
 TIMEOUT_SECONDS = 600.0
 CONCURRENT_REQUESTS = 16
@@ -56,46 +64,82 @@ class TeacherServer(TokenServer):
         self._k = k
 
     def check(self, tokenizer: Tokenizer, texts: tuple[str, ...], sequence_length: int) -> str:
-        """The name of its model. Raises UserError where it does not answer, has another tokenizer, or cannot score a sequence
-        of this length and all ids."""
+        """The name of its model.
+
+        Raises UserError where it does not answer, has another tokenizer, or cannot score a sequence
+        of this length and all ids.
+        """
         try:
             names = [each.id for each in self._call("/v1/models", _Models).data]
             for text in texts:
-                theirs, ours = self._call("/tokenize", _Tokenized, _to_tokenize(text)).tokens, tokenizer.encode(text)
+                theirs, ours = (
+                    self._call("/tokenize", _Tokenized, _to_tokenize(text)).tokens,
+                    tokenizer.encode(text),
+                )
                 if theirs != ours:
-                    at = next((at for at, (one, other) in enumerate(zip(theirs, ours, strict=False)) if one != other), 0)
-                    difference = f"{quoted(text)} is {theirs[at : at + 8]} there, and {ours[at : at + 8]} to the student"
-                    raise UserError(
-                        f"distill.teacher: another tokenizer at {self.url}: {difference}; serve a teacher with the student's"
-                        " tokenizer"
+                    at = next(
+                        (
+                            at
+                            for at, (one, other) in enumerate(zip(theirs, ours, strict=False))
+                            if one != other
+                        ),
+                        0,
                     )
-            self.top_logprobs([tokenizer.vocab_size - 1] * (sequence_length + 1), tokenizer.vocab_size)
+                    difference = (
+                        f"{quoted(text)} is {theirs[at : at + 8]} there, and {ours[at : at + 8]} to"
+                        " the student"
+                    )
+                    raise UserError(
+                        f"distill.teacher: another tokenizer at {self.url}: {difference}; serve a"
+                        " teacher with the student's tokenizer"
+                    )
+            self.top_logprobs(
+                [tokenizer.vocab_size - 1] * (sequence_length + 1), tokenizer.vocab_size
+            )
         except ServerProblem as problem:
             raise UserError(f"distill.teacher: {problem}") from None
         return names[0] if names else ""
 
     def top_logprobs(self, token_ids: list[int], vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-        """What the teacher says after each token but the last: ids int64 [n - 1, k], the likeliest first, and the logarithms
-        of their probabilities and of that of all other ids, fp32 [n - 1, k + 1]. Raises ServerProblem."""
+        """What the teacher says after each token but the last: ids int64 [n - 1, k], the likeliest
+        first, and the logarithms of their probabilities and of that of all other ids, fp32 [n - 1,
+        k + 1]. Raises ServerProblem.
+        """
         sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": self._k}
         body = {"token_ids": token_ids, "sampling_params": sampling}
-        places = self._call("/inference/v1/generate", _Scored, body, self._timeout_seconds).prompt_logprobs[1:]
+        places = self._call(
+            "/inference/v1/generate", _Scored, body, self._timeout_seconds
+        ).prompt_logprobs[1:]
         # vLLM names the token itself too, whatever its rank.
-        ranked = [sorted((each or {}).items(), key=lambda item: item[1].rank)[: self._k] for each in places]
+        ranked = [
+            sorted((each or {}).items(), key=lambda item: item[1].rank)[: self._k]
+            for each in places
+        ]
         if len(ranked) != len(token_ids) - 1 or any(len(place) < self._k for place in ranked):
-            raise ServerProblem(f"{self.url}: says less than {self._k} tokens of each place of a prompt")
+            raise ServerProblem(
+                f"{self.url}: says less than {self._k} tokens of each place of a prompt"
+            )
         ids = np.array([[id for id, _ in place] for place in ranked], np.int64).reshape(-1, self._k)
-        logprobs = np.array([[each.logprob for _, each in place] for place in ranked]).reshape(-1, self._k)
+        logprobs = np.array([[each.logprob for _, each in place] for place in ranked]).reshape(
+            -1, self._k
+        )
         if ids.max(initial=0) >= vocab_size:
-            raise ServerProblem(f"{self.url}: {ids.max()} is no id of the tokenizer, which has {vocab_size:,}")
+            raise ServerProblem(
+                f"{self.url}: {ids.max()} is no id of the tokenizer, which has {vocab_size:,}"
+            )
         mass = np.exp(logprobs).sum(1, keepdims=True)
         if mass.max(initial=0) > 1 + MASS_ROUNDING:
-            raise ServerProblem(f"{self.url}: the probabilities of tokens of one place add up to {mass.max():.4g}")
+            raise ServerProblem(
+                f"{self.url}: the probabilities of tokens of one place add up to {mass.max():.4g}"
+            )
         rest = np.log(np.maximum(1 - mass, LEAST_REST))
         return ids, np.concatenate([logprobs, rest], 1).astype(np.float32)
 
     def score_top(self, batch: Batch, vocab_size: int) -> Tensor:
-        """What TeacherModel.score_top returns, fp32 [sequences, length, 2 k + 1]. Raises RunFailed."""
+        """What TeacherModel.score_top returns, fp32 [sequences, length, 2 k + 1].
+
+        Raises RunFailed.
+        """
         scored = torch.full((*batch.tokens.shape, 2 * self._k + 1), -1.0)
 
         def score(place: tuple[int, int]) -> None:
@@ -110,12 +154,19 @@ class TeacherServer(TokenServer):
             packed = torch.from_numpy(np.concatenate([ids, values], 1).astype(np.float32))
             scored[row, at[known]] = packed[known[: len(packed)]]
 
-        documents = [(row, document) for row, ids in enumerate(batch.document_ids.tolist()) for document in range(max(ids) + 1)]
+        documents = [
+            (row, document)
+            for row, ids in enumerate(batch.document_ids.tolist())
+            for document in range(max(ids) + 1)
+        ]
         try:
             with ThreadPoolExecutor(CONCURRENT_REQUESTS) as pool:
                 list(pool.map(score, documents))
         except ServerProblem as problem:
-            raise RunFailed(f"distill.teacher: {problem}; what is stored is kept, and the same command continues") from None
+            raise RunFailed(
+                f"distill.teacher: {problem}; what is stored is kept, and the same command"
+                " continues"
+            ) from None
         return scored
 
 

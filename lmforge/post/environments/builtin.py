@@ -47,7 +47,11 @@ class Calculator:
         except (SyntaxError, RecursionError, MemoryError):
             raise ValueError("not an arithmetic expression") from None
         value = _evaluate(tree)
-        return str(int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 1e15 else value)
+        return str(
+            int(value)
+            if isinstance(value, float) and value.is_integer() and abs(value) < 1e15
+            else value
+        )
 
 
 def _evaluate(tree: ast.expr) -> int | float:
@@ -58,7 +62,11 @@ def _evaluate(tree: ast.expr) -> int | float:
     if isinstance(tree, ast.BinOp) and type(tree.op) in OPERATORS:
         left, right = _evaluate(tree.left), _evaluate(tree.right)
         whole = isinstance(left, int) and isinstance(right, int)
-        if isinstance(tree.op, ast.Pow) and whole and abs(right) * max(1, int(left).bit_length()) > MAX_BITS:
+        if (
+            isinstance(tree.op, ast.Pow)
+            and whole
+            and abs(right) * max(1, int(left).bit_length()) > MAX_BITS
+        ):
             raise ValueError("the value is too large")
         return _bounded(OPERATORS[type(tree.op)](left, right))
     raise ValueError("not an arithmetic expression")
@@ -79,7 +87,9 @@ class PythonTool:
         """Nothing is kept between programs."""
 
     def run_python(self, code: str) -> str:
-        """Run a Python program and return what it printed. There is no network, and no file is kept.
+        """Run a Python program and return what it printed.
+
+        There is no network, and no file is kept.
 
         Args:
             code: The program
@@ -89,8 +99,18 @@ class PythonTool:
         """
         result = _sandbox().run(code, seconds=PYTHON_SECONDS)
         output = result.output[:MAX_OUTPUT_CHARACTERS]
-        problem = {"done": "", "exit": "", "time": f"no end in {PYTHON_SECONDS:g} seconds"}.get(result.status, result.error)
-        return "\n".join(filter(None, [output.rstrip("\n"), problem or ("" if result.status == "done" else result.status)]))
+        problem = {"done": "", "exit": "", "time": f"no end in {PYTHON_SECONDS:g} seconds"}.get(
+            result.status, result.error
+        )
+        return "\n".join(
+            filter(
+                None,
+                [
+                    output.rstrip("\n"),
+                    problem or ("" if result.status == "done" else result.status),
+                ],
+            )
+        )
 
 
 @cache

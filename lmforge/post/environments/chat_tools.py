@@ -17,7 +17,10 @@ class ChatTools:
         self.pool = EnvironmentPool(spec)
         declared = self.pool.declarations.get("")
         if declared is None or declared.reply_roles != ["tool"]:
-            raise UserError(f"--tools {spec}: an environment with turns of its own; name a function, or a class of tools")
+            raise UserError(
+                f"--tools {spec}: an environment with turns of its own; name a function, or a class"
+                " of tools"
+            )
         self.encoder = TurnEncoder(loaded.tokenizer, declared.tools)
         self._begin()
 

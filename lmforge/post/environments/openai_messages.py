@@ -7,15 +7,21 @@ from lmforge.post.environments.environment import Message, WrongReturn, tool_mes
 
 
 def read_message(message: dict[str, Any], names: dict[str, str]) -> Message:
-    """A message of OpenAI's API as ours, of what chat templates know. `names`: of tools by the ids of their calls, to which
-    its own are added. Raises WrongReturn where it is not text."""
+    """A message of OpenAI's API as ours, of what chat templates know.
+
+    `names`: of tools by the ids of their calls, to which its own are added. Raises WrongReturn
+    where it is not text.
+    """
     role, content = message["role"], message.get("content") or ""
     if isinstance(content, list):
         if any(part.get("type") != "text" for part in content):
             raise WrongReturn("its harness sent a message that is not text alone")
         content = "".join(part["text"] for part in content)
     if role == "tool":
-        call = {"id": message["tool_call_id"], "function": {"name": names.get(message["tool_call_id"], "")}}
+        call = {
+            "id": message["tool_call_id"],
+            "function": {"name": names.get(message["tool_call_id"], "")},
+        }
         return tool_message(call, content)
     plain = {"role": "system" if role == "developer" else role, "content": content}
     if calls := message.get("tool_calls"):
@@ -27,7 +33,11 @@ def read_message(message: dict[str, Any], names: dict[str, str]) -> Message:
 def _read_call(call: dict[str, Any]) -> dict[str, Any]:
     arguments = call["function"]["arguments"]
     arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-    return {"id": call["id"], "type": "function", "function": {"name": call["function"]["name"], "arguments": arguments}}
+    return {
+        "id": call["id"],
+        "type": "function",
+        "function": {"name": call["function"]["name"], "arguments": arguments},
+    }
 
 
 def completion_of(message: Message, model: str, *, streamed: bool) -> dict[str, Any]:
@@ -35,7 +45,14 @@ def completion_of(message: Message, model: str, *, streamed: bool) -> dict[str, 
     said = {"role": "assistant", "content": message["content"]}
     if calls := message.get("tool_calls"):
         said["tool_calls"] = [
-            {**call, "index": at, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+            {
+                **call,
+                "index": at,
+                "function": {
+                    **call["function"],
+                    "arguments": json.dumps(call["function"]["arguments"]),
+                },
+            }
             for at, call in enumerate(calls)
         ]
     finish = "tool_calls" if calls else "stop"
@@ -44,6 +61,8 @@ def completion_of(message: Message, model: str, *, streamed: bool) -> dict[str, 
         "object": "chat.completion.chunk" if streamed else "chat.completion",
         "created": 0,
         "model": model,
-        "choices": [{"index": 0, "delta" if streamed else "message": said, "finish_reason": finish}],
+        "choices": [
+            {"index": 0, "delta" if streamed else "message": said, "finish_reason": finish}
+        ],
         "usage": {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0},
     }

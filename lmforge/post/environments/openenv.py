@@ -1,7 +1,9 @@
-"""Environments of OpenEnv, by the address of their server: `openenv:http://HOST:PORT`. The package `openenv` has the client.
+"""Environments of OpenEnv, by the address of their server: `openenv:http://HOST:PORT`.
 
-A server whose tools are those of the Model Context Protocol offers these; any other has one tool, `step`, whose parameters are
-the fields of its action. Observations are JSON.
+The package `openenv` has the client.
+
+A server whose tools are those of the Model Context Protocol offers these; any other has one tool,
+`step`, whose parameters are the fields of its action. Observations are JSON.
 """
 
 import json
@@ -14,7 +16,8 @@ from lmforge.core.files.untrusted import parse_json
 from lmforge.post.environments.environment import Environment, Message, Reply, tool_message
 from lmforge.serve import http_call
 
-# Fields of every observation that are no words for the model, and of every action that no model fills in.
+# Fields of every observation that are no words for the model, and of every action that no model
+# fills in.
 OWN_FIELDS = ("done", "reward", "metadata")
 REQUEST_SECONDS, MAX_SCHEMA_BYTES = 30.0, 1 << 20
 
@@ -31,26 +34,40 @@ class OpenEnvironment(Environment):
         except ImportError:
             raise UserError("needs the package openenv, which is not installed here") from None
         try:
-            answer = http_call.call(f"{url}/schema", None, {}, seconds=REQUEST_SECONDS, max_bytes=MAX_SCHEMA_BYTES)
+            answer = http_call.call(
+                f"{url}/schema", None, {}, seconds=REQUEST_SECONDS, max_bytes=MAX_SCHEMA_BYTES
+            )
             if answer.status != 200:
                 raise ValueError(f"/schema: status {answer.status}")
-            action = parse_json(answer.content, dict[str, Any], url, max_bytes=MAX_SCHEMA_BYTES)["action"]
+            action = parse_json(answer.content, dict[str, Any], url, max_bytes=MAX_SCHEMA_BYTES)[
+                "action"
+            ]
             self._client = GenericEnvClient(base_url=url).sync()
             self._client.connect()
         except (OSError, HTTPException, ValueError, KeyError) as problem:
-            raise UserError(f"no server of OpenEnv answers: {str(problem) or type(problem).__name__}") from None
+            raise UserError(
+                f"no server of OpenEnv answers: {str(problem) or type(problem).__name__}"
+            ) from None
         self._mcp = "tool_name" in action.get("properties", {})
         if self._mcp:
             self._client.reset()
             found = self._client.step({"type": "list_tools"}).observation["tools"]
-            tools = [(tool["name"], tool["description"], tool.get("input_schema") or tool["inputSchema"]) for tool in found]
+            tools = [
+                (tool["name"], tool["description"], tool.get("input_schema") or tool["inputSchema"])
+                for tool in found
+            ]
         else:
-            fields = {name: each for name, each in action["properties"].items() if name not in OWN_FIELDS}
+            fields = {
+                name: each for name, each in action["properties"].items() if name not in OWN_FIELDS
+            }
             needed = [name for name in action.get("required", ()) if name in fields]
             parameters = {"type": "object", "properties": fields, "required": needed}
             tools = [("step", action.get("description", "Act."), parameters)]
         self._schemas = [
-            {"type": "function", "function": {"name": name, "description": about, "parameters": parameters}}
+            {
+                "type": "function",
+                "function": {"name": name, "description": about, "parameters": parameters},
+            }
             for name, about, parameters in tools
         ]
 
@@ -62,7 +79,10 @@ class OpenEnvironment(Environment):
         messages = list(row.pop("prompt"))
         said = _describe(self._client.reset(**row).observation)
         if said:
-            messages[-1] = {**messages[-1], "content": "\n".join(filter(None, [messages[-1]["content"], said]))}
+            messages[-1] = {
+                **messages[-1],
+                "content": "\n".join(filter(None, [messages[-1]["content"], said])),
+            }
         return messages
 
     def step(self, message: Message) -> Reply:
@@ -70,7 +90,11 @@ class OpenEnvironment(Environment):
         calls = message.get("tool_calls", ())
         for call in calls:
             name, arguments = call["function"]["name"], call["function"]["arguments"]
-            action = {"type": "call_tool", "tool_name": name, "arguments": arguments} if self._mcp else arguments
+            action = (
+                {"type": "call_tool", "tool_name": name, "arguments": arguments}
+                if self._mcp
+                else arguments
+            )
             try:
                 result = self._client.step(action)
                 if error := result.observation.get("error"):
@@ -79,7 +103,9 @@ class OpenEnvironment(Environment):
                 self.failed_calls += 1
                 replies.append(tool_message(call, str({"error": str(problem)})))
                 continue
-            said = result.observation["result"]["data"] if self._mcp else _describe(result.observation)
+            said = (
+                result.observation["result"]["data"] if self._mcp else _describe(result.observation)
+            )
             replies.append(tool_message(call, str(said)))
             rewards += [] if result.reward is None else [float(result.reward)]
             done = done or result.done
@@ -91,5 +117,15 @@ class OpenEnvironment(Environment):
 
 def _describe(observation: dict[str, Any]) -> str:
     """An observation without what every one has; of one field its text alone."""
-    fields = {name: value for name, value in observation.items() if name not in OWN_FIELDS and value is not None}
-    return str(next(iter(fields.values()))) if len(fields) == 1 else json.dumps(fields, ensure_ascii=False) if fields else ""
+    fields = {
+        name: value
+        for name, value in observation.items()
+        if name not in OWN_FIELDS and value is not None
+    }
+    return (
+        str(next(iter(fields.values())))
+        if len(fields) == 1
+        else json.dumps(fields, ensure_ascii=False)
+        if fields
+        else ""
+    )

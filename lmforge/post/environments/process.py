@@ -1,7 +1,8 @@
 """The environment that a run names, in processes of its own, with bounds of time; and its rewards.
 
-Each process has several episodes and answers one request at a time. A call that takes too long is interrupted, which ends its
-episode; if that does not help, its process is killed, which ends those that it has.
+Each process has several episodes and answers one request at a time. A call that takes too long is
+interrupted, which ends its episode; if that does not help, its process is killed, which ends those
+that it has.
 """
 
 import time
@@ -17,7 +18,13 @@ import xxhash
 from lmforge.core import registry
 from lmforge.core.errors import UserError
 from lmforge.core.files.untrusted import expand_home
-from lmforge.core.foreign_code import HEARTBEAT_CALL_SECONDS, IMPORT_TIMEOUT_SECONDS, JsonLineProcess, ProcessLost, start_server
+from lmforge.core.foreign_code import (
+    HEARTBEAT_CALL_SECONDS,
+    IMPORT_TIMEOUT_SECONDS,
+    JsonLineProcess,
+    ProcessLost,
+    start_server,
+)
 from lmforge.core.plugins import files_of
 from lmforge.post.environments.environment import Message
 from lmforge.post.environments.verifiers_loading import sources
@@ -35,8 +42,10 @@ LEAST_SECONDS = 1.0
 
 
 class Declaration(NamedTuple):
-    """What an environment declares: schemas of the tools that the model may call, "tool", "user" or both, and whether episodes
-    have a reward without a reward function; whether calls can begin before others have ended."""
+    """What an environment declares: schemas of the tools that the model may call, "tool", "user" or
+    both, and whether episodes have a reward without a reward function; whether calls can begin
+    before others have ended.
+    """
 
     tools: list[dict[str, Any]]
     reply_roles: list[str]
@@ -45,8 +54,11 @@ class Declaration(NamedTuple):
 
 
 class EpisodeReply(NamedTuple):
-    """What an environment answered in an episode. `failed_calls`: how many of the answer's calls raised an exception. `error`:
-    why there is no answer, which ends the episode."""
+    """What an environment answered in an episode.
+
+    `failed_calls`: how many of the answer's calls raised an exception. `error`: why there is no
+    answer, which ends the episode.
+    """
 
     messages: Sequence[Message] = ()
     done: bool = False
@@ -55,7 +67,10 @@ class EpisodeReply(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """A request to an episode, and its answer. `deadline`: of one that has begun before its turn, or None."""
+    """A request to an episode, and its answer.
+
+    `deadline`: of one that has begun before its turn, or None.
+    """
 
     episode: int
     request: dict[str, Any]
@@ -70,7 +85,9 @@ def adapted(spec: str) -> tuple[str, str] | None:
 
 
 def split_spec(spec: str) -> tuple[str, str]:
-    """File and name of an environment; no file where the name is registered, or of another package."""
+    """File and name of an environment; no file where the name is registered, or of another
+    package.
+    """
     if adapted(spec):
         return "", spec
     file, _, name = spec.rpartition(":")
@@ -78,7 +95,10 @@ def split_spec(spec: str) -> tuple[str, str]:
 
 
 def identify(spec: str) -> list[str]:
-    """What makes an environment another one: its name, and what its files hold, wherever they are. Raises OSError."""
+    """What makes an environment another one: its name, and what its files hold, wherever they are.
+
+    Raises OSError.
+    """
     file, name = split_spec(spec)
     files, parts = [expand_home(file)] if file else [], [name]
     if spec.startswith("verifiers:"):
@@ -88,25 +108,37 @@ def identify(spec: str) -> list[str]:
 
 
 class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
-    """An environment with episodes, numbered from 0. Use it in a `with`, or close it. It is a RewardWorker.
+    """An environment with episodes, numbered from 0.
 
-    Its processes are started when they are needed; they end with the object, or with this process. heartbeat: called every
-    second while environments work.
+    Use it in a `with`, or close it. It is a RewardWorker.
+
+    Its processes are started when they are needed; they end with the object, or with this process.
+    heartbeat: called every second while environments work.
     """
 
     def __init__(self, spec: str, *, processes: int = 1, timeout_seconds: float = 60.0) -> None:
-        """`spec`: FILE.py:CLASS, FILE.py:FUNCTION, FILE.py:DICT, or a registered name. `timeout_seconds` is for one call of it.
+        """`spec`: FILE.py:CLASS, FILE.py:FUNCTION, FILE.py:DICT, or a registered name.
 
-        Raises UserError where it is not of this form. What needs its process raises UserError where it cannot be used.
+        `timeout_seconds` is for one call of it.
+
+        Raises UserError where it is not of this form. What needs its process raises UserError where
+        it cannot be used.
         """
         file, name = split_spec(spec)
         if (file or name.endswith(".py")) and not (file.endswith(".py") and name):
-            raise UserError(f"environment {spec}: expected FILE.py:CLASS, FILE.py:FUNCTION, or a registered name")
+            raise UserError(
+                f"environment {spec}: expected FILE.py:CLASS, FILE.py:FUNCTION, or a registered"
+                " name"
+            )
         plugins = [] if file or adapted(spec) else files_of([registry.get("environment", spec)])
         self.spec, self._timeout_seconds = spec, timeout_seconds
         self.heartbeat: Callable[[], None] = lambda: None
         self._functions: dict[str, tuple[str, str]] = {}
-        self._first = {"plugins": plugins, "functions": self._functions, "timeout_seconds": timeout_seconds}
+        self._first = {
+            "plugins": plugins,
+            "functions": self._functions,
+            "timeout_seconds": timeout_seconds,
+        }
         self._workers: list[JsonLineProcess | None] = [None] * processes
         self._threads = [ThreadPoolExecutor(1) for _ in range(processes)]
         # By process, of calls that begin together.
@@ -133,22 +165,33 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
         """Whether some episodes have a reward without a reward function."""
         return any(each.gives_rewards for each in self.declarations.values())
 
-    def add_functions(self, functions: Mapping[str, tuple[str, str]], accepted: Mapping[str, list[str] | None]) -> None:
-        """Reward functions that are given `environments`: (file, name) of each, and the columns that it is given. They run
-        where these are. Raises UserError where a file cannot be imported there, if there is a process."""
+    def add_functions(
+        self, functions: Mapping[str, tuple[str, str]], accepted: Mapping[str, list[str] | None]
+    ) -> None:
+        """Reward functions that are given `environments`: (file, name) of each, and the columns
+        that it is given. They run where these are. Raises UserError where a file cannot be imported
+        there, if there is a process.
+        """
         self._functions.update(functions)
         self.accepted_columns |= accepted
         self.required_columns |= {spec: [] for spec in functions}
         for process in filter(None, self._workers):
-            response = process.request({"call": "import", "functions": functions}, IMPORT_TIMEOUT_SECONDS)
+            response = process.request(
+                {"call": "import", "functions": functions}, IMPORT_TIMEOUT_SECONDS
+            )
             if "user_error" in response:
                 raise UserError(response["user_error"])
 
     def reset(self, rows: Sequence[dict[str, Any]]) -> list[EpisodeReply]:
-        """Begin an episode for each row, and end those before. Returns the first messages of each."""
+        """Begin an episode for each row, and end those before.
+
+        Returns the first messages of each.
+        """
         self.end_episodes()
         self._failed, self._num_episodes, self._ended = {}, len(rows), False
-        begun = self._finish(self._begin({number: {"call": "reset", "row": row} for number, row in enumerate(rows)}))
+        begun = self._finish(
+            self._begin({number: {"call": "reset", "row": row} for number, row in enumerate(rows)})
+        )
         return [self.take_reply(number, answer) for number, answer in begun.items()]
 
     def step(self, answers: Mapping[int, Message]) -> dict[int, EpisodeReply]:
@@ -158,37 +201,57 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
 
     def begin_steps(self, answers: Mapping[int, Message]) -> dict[int, Future[dict[str, Any]]]:
         """As `step`, without waiting; `take_reply` reads what each will be."""
-        return self._begin({number: {"call": "step", "message": message} for number, message in answers.items()})
+        return self._begin(
+            {number: {"call": "step", "message": message} for number, message in answers.items()}
+        )
 
     def take_reply(self, number: int, answer: Future[dict[str, Any]]) -> EpisodeReply:
         """The reply of an episode. Raises UserError where the environment cannot be used."""
         response = self._read(number, answer)
         if response is None:
             return EpisodeReply(error=self._failed[number])
-        return EpisodeReply(**{key: value for key, value in response.items() if key in EpisodeReply._fields})
+        return EpisodeReply(
+            **{key: value for key, value in response.items() if key in EpisodeReply._fields}
+        )
 
     def end_episodes(self) -> None:
         """Close what the episodes have opened."""
-        running = [number for at, process in enumerate(self._workers) if process for number in self._episodes_of(at)]
+        running = [
+            number
+            for at, process in enumerate(self._workers)
+            if process
+            for number in self._episodes_of(at)
+        ]
         if not self._ended:
-            failed, self._failed = self._failed, dict(self._failed)  # one that fails while it is closed has its reward
+            # One that fails while it is closed has its reward.
+            failed, self._failed = self._failed, dict(self._failed)
             self._request({number: {"call": "end", "episode": number} for number in running})
             self._failed, self._ended = failed, True
 
     def score(self, request: dict[str, Any], timeout_seconds: float) -> dict[str, FunctionResult]:
-        """The rewards of all episodes, which it ends: of the environment itself, under its name, and of functions that take
-        environments."""
+        """The rewards of all episodes, which it ends: of the environment itself, under its name,
+        and of functions that take environments.
+        """
         results = {}
         if self.gives_rewards:
-            answers = self._request({number: {"call": "reward", "episode": number} for number in range(self._num_episodes)})
-            rewards = [answers.get(number, {}).get("reward") for number in range(self._num_episodes)]
+            answers = self._request(
+                {
+                    number: {"call": "reward", "episode": number}
+                    for number in range(self._num_episodes)
+                }
+            )
+            rewards = [
+                answers.get(number, {}).get("reward") for number in range(self._num_episodes)
+            ]
             results[self.spec] = FunctionResult(rewards)
         for spec in self._functions:
             results[spec] = self._call_function(spec, request, timeout_seconds)
         self.end_episodes()
         return results
 
-    def _call_function(self, spec: str, request: dict[str, Any], timeout_seconds: float) -> FunctionResult:
+    def _call_function(
+        self, spec: str, request: dict[str, Any], timeout_seconds: float
+    ) -> FunctionResult:
         """A function is called in each process with the episodes that are there."""
         rewards: list[Any] = [None] * self._num_episodes
         for worker in range(len(self._workers)):
@@ -196,13 +259,19 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
             if not mine:
                 continue
             accepted = self.accepted_columns[spec]
-            columns = {name: [column[at] for at in mine] for name, column in request["columns"].items()}
+            columns = {
+                name: [column[at] for at in mine] for name, column in request["columns"].items()
+            }
             call = {
                 "call": "functions",
                 "functions": [spec],
                 "episodes": mine,
                 "timeout_seconds": timeout_seconds,
-                "columns": {name: column for name, column in columns.items() if accepted is None or name in accepted},
+                "columns": {
+                    name: column
+                    for name, column in columns.items()
+                    if accepted is None or name in accepted
+                },
                 **{name: [request[name][at] for at in mine] for name in ("prompts", "completions")},
             }
             response = self._exchange(worker, call, timeout_seconds)
@@ -214,7 +283,9 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
             if "error" in result or not isinstance(result["rewards"], list):
                 return FunctionResult(**result)
             if (count := len(result["rewards"])) != len(mine):
-                raise UserError(f"reward {spec}: returned {count} rewards for {len(mine)} completions")
+                raise UserError(
+                    f"reward {spec}: returned {count} rewards for {len(mine)} completions"
+                )
             for number, reward in zip(mine, result["rewards"], strict=True):
                 rewards[number] = reward
         return FunctionResult(rewards)
@@ -229,10 +300,15 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
 
     def _request(self, requests: Mapping[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
         """The responses by episode, without those that failed."""
-        answers = {number: self._read(number, answer) for number, answer in self._finish(self._begin(requests)).items()}
+        answers = {
+            number: self._read(number, answer)
+            for number, answer in self._finish(self._begin(requests)).items()
+        }
         return {number: answer for number, answer in answers.items() if answer is not None}
 
-    def _finish(self, answers: dict[int, Future[dict[str, Any]]]) -> dict[int, Future[dict[str, Any]]]:
+    def _finish(
+        self, answers: dict[int, Future[dict[str, Any]]]
+    ) -> dict[int, Future[dict[str, Any]]]:
         """The same, when all are there. The processes work at the same time."""
         pending = {*answers.values()}
         try:
@@ -257,10 +333,17 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
         return response
 
     def _begin(self, requests: Mapping[int, dict[str, Any]]) -> dict[int, Future[dict[str, Any]]]:
-        self._begins_early = bool(requests) and any(each.begins_early for each in self.declarations.values())
-        calls = [_Call(number, {**request, "episode": number}, Future()) for number, request in requests.items()]
+        self._begins_early = bool(requests) and any(
+            each.begins_early for each in self.declarations.values()
+        )
+        calls = [
+            _Call(number, {**request, "episode": number}, Future())
+            for number, request in requests.items()
+        ]
         for worker in {call.episode % len(self._workers) for call in calls}:
-            self._waiting[worker].put([call for call in calls if call.episode % len(self._workers) == worker])
+            self._waiting[worker].put(
+                [call for call in calls if call.episode % len(self._workers) == worker]
+            )
             self._threads[worker].submit(self._work_through, worker)
         return {call.episode: call.answer for call in calls}
 
@@ -279,7 +362,10 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
                     call.answer.set_exception(problem)
 
     def _take_waiting(self, worker: int, calls: list[_Call]) -> bool:
-        """Add what waits for a process to `calls`, begun where that goes early. Returns whether there is any."""
+        """Add what waits for a process to `calls`, begun where that goes early.
+
+        Returns whether there is any.
+        """
         before = len(calls)
         with suppress(Empty):
             while True:
@@ -288,7 +374,9 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
         early = [
             call.request
             for call in new
-            if self._begins_early and call.request["call"] != "end" and call.episode not in self._failed
+            if self._begins_early
+            and call.request["call"] != "end"
+            and call.episode not in self._failed
         ]
         if early:
             self._exchange(worker, {"call": "begin", "requests": early}, self._timeout_seconds)
@@ -299,10 +387,16 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
     def _respond(self, worker: int, call: _Call) -> dict[str, Any]:
         if call.episode in self._failed:
             return {"error": self._failed[call.episode]}
-        left = self._timeout_seconds if call.deadline is None else max(call.deadline - time.monotonic(), LEAST_SECONDS)
+        left = (
+            self._timeout_seconds
+            if call.deadline is None
+            else max(call.deadline - time.monotonic(), LEAST_SECONDS)
+        )
         return self._exchange(worker, {**call.request, "seconds": left}, self._timeout_seconds)
 
-    def _exchange(self, worker: int, request: dict[str, Any], timeout_seconds: float) -> dict[str, Any]:
+    def _exchange(
+        self, worker: int, request: dict[str, Any], timeout_seconds: float
+    ) -> dict[str, Any]:
         """The response of a process, or an error; if it is lost, its episodes are."""
         if self._workers[worker] is None:
             self._start(worker)
@@ -318,15 +412,20 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
             response = {"error": str(lost)}
         for number in self._episodes_of(worker):
             self._failed.setdefault(number, response["error"])
-        self._workers[worker] = None  # last: `end_episodes` waits for threads of processes that are there
+        # Last: `end_episodes` waits for threads of processes that are there.
+        self._workers[worker] = None
         return response
 
     def _start(self, worker: int) -> None:
         if not self.close.alive:
             raise UserError(f"environment {self.spec}: is closed")
         module, what = "lmforge.post.environments.server", f"environment {self.spec}"
-        self._workers[worker], description = start_server(module, self.spec, self._first, what, CLOSING_SECONDS)
-        self._declarations = {name: Declaration(**declared) for name, declared in description.items()}
+        self._workers[worker], description = start_server(
+            module, self.spec, self._first, what, CLOSING_SECONDS
+        )
+        self._declarations = {
+            name: Declaration(**declared) for name, declared in description.items()
+        }
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()

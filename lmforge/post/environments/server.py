@@ -1,4 +1,6 @@
-"""The process that environments run in, each with one episode after another. process.py starts it and sends it requests."""
+"""The process that environments run in, each with one episode after another. process.py starts it
+and sends it requests.
+"""
 
 import atexit
 import inspect
@@ -65,7 +67,12 @@ class _Episodes:
     def open(self, spec: str, first: dict[str, Any]) -> tuple[dict[str, Any], Callable[[Any], Any]]:
         """What the environment declares, and what answers requests. Raises UserError."""
         file, name = split_spec(spec)
-        self._spec, self._timeout_seconds, self._file, self._module = spec, first["timeout_seconds"], file, None
+        self._spec, self._timeout_seconds, self._file, self._module = (
+            spec,
+            first["timeout_seconds"],
+            file,
+            None,
+        )
         if file:
             self._module = import_file(expand_home(file).resolve(), "environment", "environment")
             found = _find_environments(self._module, spec, name)
@@ -80,7 +87,10 @@ class _Episodes:
         self._functions = self._import_functions(first["functions"])
         declarations = {}
         for name, each in self._found.items():
-            with prefix_errors(f"environment {spec}{name and f': {name}'}"), _time_limit(self._timeout_seconds):
+            with (
+                prefix_errors(f"environment {spec}{name and f': {name}'}"),
+                _time_limit(self._timeout_seconds),
+            ):
                 try:
                     environment = _build(each)
                     self._idle[name] = [environment]
@@ -119,7 +129,10 @@ class _Episodes:
 
     def close(self) -> None:
         """End what all environments have opened."""
-        for environment in (*self._environments.values(), *chain.from_iterable(self._idle.values())):
+        for environment in (
+            *self._environments.values(),
+            *chain.from_iterable(self._idle.values()),
+        ):
             self._close(environment)
         atexit._run_exitfuncs()  # the process ends without them
 
@@ -129,8 +142,12 @@ class _Episodes:
                 with _time_limit(self._timeout_seconds):
                     environment.close()
             except BaseException as error:
-                reason = "takes too long" if isinstance(error, _TooLong) else describe_exception(error)
-                print(f"environment {self._spec}: close fails: {reason}", file=sys.stderr, flush=True)
+                reason = (
+                    "takes too long" if isinstance(error, _TooLong) else describe_exception(error)
+                )
+                print(
+                    f"environment {self._spec}: close fails: {reason}", file=sys.stderr, flush=True
+                )
 
     def _begin(self, requests: Sequence[dict[str, Any]]) -> None:
         """Begin calls that follow, while there is time; those that fail, fail then."""
@@ -138,7 +155,9 @@ class _Episodes:
             for request in requests:
                 with suppress(Exception):
                     environment = self._environment(request)
-                    environment.begin(request["call"], request.get("row") or request.get("message") or {})
+                    environment.begin(
+                        request["call"], request.get("row") or request.get("message") or {}
+                    )
 
     def _environment(self, request: dict[str, Any]) -> Environment:
         """That of an episode; an instance serves one episode after another, as in TRL."""
@@ -171,7 +190,10 @@ class _Episodes:
         return {"messages": messages, "done": done, "failed_calls": int(environment.failed_calls)}
 
     def _reward(self, request: dict[str, Any]) -> dict[str, Any]:
-        environment, given = self._environments[request["episode"]], self._rewards[request["episode"]]
+        environment, given = (
+            self._environments[request["episode"]],
+            self._rewards[request["episode"]],
+        )
         if (reward := environment.get_reward()) is not None:
             return {"reward": _checked_reward(reward, "get_reward")}
         return {"reward": math.fsum(given) if given else None}
@@ -197,13 +219,19 @@ class _Episodes:
 
     def _call_functions(self, request: dict[str, Any]) -> dict[str, Any]:
         environments = [self._environments[number] for number in request["episodes"]]
-        given = [each.instance if isinstance(each, ToolEnvironment) else each for each in environments]
+        given = [
+            each.instance if isinstance(each, ToolEnvironment) else each for each in environments
+        ]
         request["columns"]["environments"] = given
-        return call_functions({spec: self._functions[spec] for spec in request["functions"]}, request)
+        return call_functions(
+            {spec: self._functions[spec] for spec in request["functions"]}, request
+        )
 
 
 def main() -> None:
-    """Open the environment that the first argument names, say what it has, then answer requests until the input closes."""
+    """Open the environment that the first argument names, say what it has, then answer requests
+    until the input closes.
+    """
     episodes = _Episodes()
     serve_requests(episodes.open, episodes.close, CLOSING_SECONDS)
 
@@ -213,8 +241,13 @@ def _find_environments(module: ModuleType, spec: str, name: str) -> Any:
     found = vars(module).get(name)
     if not isinstance(found, dict):
         return find_function(module, f"environment {spec}", name, classes=True)
-    if not found or not all(isinstance(key, str) and key and callable(each) for key, each in found.items()):
-        raise UserError(f"environment {spec}: expected a dict of names and classes or functions, got {found!r:.100}")
+    if not found or not all(
+        isinstance(key, str) and key and callable(each) for key, each in found.items()
+    ):
+        raise UserError(
+            f"environment {spec}: expected a dict of names and classes or functions, got"
+            f" {found!r:.100}"
+        )
     return found
 
 
@@ -226,12 +259,23 @@ def _build(found: Any) -> Environment:
 
 
 def _describe(environment: Environment, name: str) -> dict[str, Any]:
-    """What an environment declares. Raises UserError, which names the field, where it is not as Environment says."""
+    """What an environment declares.
+
+    Raises UserError, which names the field, where it is not as Environment says.
+    """
     roles, declared = environment.reply_roles, environment.tools
-    if not isinstance(roles, list | tuple) or not roles or not {*map(str, roles)} <= {"tool", "user"}:
-        raise UserError(f'{name}.reply_roles: expected a list of "tool", "user" or both, got {roles!r:.100}')
+    if (
+        not isinstance(roles, list | tuple)
+        or not roles
+        or not {*map(str, roles)} <= {"tool", "user"}
+    ):
+        raise UserError(
+            f'{name}.reply_roles: expected a list of "tool", "user" or both, got {roles!r:.100}'
+        )
     if not isinstance(declared, list | tuple):
-        raise UserError(f"{name}.tools: expected a list of functions and schemas, got {declared!r:.100}")
+        raise UserError(
+            f"{name}.tools: expected a list of functions and schemas, got {declared!r:.100}"
+        )
     if wrong := [tool for tool in declared if not (callable(tool) or isinstance(tool, dict))]:
         raise UserError(f"{name}.tools: expected functions and schemas, got {wrong[0]!r:.100}")
     tools = environment.tool_schemas()
@@ -244,7 +288,9 @@ def _describe(environment: Environment, name: str) -> dict[str, Any]:
         try:
             json.dumps(tool)
         except (TypeError, ValueError, RecursionError) as problem:
-            raise UserError(f"{name}.tools: the schema of {function['name']} is not JSON: {problem}") from None
+            raise UserError(
+                f"{name}.tools: the schema of {function['name']} is not JSON: {problem}"
+            ) from None
         names.append(function["name"])
     if len(set(names)) < len(names):
         raise UserError(f"{name}.tools: two tools have one name: {', '.join(names)}")
@@ -261,7 +307,9 @@ def _checked(messages: Any, method: str) -> list[dict[str, Any]]:
         raise WrongReturn(f"{method} returned {type(messages).__name__}, not a list of messages")
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise WrongReturn(f"{method} returned {message!r:.100}, not a message with role and content")
+            raise WrongReturn(
+                f"{method} returned {message!r:.100}, not a message with role and content"
+            )
     json.dumps(messages)
     return list(messages)
 

@@ -1,7 +1,8 @@
-"""The schema of a tool, which chat templates show to a model, from a Python function's type hints and docstring.
+"""The schema of a tool, which chat templates show to a model, from a Python function's type hints
+and docstring.
 
-It is that of transformers' `get_json_schema`: https://huggingface.co/docs/transformers/chat_extras. Types that are neither
-JSON's nor made of these are refused, as there.
+It is that of transformers' `get_json_schema`: https://huggingface.co/docs/transformers/chat_extras.
+Types that are neither JSON's nor made of these are refused, as there.
 """
 
 import inspect
@@ -25,7 +26,8 @@ _CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
 def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
     """The schema of a function or method, {"type": "function", "function": {…}}.
 
-    Raises UserError where a parameter has no type hint, one that JSON has nothing for, or no description in the docstring.
+    Raises UserError where a parameter has no type hint, one that JSON has nothing for, or no
+    description in the docstring.
     """
     name = getattr(function, "__name__", type(function).__name__)
     summary, described, returns = _parse_docstring(name, inspect.getdoc(function))
@@ -38,15 +40,22 @@ def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
     for parameter in _parameters(function):
         where = f"tool {name}: parameter {parameter.name!r}"
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise UserError(f"{where}: a model cannot be told what *{parameter.name} takes; name each parameter")
+            raise UserError(
+                f"{where}: a model cannot be told what *{parameter.name} takes; name each parameter"
+            )
         if parameter.name not in hints:
             raise UserError(f"{where} has no type hint, such as {parameter.name}: str")
         schema = _type_schema(hints[parameter.name], where)
         if parameter.name not in described:
-            raise UserError(f'{where} has no description in the docstring: write "{parameter.name}: …" under Args:')
+            raise UserError(
+                f'{where} has no description in the docstring: write "{parameter.name}: …" under'
+                " Args:"
+            )
         properties[parameter.name] = _described(schema, described[parameter.name], where)
         required += [parameter.name] if parameter.default is parameter.empty else []
-    parameters = {"type": "object", "properties": properties} | ({"required": required} if required else {})
+    parameters = {"type": "object", "properties": properties} | (
+        {"required": required} if required else {}
+    )
     written = {"name": name, "description": summary, "parameters": parameters}
     try:
         result = _type_schema(hints["return"], "")
@@ -59,7 +68,11 @@ def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     """Those that a call gives: without the receiver of a method that is not bound."""
     parameters = list(inspect.signature(function).parameters.values())
-    if parameters and parameters[0].name in ("self", "cls") and parameters[0].annotation is inspect.Parameter.empty:
+    if (
+        parameters
+        and parameters[0].name in ("self", "cls")
+        and parameters[0].annotation is inspect.Parameter.empty
+    ):
         return parameters[1:]
     return parameters
 
@@ -91,8 +104,8 @@ def _type_schema(hint: Any, where: str) -> dict[str, Any]:
     elif origin is dict:
         return {"type": "object", "additionalProperties": _type_schema(arguments[1], where)}
     raise UserError(
-        f"{where} has a type hint that JSON has nothing for: {inspect.formatannotation(hint)}; take str, int, float,"
-        " bool, Literal, or list and dict of these"
+        f"{where} has a type hint that JSON has nothing for: {inspect.formatannotation(hint)}; take"
+        " str, int, float, bool, Literal, or list and dict of these"
     )
 
 
@@ -108,7 +121,9 @@ def _described(schema: dict[str, Any], description: str, where: str) -> dict[str
             values = json.loads(choices[1])
         except ValueError:
             raise UserError(f"{where}: its choices are not a list of JSON: {choices[1]}") from None
-        schema = schema | {"enum": [each.strip() if isinstance(each, str) else each for each in values]}
+        schema = schema | {
+            "enum": [each.strip() if isinstance(each, str) else each for each in values]
+        }
         description = description[: choices.start()].strip()
     return schema | {"description": description}
 
@@ -129,4 +144,8 @@ def _parse_docstring(name: str, docstring: str | None) -> tuple[str, dict[str, s
             last, described[last] = begun[1], begun[2].strip()
         elif last:
             described[last] = f"{described[last]} {line.strip()}".strip()
-    return summary.strip(), described, sections["Returns"].strip() if "Returns" in sections else None
+    return (
+        summary.strip(),
+        described,
+        sections["Returns"].strip() if "Returns" in sections else None,
+    )

@@ -1,8 +1,9 @@
-"""Environments of the package `verifiers` (from 0.4, its `verifiers.v1`): `verifiers:TASKSET`, or `verifiers:FILE.toml`, a file
-with the table [env] of its own configurations.
+"""Environments of the package `verifiers` (from 0.4, its `verifiers.v1`): `verifiers:TASKSET`, or
+`verifiers:FILE.toml`, a file with the table [env] of its own configurations.
 
-There a harness, which may be a program, asks a model at an OpenAI endpoint and runs the tools. That endpoint is here: what a
-harness asks is what `reset` and `step` answer, and its response is held back until the next `step` brings the model's answer.
+There a harness, which may be a program, asks a model at an OpenAI endpoint and runs the tools. That
+endpoint is here: what a harness asks is what `reset` and `step` answer, and its response is held
+back until the next `step` brings the model's answer.
 """
 
 import asyncio
@@ -44,7 +45,9 @@ class _Asked(NamedTuple):
 
 
 class _Ended(NamedTuple):
-    """A rollout is over: the reward of the one that asked, and how many answers its harness got; or why it failed."""
+    """A rollout is over: the reward of the one that asked, and how many answers its harness got; or
+    why it failed.
+    """
 
     reward: float
     heard: int = 0
@@ -52,13 +55,16 @@ class _Ended(NamedTuple):
 
 
 class _Host:
-    """An environment of verifiers and the endpoint for its harnesses, in an event loop of a thread: one in a process.
+    """An environment of verifiers and the endpoint for its harnesses, in an event loop of a thread:
+    one in a process.
 
     tools: schemas that the harness offered for the first task.
     """
 
     def __init__(self, address: str) -> None:
-        """Raises UserError where there is no such environment, or its harness does not ask for a first answer."""
+        """Raises UserError where there is no such environment, or its harness does not ask for a
+        first answer.
+        """
         self.env = load(address)
         self._tasks, self._loaded = iter(self.env.taskset), list[Any]()
         self._problem: BaseException | None = None
@@ -75,7 +81,11 @@ class _Host:
         from verifiers.v1 import SingleAgentEnv
 
         harnesses = {config.id for config in self.env.config.agent_harnesses().values()}
-        self.reply_roles = ("tool",) if isinstance(self.env, SingleAgentEnv) and harnesses <= TOOL_LOOPS else ("tool", "user")
+        self.reply_roles = (
+            ("tool",)
+            if isinstance(self.env, SingleAgentEnv) and harnesses <= TOOL_LOOPS
+            else ("tool", "user")
+        )
 
     def _first_tools(self) -> list[dict[str, Any]]:
         rollout = _Rollout(self, self.task({"idx": 0}))
@@ -120,19 +130,29 @@ class _Host:
             return web.json_response({"error": {"message": "the episode has ended"}}, status=400)
         if not body.get("stream"):
             return web.json_response(completion_of(message, MODEL, streamed=False))
-        events = f"data: {json.dumps(completion_of(message, MODEL, streamed=True))}\n\ndata: [DONE]\n\n"
+        events = (
+            f"data: {json.dumps(completion_of(message, MODEL, streamed=True))}\n\ndata: [DONE]\n\n"
+        )
         return web.Response(text=events, content_type="text/event-stream")
 
     async def _refuse(self, request: Any) -> Any:
         from aiohttp import web
 
-        return web.Response(status=404, text=f"harnesses are answered at {ROUTE} here, not at {cut(request.path)}")
+        return web.Response(
+            status=404, text=f"harnesses are answered at {ROUTE} here, not at {cut(request.path)}"
+        )
 
     def task(self, row: dict[str, Any]) -> Any:
-        """The task of the taskset that a row names in its column `idx`. Raises WrongReturn where there is none."""
+        """The task of the taskset that a row names in its column `idx`.
+
+        Raises WrongReturn where there is none.
+        """
         index = row.get("idx")
         if not isinstance(index, int) or index < 0:
-            raise WrongReturn(f"column idx: expected the number of a task in the taskset, from 0, got {cut(repr(index))}")
+            raise WrongReturn(
+                "column idx: expected the number of a task in the taskset, from 0, got"
+                f" {cut(repr(index))}"
+            )
         while len(self._loaded) <= index:
             if self._problem is not None:
                 raise self._problem
@@ -159,7 +179,11 @@ class _Rollout:
     """A task that is being played in the host's loop."""
 
     def __init__(self, host: _Host, task: Any) -> None:
-        self._host, self._traces, self._responses = host, list[Any](), list[asyncio.Future[Message | None]]()
+        self._host, self._traces, self._responses = (
+            host,
+            list[Any](),
+            list[asyncio.Future[Message | None]](),
+        )
         self._events = queue.SimpleQueue[_Asked | _Ended]()
         self._conversation = ""  # the id of the trace that asks first
         self._playing = asyncio.run_coroutine_threadsafe(self._play(task), host.loop)
@@ -167,13 +191,22 @@ class _Rollout:
     async def _play(self, task: Any) -> None:
         from verifiers.v1 import EvalClientConfig, ModelContext
 
-        ctx = ModelContext(MODEL, EvalClientConfig(base_url=self._host.url, api_key_var="LMFORGE_HAS_NO_KEY"))
+        ctx = ModelContext(
+            MODEL, EvalClientConfig(base_url=self._host.url, api_key_var="LMFORGE_HAS_NO_KEY")
+        )
         try:
-            episode = await self._host.env.run_episode(task, ctx, on_trace=self._begun, on_discard=self._discard)
-            failures = [trace.last_error for trace in self._traces if trace.has_error] + episode.errors
+            episode = await self._host.env.run_episode(
+                task, ctx, on_trace=self._begun, on_discard=self._discard
+            )
+            failures = [
+                trace.last_error for trace in self._traces if trace.has_error
+            ] + episode.errors
             error = next((f"{each.type}: {each.message}" for each in failures if each), "")
             asked = [trace for trace in self._traces if trace.id == self._conversation]
-            reward, heard = sum(trace.reward for trace in asked), sum(trace.num_turns for trace in asked)
+            reward, heard = (
+                sum(trace.reward for trace in asked),
+                sum(trace.num_turns for trace in asked),
+            )
             self._events.put(_Ended(reward, heard, error))
         except Exception as problem:
             self._events.put(_Ended(0.0, error=f"{type(problem).__name__}: {problem}"))
@@ -202,14 +235,19 @@ class _Rollout:
         return await response
 
     def wait(self) -> _Asked | _Ended:
-        """The next request, or the end. Raises WrongReturn where the rollout failed, or another agent asks."""
+        """The next request, or the end.
+
+        Raises WrongReturn where the rollout failed, or another agent asks.
+        """
         event = self._events.get()
         if isinstance(event, _Ended):
             if event.error:
                 raise WrongReturn(f"its rollout failed: {_outer_lines(event.error)}")
             return event
         if event.conversation != self._conversation:
-            raise WrongReturn("a second agent or attempt asked the model; an episode is one conversation here")
+            raise WrongReturn(
+                "a second agent or attempt asked the model; an episode is one conversation here"
+            )
         return event
 
     def wait_first(self) -> _Asked:
@@ -220,7 +258,9 @@ class _Rollout:
         return event
 
     def stop(self) -> None:
-        """Have verifiers end it as at a limit of its own, and score what there is, once its harness gets no answer."""
+        """Have verifiers end it as at a limit of its own, and score what there is, once its harness
+        gets no answer.
+        """
         for trace in self._traces:
             self._host.loop.call_soon_threadsafe(trace.stop, "cut")
 
@@ -230,7 +270,10 @@ class _Rollout:
 
 
 class VerifiersEnvironment(Environment):
-    """A task of a taskset, which the row's column `idx` names. The reward is that of its rubric, of the agent that asks."""
+    """A task of a taskset, which the row's column `idx` names.
+
+    The reward is that of its rubric, of the agent that asks.
+    """
 
     begins_early = True
 
@@ -284,20 +327,35 @@ class VerifiersEnvironment(Environment):
         return self._event.reward
 
     def _read_new(self, body: dict[str, Any]) -> list[Message]:
-        """What a request adds to the conversation. Raises WrongReturn where it does something else."""
+        """What a request adds to the conversation.
+
+        Raises WrongReturn where it does something else.
+        """
         tools = list(body.get("tools") or [])
         if tools != self._host.tools:
             names = [
-                list_names(str(tool.get("function", {}).get("name")) for tool in each) for each in (self._host.tools, tools)
+                list_names(str(tool.get("function", {}).get("name")) for tool in each)
+                for each in (self._host.tools, tools)
             ]
-            raise WrongReturn(f"its harness offers other tools than for the first task: {names[1]}, not {names[0]}")
+            raise WrongReturn(
+                f"its harness offers other tools than for the first task: {names[1]}, not"
+                f" {names[0]}"
+            )
         names_of_calls: dict[str, str] = {}
         said = [read_message(message, names_of_calls) for message in body["messages"]]
         known = len(self._known)
         if said[:known] != self._known:
-            at = next((at for at, pair in enumerate(zip(said, self._known, strict=False)) if pair[0] != pair[1]), len(said))
+            at = next(
+                (
+                    at
+                    for at, pair in enumerate(zip(said, self._known, strict=False))
+                    if pair[0] != pair[1]
+                ),
+                len(said),
+            )
             raise WrongReturn(
-                f"its harness did not append to the conversation: message {at + 1} of {known} was left out or is another one"
+                f"its harness did not append to the conversation: message {at + 1} of {known} was"
+                " left out or is another one"
             )
         if len(said) == known:
             raise WrongReturn("its harness asked again without a new message")

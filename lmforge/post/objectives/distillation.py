@@ -1,8 +1,10 @@
-"""Distillation: the divergence of a student from a teacher at every scored token, mixed with the language model's loss.
+"""Distillation: the divergence of a student from a teacher at every scored token, mixed with the
+language model's loss.
 
-As in language.py, a chunk of tokens is scored at a time, here through both heads, and its gradient is computed while its
-logits exist: the full logits of neither model ever do. A teacher is its hidden states and its head, or tokens of it that were
-stored before: the likeliest, or drawn ones. What runs teachers and stores tokens is in post/distillation/.
+As in language.py, a chunk of tokens is scored at a time, here through both heads, and its gradient
+is computed while its logits exist: the full logits of neither model ever do. A teacher is its
+hidden states and its head, or tokens of it that were stored before: the likeliest, or drawn ones.
+What runs teachers and stores tokens is in post/distillation/.
 """
 
 import math
@@ -24,7 +26,9 @@ from lmforge.core.model.layers import PLAIN_HEAD, HeadOptions, LanguageModel
 
 @dataclass(frozen=True)
 class TeacherHead:
-    """The output head of a teacher: weight [rows, width] of the ids from `start` on; bias [rows] and softcap as HeadOptions."""
+    """The output head of a teacher: weight [rows, width] of the ids from `start` on; bias [rows]
+    and softcap as HeadOptions.
+    """
 
     weight: Tensor
     bias: Tensor | None = None
@@ -36,18 +40,27 @@ class TeacherHead:
 
         def cut(values: Tensor) -> Tensor:
             found = values[start - self.start :][:count]
-            return found if len(found) == count else torch.cat([found, found.new_zeros(count - len(found), *found.shape[1:])])
+            return (
+                found
+                if len(found) == count
+                else torch.cat([found, found.new_zeros(count - len(found), *found.shape[1:])])
+            )
 
-        return TeacherHead(cut(self.weight), None if self.bias is None else cut(self.bias), self.softcap, start)
+        return TeacherHead(
+            cut(self.weight), None if self.bias is None else cut(self.bias), self.softcap, start
+        )
 
 
 @dataclass(frozen=True)
 class DistillationConfig:
     """What the loss of a token is: `kd_ratio` × divergence + (1 − `kd_ratio`) × cross-entropy.
 
-    beta         of the generalised Jensen–Shannon divergence: 0 is the forward KL divergence, 1 the reverse one
-    temperature  both models' logits are divided by it in the divergence (which is not multiplied by its square, as in TRL)
-    vocab_size   ids from here on pad a head: they are no part of either distribution in the divergence; None: all are tokens
+    beta         of the generalised Jensen–Shannon divergence: 0 is the forward KL divergence, 1 the
+                 reverse one
+    temperature  both models' logits are divided by it in the divergence (which is not multiplied by
+                 its square, as in TRL)
+    vocab_size   ids from here on pad a head: they are no part of either distribution in the
+                 divergence; None: all are tokens
     sampled      what is stored of a teacher was drawn (SampledTeacher); beta is 0
     """
 
@@ -61,9 +74,12 @@ class DistillationConfig:
 class Teacher(Protocol):
     """What a teacher says of tokens [tokens]."""
 
-    def log_probs(self, tokens: slice, student: Tensor, config: DistillationConfig, shard: VocabShard) -> Tensor:
-        """Its log-probabilities [n, vocab] of some tokens on this shard of the vocabulary, as `student` has those of the
-        student."""
+    def log_probs(
+        self, tokens: slice, student: Tensor, config: DistillationConfig, shard: VocabShard
+    ) -> Tensor:
+        """Its log-probabilities [n, vocab] of some tokens on this shard of the vocabulary, as
+        `student` has those of the student.
+        """
 
     def excess(self, tokens: slice) -> Tensor | float:
         """By how much the divergence from these is too large: [n, 1], whatever the student says."""
@@ -72,34 +88,44 @@ class Teacher(Protocol):
 
 @dataclass(frozen=True)
 class HeadTeacher(Teacher):
-    """A teacher beside the student: its hidden states [tokens, width], and the rows of its head for this shard."""
+    """A teacher beside the student: its hidden states [tokens, width], and the rows of its head for
+    this shard.
+    """
 
     hidden: Tensor
     head: TeacherHead
 
-    def log_probs(self, tokens: slice, student: Tensor, config: DistillationConfig, shard: VocabShard) -> Tensor:
+    def log_probs(
+        self, tokens: slice, student: Tensor, config: DistillationConfig, shard: VocabShard
+    ) -> Tensor:
         logits = self.hidden[tokens] @ self.head.weight.t()
         return token_log_probs(
-            final_logits(logits, self.head.bias, self.head.softcap, config.temperature), config.vocab_size, shard
+            final_logits(logits, self.head.bias, self.head.softcap, config.temperature),
+            config.vocab_size,
+            shard,
         )
 
 
 @dataclass(frozen=True)
 class StoredTeacher(Teacher):
-    """A teacher of which the k likeliest `ids` int64 [tokens, k] were stored, with the logarithms of their probabilities and,
-    last, of that of all other ids together: `values` [tokens, k + 1].
+    """A teacher of which the k likeliest `ids` int64 [tokens, k] were stored, with the logarithms
+    of their probabilities and, last, of that of all other ids together: `values` [tokens, k + 1].
 
-    The other ids share theirs as they do under the student. So the divergence and its gradient are those of k + 1 outcomes,
-    the last of which is any other id.
+    The other ids share theirs as they do under the student. So the divergence and its gradient are
+    those of k + 1 outcomes, the last of which is any other id.
     """
 
     ids: Tensor
     values: Tensor
 
-    def log_probs(self, tokens: slice, student: Tensor, config: DistillationConfig, shard: VocabShard) -> Tensor:
+    def log_probs(
+        self, tokens: slice, student: Tensor, config: DistillationConfig, shard: VocabShard
+    ) -> Tensor:
         columns = self.ids[tokens] - shard.start
         # A column more, for ids of other shards.
-        columns = torch.where((columns >= 0) & (columns < student.shape[1]), columns, student.shape[1])
+        columns = torch.where(
+            (columns >= 0) & (columns < student.shape[1]), columns, student.shape[1]
+        )
         values, other = self.values[tokens].to(student.dtype).tensor_split([-1], dim=1)
         beside = student.new_zeros(len(student), 1)
         others = torch.cat([student.exp(), beside], 1).scatter_(1, columns, 0.0)
@@ -110,13 +136,19 @@ class StoredTeacher(Teacher):
 
 @dataclass(frozen=True)
 class SampledTeacher(StoredTeacher):
-    """A teacher of which `drawn_tokens` were stored: p of a drawn token is taken as max(p, τ), and as 0 of all others. The
-    expectation of that is p, so forward KL divergence and gradient are expected to be those of the whole teacher."""
+    """A teacher of which `drawn_tokens` were stored: p of a drawn token is taken as max(p, τ), and
+    as 0 of all others. The expectation of that is p, so forward KL divergence and gradient are
+    expected to be those of the whole teacher.
+    """
 
-    def log_probs(self, tokens: slice, student: Tensor, config: DistillationConfig, shard: VocabShard) -> Tensor:
+    def log_probs(
+        self, tokens: slice, student: Tensor, config: DistillationConfig, shard: VocabShard
+    ) -> Tensor:
         columns = self.ids[tokens] - shard.start
         # A column more, for ids of other shards.
-        columns = torch.where((columns >= 0) & (columns < student.shape[1]), columns, student.shape[1])
+        columns = torch.where(
+            (columns >= 0) & (columns < student.shape[1]), columns, student.shape[1]
+        )
         nothing = student.new_full((len(student), student.shape[1] + 1), NO_TOKEN)
         return nothing.scatter_(1, columns, self._taken(tokens).to(student.dtype))[:, :-1]
 
@@ -128,23 +160,34 @@ class SampledTeacher(StoredTeacher):
         return torch.maximum(self.values[tokens, :-1], self.values[tokens, -1:])
 
 
-def divergence(student: Tensor, teacher: Tensor, beta: float, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """The generalised Jensen–Shannon divergence [n, 1] of log-probabilities [n, vocab], and its gradient by the student's
-    logits [n, vocab] (Agarwal et al., arXiv 2306.13649, equation 1; TRL's `generalized_jsd_loss`).
+def divergence(
+    student: Tensor, teacher: Tensor, beta: float, shard: VocabShard
+) -> tuple[Tensor, Tensor]:
+    """The generalised Jensen–Shannon divergence [n, 1] of log-probabilities [n, vocab], and its
+    gradient by the student's logits [n, vocab] (Agarwal et al., arXiv 2306.13649, equation 1; TRL's
+    `generalized_jsd_loss`).
 
-    β KL(t ‖ m) + (1 − β) KL(s ‖ m), where m = β t + (1 − β) s. With β = 0 it is KL(t ‖ s), with β = 1 KL(s ‖ t).
+    β KL(t ‖ m) + (1 − β) KL(s ‖ m), where m = β t + (1 − β) s. With β = 0 it is KL(t ‖ s), with β =
+    1 KL(s ‖ t).
     """
     probs = student.exp()
     if beta == 0:
         teacher_probs = teacher.exp()
         (total,) = shard.all_reduce_sum((teacher_probs * (teacher - student)).sum(-1, keepdim=True))
         return total, probs.sub_(teacher_probs)
-    mixture = teacher if beta == 1 else torch.logaddexp(student + math.log1p(-beta), teacher + math.log(beta))
+    mixture = (
+        teacher
+        if beta == 1
+        else torch.logaddexp(student + math.log1p(-beta), teacher + math.log(beta))
+    )
     ratios, student_weight = student - mixture, 1 - beta or 1.0
     of_student, of_teacher = shard.all_reduce_sum(
-        (probs * ratios).sum(-1, keepdim=True), (teacher.exp() * (teacher - mixture)).sum(-1, keepdim=True)
+        (probs * ratios).sum(-1, keepdim=True),
+        (teacher.exp() * (teacher - mixture)).sum(-1, keepdim=True),
     )
-    return beta * of_teacher + student_weight * of_student, ratios.sub_(of_student).mul_(probs).mul_(student_weight)
+    return beta * of_teacher + student_weight * of_student, ratios.sub_(of_student).mul_(
+        probs
+    ).mul_(student_weight)
 
 
 class DistillationChunk(HeadChunk):
@@ -167,7 +210,8 @@ class DistillationChunk(HeadChunk):
     def _score(self, logits: Tensor) -> Tensor:
         scoring, config, shard = self._scoring, self._config, self._scoring.vocab_shard
         final = final_logits(logits, self._bias, scoring.softcap, config.temperature)
-        final = final.clone() if final is logits else final  # which are read again for the cross-entropy
+        # Which are read again for the cross-entropy.
+        final = final.clone() if final is logits else final
         student = token_log_probs(final, config.vocab_size, shard)
         teacher = self._teacher.log_probs(self.tokens, student, config, shard)
         totals, self._divergence_gradient = divergence(student, teacher, config.beta, shard)
@@ -195,9 +239,14 @@ class _ChunkedDistillation(torch.autograd.Function):
         config: DistillationConfig,
     ) -> tuple[Tensor, Tensor]:
         sums = torch.zeros(2, dtype=loss_dtype(hidden), device=hidden.device)
-        gradients = HeadGradients(ctx.needs_input_grad, hidden, bias) if any(ctx.needs_input_grad) else None
+        gradients = (
+            HeadGradients(ctx.needs_input_grad, hidden, bias) if any(ctx.needs_input_grad) else None
+        )
         rows = weight.to(hidden.dtype)
-        size = min(CHUNK_TOKENS, loss_chunk_tokens(len(rows), hidden.element_size(), on_gpu=hidden.is_cuda, fused=False))
+        size = min(
+            CHUNK_TOKENS,
+            loss_chunk_tokens(len(rows), hidden.element_size(), on_gpu=hidden.is_cuda, fused=False),
+        )
         for start in range(0, max(1, len(hidden)), size):
             tokens = slice(start, start + size)
             chunk = DistillationChunk(tokens, hidden, rows, bias, labels, scoring, teacher, config)
@@ -234,33 +283,44 @@ def distillation_loss(
     config: DistillationConfig,
     head: HeadOptions = PLAIN_HEAD,
 ) -> tuple[Tensor, Tensor]:
-    """The sum of the losses of a batch's tokens with a label, differentiable, and the sums [2] of divergences and of
-    cross-entropies, in nats: fp32 (fp64 if `hidden` is).
+    """The sum of the losses of a batch's tokens with a label, differentiable, and the sums [2] of
+    divergences and of cross-entropies, in nats: fp32 (fp64 if `hidden` is).
 
-    `hidden` [sequences, length, width], `weight` [vocab, width]; a token's cross-entropy counts `text_weights` [sequences,
-    length] times. What the teacher says is in the batch: with a `teacher`'s head the extra "teacher_hidden" [sequences, length,
-    width of the teacher], without one "teacher_ids" [sequences, length, k] and "teacher_logprobs" [sequences, length, k + 1],
-    as StoredTeacher or SampledTeacher has them. With a sharded head (sharded_head.py) every rank gets the full sums.
+    `hidden` [sequences, length, width], `weight` [vocab, width]; a token's cross-entropy counts
+    `text_weights` [sequences, length] times. What the teacher says is in the batch: with a
+    `teacher`'s head the extra "teacher_hidden" [sequences, length, width of the teacher], without
+    one "teacher_ids" [sequences, length, k] and "teacher_logprobs" [sequences, length, k + 1], as
+    StoredTeacher or SampledTeacher has them. With a sharded head (sharded_head.py) every rank gets
+    the full sums.
     """
     sharded = ShardedHead.from_weight(hidden, weight, labels, head)
     inputs = sharded.inputs()
     if teacher is None:
-        ids, values = (sharded.local_tokens(batch.extra(f"teacher_{name}")) for name in ("ids", "logprobs"))
+        ids, values = (
+            sharded.local_tokens(batch.extra(f"teacher_{name}")) for name in ("ids", "logprobs")
+        )
         chosen: Teacher = (SampledTeacher if config.sampled else StoredTeacher)(ids.long(), values)
     else:
         states = sharded.local_tokens(batch.extra("teacher_hidden")).to(inputs[0].dtype)
         rows = teacher.rows(sharded.vocab_shard.start, len(inputs[1]))
-        chosen = HeadTeacher(states, TeacherHead(rows.weight.to(states.dtype), rows.bias, rows.softcap))
+        chosen = HeadTeacher(
+            states, TeacherHead(rows.weight.to(states.dtype), rows.bias, rows.softcap)
+        )
     with torch.autocast(hidden.device.type, enabled=False):
-        total, sums = _ChunkedDistillation.apply(*inputs, sharded.local_tokens(text_weights), chosen, config)
+        total, sums = _ChunkedDistillation.apply(
+            *inputs, sharded.local_tokens(text_weights), chosen, config
+        )
     return sharded.sum_over_tokens(total), sharded.sum_over_tokens(sums)
 
 
 class DistillationObjective:
-    """The loss of DistillationConfig. Batches bring what the teacher says of them, as `distillation_loss` takes it.
+    """The loss of DistillationConfig.
 
-    Where the extra "sampled" is 1 the student has sampled the label: there is no cross-entropy, since it is no text to learn.
-    `config.vocab_size`, and `teacher_head` where the teacher is beside the student, are set before the first batch.
+    Batches bring what the teacher says of them, as `distillation_loss` takes it.
+
+    Where the extra "sampled" is 1 the student has sampled the label: there is no cross-entropy,
+    since it is no text to learn. `config.vocab_size`, and `teacher_head` where the teacher is
+    beside the student, are set before the first batch.
     """
 
     def __init__(self, config: DistillationConfig) -> None:
@@ -272,10 +332,13 @@ class DistillationObjective:
         return (batch.labels != IGNORE_INDEX).sum().float()
 
     def loss(self, model: LanguageModel, batch: Batch) -> tuple[Tensor, Metrics]:
-        """(sum of losses in nats, metrics as (sum, count) pairs). A batch without labels gives 0, not NaN.
+        """(sum of losses in nats, metrics as (sum, count) pairs).
 
-        Metrics: "loss", and of what it consists, unweighted: "kd_loss" (the divergence), "lm_loss" (the cross-entropy of
-        text)."""
+        A batch without labels gives 0, not NaN.
+
+        Metrics: "loss", and of what it consists, unweighted: "kd_loss" (the divergence), "lm_loss"
+        (the cross-entropy of text).
+        """
         scored = batch.labels != IGNORE_INDEX
         of_text = torch.ones_like(scored, dtype=torch.float32)
         if batch.extras is not None and "sampled" in batch.extras.tensors:

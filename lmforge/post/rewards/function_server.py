@@ -1,4 +1,6 @@
-"""The process that a file of reward functions runs in. functions.py starts it, sends it requests and ends it."""
+"""The process that a file of reward functions runs in. functions.py starts it, sends it requests
+and ends it.
+"""
 
 import asyncio
 import inspect
@@ -25,15 +27,18 @@ from lmforge.core.plugins import load_plugins
 from lmforge.post.rewards.functions import REGISTERED, RESERVED_NAMES
 
 TEXT_NOT_MESSAGES = (
-    "; completions are text here, where TRL's are lists of messages: take completion instead of completion[0]['content']"
+    "; completions are text here, where TRL's are lists of messages: take completion instead of"
+    " completion[0]['content']"
 )
 
 
 def main() -> None:
-    """Import the file, send the parameters of its functions or an error, then answer requests until the input closes.
+    """Import the file, send the parameters of its functions or an error, then answer requests until
+    the input closes.
 
-    The file, or REGISTERED, is the first argument; the first request names functions by their specs. The response to it also
-    says which functions are called together: all async ones, and each other one by itself.
+    The file, or REGISTERED, is the first argument; the first request names functions by their
+    specs. The response to it also says which functions are called together: all async ones, and
+    each other one by itself.
     """
     serve_requests(_open_functions)
 
@@ -43,22 +48,27 @@ def serve_requests(
     close: Callable[[], None] = lambda: None,
     closing_seconds: float = 0.0,
 ) -> None:
-    """Answer requests, lines of JSON, until the input closes. Then all processes that were started here are ended.
+    """Answer requests, lines of JSON, until the input closes.
 
-    `open_served(first argument, first request)` returns the response to that request, and what answers the others. A UserError
-    that it raises is the response {"user_error": …}, and the end. When the input closes, `close` has `closing_seconds`; a
-    request that is being answered gets a KeyboardInterrupt.
+    Then all processes that were started here are ended.
+
+    `open_served(first argument, first request)` returns the response to that request, and what
+    answers the others. A UserError that it raises is the response {"user_error": …}, and the end.
+    When the input closes, `close` has `closing_seconds`; a request that is being answered gets a
+    KeyboardInterrupt.
     """
     supervise(closing_seconds)
-    # What functions print goes to standard error, and standard input is empty for them. Processes that they start do not
-    # inherit these two descriptors, or they would keep the trainer waiting.
+    # What functions print goes to standard error, and standard input is empty for them. Processes
+    # that they start do not inherit these two descriptors, or they would keep the trainer waiting.
     request_fd, responses = os.dup(0), open(os.dup(1), "w", encoding="utf-8")  # noqa: SIM115 (open as long as the process)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     idle = threading.Event()
-    threading.Thread(target=_listen, args=(request_fd, requests, idle, closing_seconds), daemon=True).start()
+    threading.Thread(
+        target=_listen, args=(request_fd, requests, idle, closing_seconds), daemon=True
+    ).start()
 
     def respond(response: dict[str, Any]) -> None:
         print(json.dumps(response), file=responses, flush=True)
@@ -88,21 +98,33 @@ def _open_functions(file: str, first: Any) -> tuple[dict[str, Any], Callable[[An
         functions = {spec: _get_registered(spec, options.get(spec, "{}")) for spec in names}
     else:
         module = import_file(expand_home(file).resolve(), "reward_functions", "reward")
-        functions = {spec: RewardFunction(find_function(module, f"reward {spec}", name), spec) for spec, name in names.items()}
+        functions = {
+            spec: RewardFunction(find_function(module, f"reward {spec}", name), spec)
+            for spec, name in names.items()
+        }
     together = [spec for spec, function in functions.items() if function.is_async]
     description = {
-        "required_columns": {spec: function.required_columns for spec, function in functions.items()},
-        "accepted_columns": {spec: function.accepted_columns for spec, function in functions.items()},
-        "call_groups": [[spec] for spec in functions if spec not in together] + ([together] if together else []),
+        "required_columns": {
+            spec: function.required_columns for spec, function in functions.items()
+        },
+        "accepted_columns": {
+            spec: function.accepted_columns for spec, function in functions.items()
+        },
+        "call_groups": (
+            [[spec] for spec in functions if spec not in together]
+            + ([together] if together else [])
+        ),
     }
-    return description, lambda request: call_functions({spec: functions[spec] for spec in request["functions"]}, request)
+    return description, lambda request: call_functions(
+        {spec: functions[spec] for spec in request["functions"]}, request
+    )
 
 
 class RewardFunction:
     """A function, and what it takes by name.
 
-    required_columns: those that it cannot be called without. accepted_columns: those that it is given if the data has them,
-    None for all of them.
+    required_columns: those that it cannot be called without. accepted_columns: those that it is
+    given if the data has them, None for all of them.
     """
 
     def __init__(self, function: Callable[..., Any], spec: str) -> None:
@@ -112,7 +134,11 @@ class RewardFunction:
         parameters = signature.parameters.values()
         self._options = getattr(function, "keywords", {})  # which it has been given
         self._takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
-        by_name = [each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+        by_name = [
+            each
+            for each in parameters
+            if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+        ]
         self._names = [each.name for each in by_name if each.name not in self._options]
         if not self._takes_all and not {"prompts", "completions"} <= {*self._names}:
             given = "prompts, completions and the data's columns"
@@ -123,17 +149,30 @@ class RewardFunction:
         self.accepted_columns = None if self._takes_all else columns
 
     def arguments(self, request: dict[str, Any]) -> dict[str, Any]:
-        given = {**request["columns"], "prompts": request["prompts"], "completions": request["completions"]}
+        given = {
+            **request["columns"],
+            "prompts": request["prompts"],
+            "completions": request["completions"],
+        }
         names = given.keys() - self._options if self._takes_all else given.keys() & self._names
         given = {name: value for name, value in given.items() if name in names}
-        # Only a function that names this parameter gets it: to others, with **columns, it would look like a column.
+        # Only a function that names this parameter gets it: to others, with **columns, it would
+        # look like a column.
         if "reward_timeout_seconds" in self._names:
             given["reward_timeout_seconds"] = request["timeout_seconds"]
         return given
 
 
-def _listen(request_fd: int, requests: "queue.SimpleQueue[bytes]", idle: threading.Event, closing_seconds: float) -> None:
-    """Queue the requests. When the input closes, the process ends in `closing_seconds`, even while a function runs."""
+def _listen(
+    request_fd: int,
+    requests: "queue.SimpleQueue[bytes]",
+    idle: threading.Event,
+    closing_seconds: float,
+) -> None:
+    """Queue the requests.
+
+    When the input closes, the process ends in `closing_seconds`, even while a function runs.
+    """
     with open(request_fd, "rb") as lines:
         for line in lines:
             requests.put(line)
@@ -153,37 +192,60 @@ def _get_registered(name: str, options: str) -> RewardFunction:
     if entry.options is None:
         return RewardFunction(function, name)
     if "options" not in inspect.signature(function).parameters:
-        raise UserError(f"{entry.origin}: reward {name}: has options, but takes {inspect.signature(function)}; add options")
+        raise UserError(
+            f"{entry.origin}: reward {name}: has options, but takes {inspect.signature(function)};"
+            " add options"
+        )
     return RewardFunction(partial(function, options=entry.options(**json.loads(options))), name)
 
 
 def find_function(module: ModuleType, what: str, name: str, classes: bool = False) -> Any:
-    """A public function of a file, or a class where that is asked for. Raises UserError, which begins with `what`."""
+    """A public function of a file, or a class where that is asked for.
+
+    Raises UserError, which begins with `what`.
+    """
 
     def fits(value: Any) -> bool:
         return inspect.isfunction(value) or (classes and inspect.isclass(value))
 
     found = getattr(module, name, None)
     if not fits(found) or name.startswith("_"):
-        own = [each for each in vars(module).values() if fits(each) and each.__module__ == module.__name__]
+        own = [
+            each
+            for each in vars(module).values()
+            if fits(each) and each.__module__ == module.__name__
+        ]
         public = sorted(each.__name__ for each in own if not each.__name__.startswith("_"))
         kind = "class or function" if classes else "function"
         raise UserError(f"{what}: no {kind} {name!r}: there are {', '.join(public) or 'none'}")
     return found
 
 
-def call_functions(functions: dict[str, RewardFunction], request: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What each function returned, or how it failed. Several functions are all async, and wait at the same time."""
+def call_functions(
+    functions: dict[str, RewardFunction], request: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """What each function returned, or how it failed.
+
+    Several functions are all async, and wait at the same time.
+    """
 
     def failed(error: BaseException) -> dict[str, Any]:
         response, completions = error_response(error), request["completions"]
-        if isinstance(error, TypeError) and str(error).startswith("string indices must be") and isinstance(completions[0], str):
+        if (
+            isinstance(error, TypeError)
+            and str(error).startswith("string indices must be")
+            and isinstance(completions[0], str)
+        ):
             response["error"] += TEXT_NOT_MESSAGES
         return response
 
     async def awaited(each: RewardFunction) -> dict[str, Any]:
         try:
-            return _to_response(await asyncio.wait_for(each.function(**each.arguments(request)), request["timeout_seconds"]))
+            return _to_response(
+                await asyncio.wait_for(
+                    each.function(**each.arguments(request)), request["timeout_seconds"]
+                )
+            )
         except TimeoutError:
             return {"error": f"no answer in {request['timeout_seconds']:g} seconds"}
         except Exception as error:
@@ -197,12 +259,15 @@ def call_functions(functions: dict[str, RewardFunction], request: dict[str, Any]
     [(spec, each)] = functions.items()
     try:
         return {spec: _to_response(each.function(**each.arguments(request)))}
-    except BaseException as error:  # sys.exit() in a reward function is a failure of that function only
+    except BaseException as error:
+        # sys.exit() in a reward function is a failure of that function only.
         return {spec: failed(error)}
 
 
 def _to_response(returned: Any) -> dict[str, Any]:
-    """What a function returned, as JSON: a list with Python's numbers for those of numpy and torch, or the name of its type."""
+    """What a function returned, as JSON: a list with Python's numbers for those of numpy and torch,
+    or the name of its type.
+    """
     if hasattr(returned, "tolist"):
         returned = returned.tolist()
     if not isinstance(returned, list | tuple):

@@ -1,7 +1,9 @@
-"""Sampling by servers while the policy is trained: they get new weights without ending what is in flight.
+"""Sampling by servers while the policy is trained: they get new weights without ending what is in
+flight.
 
-Every rank follows each server in a thread: rank 0 asks it to load the newest weights, the others ask which it has. Each token
-keeps the version of the weights that sampled it. Weights are written by remote_sampling.py, requests are sent there.
+Every rank follows each server in a thread: rank 0 asks it to load the newest weights, the others
+ask which it has. Each token keeps the version of the weights that sampled it. Weights are written
+by remote_sampling.py, requests are sent there.
 """
 
 import threading
@@ -16,12 +18,18 @@ from lmforge.core.distributed.waiting import start_in_thread
 from lmforge.core.errors import RunFailed
 from lmforge.core.files.untrusted import cut
 from lmforge.post.rl.engines.rollout_server import RolloutServer, ServerProblem
-from lmforge.post.rl.remote_sampling import MAX_TAKE_BACKS, POLL_SECONDS, RemoteSampler, RemoteSession
+from lmforge.post.rl.remote_sampling import (
+    MAX_TAKE_BACKS,
+    POLL_SECONDS,
+    RemoteSampler,
+    RemoteSession,
+)
 from lmforge.post.rl.sampling import SamplingSession
 
 # How often a rank asks whether rank 0 has had the newest weights loaded.
 FOLLOW_SECONDS = 0.1
-# How often rank 0 asks a server whether it still has its weights: one that was started again has others.
+# How often rank 0 asks a server whether it still has its weights: one that was started again has
+# others.
 CHECK_SECONDS = 5.0
 # How long a rank waits for servers to come back when none of them answers.
 COME_BACK_SECONDS = 30.0
@@ -29,9 +37,12 @@ COME_BACK_SECONDS = 30.0
 
 @dataclass
 class _State:
-    """What a rank knows of a server. `problem`: why it does not answer, or empty; `reason`: why it is not used, or empty;
-    `left_out_at`: the newest version when an answer of it could not be used; `take_backs`: how often it was used again since
-    that version."""
+    """What a rank knows of a server.
+
+    `problem`: why it does not answer, or empty; `reason`: why it is not used, or empty;
+    `left_out_at`: the newest version when an answer of it could not be used; `take_backs`: how
+    often it was used again since that version.
+    """
 
     confirmed: int | None = None
     loading: Path | None = None
@@ -42,7 +53,10 @@ class _State:
 
 
 class AsyncSampler:
-    """Samples by the servers of a RemoteSampler, which gives them weights while they sample. Every rank has one."""
+    """Samples by the servers of a RemoteSampler, which gives them weights while they sample.
+
+    Every rank has one.
+    """
 
     def __init__(self, remote: RemoteSampler) -> None:
         self._remote, self._dist_ctx = remote, remote.dist_ctx
@@ -71,41 +85,49 @@ class AsyncSampler:
         self._remote.remove_weights({each for each in in_use if each is not None})
 
     def forget(self) -> None:
-        """After a rollback a version is of other weights than before: from now on no token of those counts, and no server has
-        weights before the next `publish`. Every rank calls it."""
+        """After a rollback a version is of other weights than before: from now on no token of those
+        counts, and no server has weights before the next `publish`. Every rank calls it.
+        """
         name = self._remote.new_name()
         with self._changed:
             self._newest, self._remote.name = None, name
             for state in self._states:
                 state.confirmed = None
                 if state.left_out_at is not None:
-                    state.left_out_at = -1  # before all versions: another chance with the next weights
+                    # Before all versions: another chance with the next weights.
+                    state.left_out_at = -1
 
     @contextmanager
-    def session(self, num_requests: int, version: int, *, greedy: bool = False) -> Iterator[SamplingSession]:
+    def session(
+        self, num_requests: int, version: int, *, greedy: bool = False
+    ) -> Iterator[SamplingSession]:
         """As `RemoteSampler.session`: tokens of these weights alone."""
         self.publish(version)
         with self._dist_ctx.raise_on_all():
             yield self.session_from(version, greedy=greedy)
 
     def session_from(self, first_version: int, *, greedy: bool = False) -> RemoteSession:
-        """A session for one thread, with weights from `first_version` to the newest while it goes on. It raises RunFailed where
-        no server is left."""
-        return RemoteSession(_ServersFrom(self, first_version), self._remote.settings.params(greedy))
+        """A session for one thread, with weights from `first_version` to the newest while it goes
+        on. It raises RunFailed where no server is left.
+        """
+        return RemoteSession(
+            _ServersFrom(self, first_version), self._remote.settings.params(greedy)
+        )
 
     @property
     def name(self) -> str:
         """What all versions that servers have been given since the last `forget` are called."""
         return self._remote.name
 
-    # --- what a server has -------------------------------------------------------------------------------------------
+    # --- what a server has ------------------------------------------------------------------------
 
     def _follow(self, index: int) -> None:
         """Keep a server at the newest weights."""
         server, state = self._remote.servers[index], self._states[index]
         while True:
             with self._changed:
-                # Only rank 0 can give a server its weights again, and others may be the only ones to notice that it lost them.
+                # Only rank 0 can give a server its weights again, and others may be the only ones
+                # to notice that it lost them.
                 seconds = CHECK_SECONDS if self._dist_ctx.is_rank0 else None
                 self._changed.wait_for(lambda: self._closed or self._is_stale(state), seconds)
                 if self._closed:
@@ -119,19 +141,28 @@ class AsyncSampler:
                 state.loading = None
                 self._note(server, state, name, wanted, problem)
                 if self._is_stale(state):
-                    self._changed.wait_for(lambda: self._closed, POLL_SECONDS if problem else FOLLOW_SECONDS)
+                    self._changed.wait_for(
+                        lambda: self._closed, POLL_SECONDS if problem else FOLLOW_SECONDS
+                    )
 
     def _is_stale(self, state: _State) -> bool:
         if self._newest is None:
             return False
         if state.left_out_at is None:
             return state.confirmed != self._newest
-        # One that answered wrongly gets another chance with the next weights, or when all others have failed too.
-        others = any(each.left_out_at is None and each.confirmed is not None for each in self._states)
-        return state.left_out_at < self._newest or (not others and state.take_backs < MAX_TAKE_BACKS)
+        # One that answered wrongly gets another chance with the next weights, or when all others
+        # have failed too.
+        others = any(
+            each.left_out_at is None and each.confirmed is not None for each in self._states
+        )
+        return state.left_out_at < self._newest or (
+            not others and state.take_backs < MAX_TAKE_BACKS
+        )
 
     def _update(self, server: RolloutServer, folder: Path, wanted: str) -> tuple[str, str]:
-        """What a server calls its weights now, empty if it does not say, and why they are not those that are wanted."""
+        """What a server calls its weights now, empty if it does not say, and why they are not those
+        that are wanted.
+        """
         try:
             name = server.version()
             if self._dist_ctx.is_rank0 and name != wanted:
@@ -141,7 +172,9 @@ class AsyncSampler:
             return "", str(problem)
         return name, ""
 
-    def _note(self, server: RolloutServer, state: _State, name: str, wanted: str, problem: str) -> None:
+    def _note(
+        self, server: RolloutServer, state: _State, name: str, wanted: str, problem: str
+    ) -> None:
         if problem and not state.problem and self._dist_ctx.is_rank0:
             self._remote.warn(f"{problem}; it is left out until it has the weights")
         # None also for a name from before `forget`, which may have been called meanwhile.
@@ -150,7 +183,11 @@ class AsyncSampler:
         takes_back = state.left_out_at is not None and self._is_stale(state)
         is_back = takes_back or bool(state.problem)
         state.confirmed, state.problem = confirmed, problem
-        state.reason = "" if has_wanted else problem or f"{server.url}: has the weights {cut(name)}, not {wanted}"
+        state.reason = (
+            ""
+            if has_wanted
+            else problem or f"{server.url}: has the weights {cut(name)}, not {wanted}"
+        )
         if has_wanted:
             if takes_back:
                 state.left_out_at, state.take_backs = None, state.take_backs + 1
@@ -158,18 +195,25 @@ class AsyncSampler:
                 self._remote.warn(f"{server.url}: has the current weights, and is used again")
             self._changed.notify_all()
 
-    # --- what sessions ask --------------------------------------------------------------------------------------------
+    # --- what sessions ask ------------------------------------------------------------------------
 
     def choose(self, first_version: int, in_flight: dict[int, int], seconds: float) -> int | None:
-        """The server with the fewest requests of those that have these weights or newer ones, waited for some seconds. Raises
-        what ended a thread that follows a server."""
+        """The server with the fewest requests of those that have these weights or newer ones,
+        waited for some seconds. Raises what ended a thread that follows a server.
+        """
         for follower in self._followers:
             if follower.done():
                 follower.result()
 
         def find() -> list[int]:
-            usable = (each.left_out_at is None and each.confirmed is not None for each in self._states)
-            return [at for at, each in enumerate(usable) if each and (self._states[at].confirmed or 0) >= first_version]
+            usable = (
+                each.left_out_at is None and each.confirmed is not None for each in self._states
+            )
+            return [
+                at
+                for at, each in enumerate(usable)
+                if each and (self._states[at].confirmed or 0) >= first_version
+            ]
 
         with self._changed:
             self._changed.wait_for(find, seconds)
@@ -191,7 +235,10 @@ class AsyncSampler:
 
     def give_up_after(self) -> tuple[float, str]:
         """How long to wait for a server, and what is wrong with them."""
-        longest, none_answers = 1.5 * self._remote.timeout_seconds, all(state.problem for state in self._states)
+        longest, none_answers = (
+            1.5 * self._remote.timeout_seconds,
+            all(state.problem for state in self._states),
+        )
         reasons = "; ".join(state.reason for state in self._states if state.reason)
         soon = none_answers and not self._remote.starts_servers
         return min(COME_BACK_SECONDS, longest) if soon else longest, reasons
@@ -219,7 +266,9 @@ class _ServersFrom:
         self._none_since: float | None = None
 
     def choose(self, in_flight: dict[int, int]) -> int | None:
-        chosen = self._sampler.choose(self._first_version, in_flight, 0.0 if any(in_flight.values()) else POLL_SECONDS)
+        chosen = self._sampler.choose(
+            self._first_version, in_flight, 0.0 if any(in_flight.values()) else POLL_SECONDS
+        )
         if chosen is not None:
             self._none_since = None
             return chosen
@@ -227,7 +276,10 @@ class _ServersFrom:
         seconds, problems = self._sampler.give_up_after()
         if time.monotonic() - self._none_since > seconds:
             problems = f" ({problems})" if problems else ""
-            raise RunFailed(f"rollout.engine_urls: no server has had weights that may be used for {seconds:g} s{problems}")
+            raise RunFailed(
+                f"rollout.engine_urls: no server has had weights that may be used for {seconds:g}"
+                f" s{problems}"
+            )
         return None
 
     def leave_out(self, index: int, problem: str) -> None:

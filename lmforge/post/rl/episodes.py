@@ -1,8 +1,9 @@
 """Episodes: completions of several turns, in which an environment answers what was sampled.
 
-Where a sampling session needs its requests together, all episodes of a set take their turns together: the answers of a turn are
-sampled, then the environment replies to each. Else each goes on by itself. Ids are only appended. What an environment is, and
-its processes, are in post/environments/.
+Where a sampling session needs its requests together, all episodes of a set take their turns
+together: the answers of a turn are sampled, then the environment replies to each. Else each goes on
+by itself. Ids are only appended. What an environment is, and its processes, are in
+post/environments/.
 """
 
 import json
@@ -31,22 +32,33 @@ class Turns(NamedTuple):
     encoders: Mapping[str, TurnEncoder]
 
     def encoder(self, columns: Mapping[str, Any]) -> TurnEncoder:
-        """Of the environment that a row names in its column `environment`, where there are several. Raises UserError."""
+        """Of the environment that a row names in its column `environment`, where there are several.
+
+        Raises UserError.
+        """
         name = "" if "" in self.encoders else columns.get("environment")
         if not isinstance(name, str) or name not in self.encoders:
             expected = list_names(self.encoders)
-            raise UserError(f"column environment: expected a name of {self.pool.spec} ({expected}), got {quoted(name)}")
+            raise UserError(
+                f"column environment: expected a name of {self.pool.spec} ({expected}), got"
+                f" {quoted(name)}"
+            )
         return self.encoders[name]
 
     @property
     def stop_token_ids(self) -> frozenset[int]:
         """The tokens that end an answer."""
-        return frozenset[int]().union(*(encoder.stop_token_ids for encoder in self.encoders.values()))
+        return frozenset[int]().union(
+            *(encoder.stop_token_ids for encoder in self.encoders.values())
+        )
 
 
 @dataclass
 class Episode:
-    """A prompt, and what came after it: ids, and the same as messages. `error`: why the environment failed, if it did."""
+    """A prompt, and what came after it: ids, and the same as messages.
+
+    `error`: why the environment failed, if it did.
+    """
 
     encoder: TurnEncoder
     prompt_ids: list[int]
@@ -60,19 +72,31 @@ class Episode:
         """Metrics: answers, their calls of tools, and how many of these failed."""
         answers = [turn for turn in self.turns if turn["role"] == "assistant"]
         num_calls = sum(len(answer.get("tool_calls", ())) for answer in answers)
-        return {"turns": len(answers), "tool_calls": num_calls, "failed_tool_calls": self.failed_calls}
+        return {
+            "turns": len(answers),
+            "tool_calls": num_calls,
+            "failed_tool_calls": self.failed_calls,
+        }
 
     def describe(self) -> str:
         """The turns as text."""
         lines = []
         for message in self.turns:
-            calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls", ())]
-            lines.append(f"{message['role']}: " + "\n".join(filter(None, [message["content"], *calls])))
+            calls = [
+                json.dumps(call["function"], ensure_ascii=False)
+                for call in message.get("tool_calls", ())
+            ]
+            lines.append(
+                f"{message['role']}: " + "\n".join(filter(None, [message["content"], *calls]))
+            )
         return "\n".join(lines)
 
 
 class EpisodePlayer:
-    """Plays episodes of an environment. `max_tokens`: of what follows a prompt; `max_length`: of all."""
+    """Plays episodes of an environment.
+
+    `max_tokens`: of what follows a prompt; `max_length`: of all.
+    """
 
     def __init__(self, turns: Turns, *, max_turns: int, max_tokens: int, max_length: int) -> None:
         self._turns, self._pool = turns, turns.pool
@@ -85,8 +109,13 @@ class EpisodePlayer:
         session: SamplingSession,
         on_step: Callable[[], None],
     ) -> list[Episode]:
-        """An episode for each prompt. One in which the environment says what the template does not take ends with an error."""
-        begun = self._pool.reset([{**prompt.columns, "prompt": prompt.prompt} for prompt in prompts])
+        """An episode for each prompt.
+
+        One in which the environment says what the template does not take ends with an error.
+        """
+        begun = self._pool.reset(
+            [{**prompt.columns, "prompt": prompt.prompt} for prompt in prompts]
+        )
         episodes = self._begin(prompts, begun)
         turn_of = {at: 0 for at, episode in enumerate(episodes) if not episode.error}
         answered: dict[int, Message] = {}
@@ -100,12 +129,16 @@ class EpisodePlayer:
                     answered[at] = self._add_answer(episodes[at], span, turn_of[at])
                 on_step()
                 if not (session.in_order and session.num_unfinished):
-                    new_replies = self._pool.begin_steps({at: answered.pop(at) for at in sorted(answered)})
+                    new_replies = self._pool.begin_steps(
+                        {at: answered.pop(at) for at in sorted(answered)}
+                    )
                     replies |= new_replies
                     for reply in new_replies.values():
                         reply.add_done_callback(lambda _: session.wake())
                 for at in self._arrived(replies, session):
-                    if self._goes_on(episodes[at], self._pool.take_reply(at, replies.pop(at)), turn_of[at]):
+                    if self._goes_on(
+                        episodes[at], self._pool.take_reply(at, replies.pop(at)), turn_of[at]
+                    ):
                         turn_of[at] += 1
                         session.add(self._request(episodes[at], at, seeds[at], turn_of[at]))
         finally:
@@ -114,22 +147,34 @@ class EpisodePlayer:
         return episodes
 
     def _request(self, episode: Episode, at: int, seed: int, turn: int) -> SampleRequest:
-        """For an answer. Another seed for each turn; the first is that of a completion without an environment."""
+        """For an answer.
+
+        Another seed for each turn; the first is that of a completion without an environment.
+        """
         done = episode.completion.tokens
         seed = derive_key(seed, "turn", turn) if turn else seed
         return SampleRequest(at, [*episode.prompt_ids, *done], self._max_tokens - len(done), seed)
 
-    def _arrived(self, replies: Mapping[int, Future[dict[str, Any]]], session: SamplingSession) -> list[int]:
-        """The episodes whose replies have come, in their order, after a moment where nothing is sampled: all of them, where
-        the session needs its requests together."""
+    def _arrived(
+        self, replies: Mapping[int, Future[dict[str, Any]]], session: SamplingSession
+    ) -> list[int]:
+        """The episodes whose replies have come, in their order, after a moment where nothing is
+        sampled: all of them, where the session needs its requests together.
+        """
         if session.num_unfinished:
             return [at for at, reply in sorted(replies.items()) if reply.done()]
         self._pool.heartbeat()
-        done, pending = wait(replies.values(), HEARTBEAT_CALL_SECONDS, FIRST_EXCEPTION if session.in_order else FIRST_COMPLETED)
+        done, pending = wait(
+            replies.values(),
+            HEARTBEAT_CALL_SECONDS,
+            FIRST_EXCEPTION if session.in_order else FIRST_COMPLETED,
+        )
         holds_back = session.in_order and pending and not any(reply.exception() for reply in done)
         return [] if holds_back else [at for at, reply in sorted(replies.items()) if reply in done]
 
-    def _begin(self, prompts: Sequence[TokenizedPrompt], begun: Sequence[EpisodeReply]) -> list[Episode]:
+    def _begin(
+        self, prompts: Sequence[TokenizedPrompt], begun: Sequence[EpisodeReply]
+    ) -> list[Episode]:
         encoded: dict[tuple[TurnEncoder, str], list[int]] = {}
         episodes = []
         for prompt, reply in zip(prompts, begun, strict=True):
@@ -138,31 +183,49 @@ class EpisodePlayer:
             episode = Episode(encoder, prompt.tokens.tolist(), prompt.prompt, error=reply.error)  # type: ignore[arg-type]
             with self._ends_on_error(episode):
                 if not reply.error:
-                    episode = Episode(encoder, self._encode_first(encoder, reply.messages, encoded), reply.messages)
+                    episode = Episode(
+                        encoder,
+                        self._encode_first(encoder, reply.messages, encoded),
+                        reply.messages,
+                    )
             episodes.append(episode)
         return episodes
 
     def _encode_first(
-        self, encoder: TurnEncoder, messages: Sequence[Message], encoded: dict[tuple[TurnEncoder, str], list[int]]
+        self,
+        encoder: TurnEncoder,
+        messages: Sequence[Message],
+        encoded: dict[tuple[TurnEncoder, str], list[int]],
     ) -> list[int]:
         """The ids of first messages, which may be `encoded` already. Raises UserError."""
         if (key := (encoder, json.dumps(messages))) not in encoded:
             encoded[key] = encoder.encode_prompt(self._bounded(encoder, messages))
         if len(encoded[key]) + self._max_tokens > self._max_length:
-            raise UserError(f"its first messages are {len(encoded[key])} tokens, which leave no room for a completion")
+            raise UserError(
+                f"its first messages are {len(encoded[key])} tokens, which leave no room for a"
+                " completion"
+            )
         return encoded[key]
 
     def _bounded(self, encoder: TurnEncoder, messages: Sequence[Message]) -> Sequence[Message]:
-        """The messages. Raises UserError, before the template takes its time, for more than any sequence could hold."""
+        """The messages.
+
+        Raises UserError, before the template takes its time, for more than any sequence could hold.
+        """
         size = sum(len(str(message.get("content"))) for message in messages)
         if size > self._max_length * encoder.max_token_bytes:
-            raise UserError(f"said {size:,} characters, more than a sequence of {self._max_length:,} tokens can hold")
+            raise UserError(
+                f"said {size:,} characters, more than a sequence of {self._max_length:,} tokens can"
+                " hold"
+            )
         return messages
 
     @staticmethod
     @contextmanager
     def _ends_on_error(episode: Episode) -> Iterator[None]:
-        """What the environment said cannot be used: that is the end of the episode, and not of the run."""
+        """What the environment said cannot be used: that is the end of the episode, and not of the
+        run.
+        """
         try:
             yield
         except UserError as problem:

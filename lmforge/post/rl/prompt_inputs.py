@@ -32,7 +32,13 @@ from lmforge.post.rl.episodes import Turns
 from lmforge.post.tuned_model import open_tuned_model
 from lmforge.serve.decoding.model_loading import check_reward_head
 from lmforge.text.chat.examples import hash_files, select_validation
-from lmforge.text.chat.preferences import PromptCounts, TokenizedPrompt, encode_completions, read_prompt_columns, read_prompts
+from lmforge.text.chat.preferences import (
+    PromptCounts,
+    TokenizedPrompt,
+    encode_completions,
+    read_prompt_columns,
+    read_prompts,
+)
 from lmforge.text.chat.templates import ChatTemplate
 from lmforge.text.sources.folders import FileSplit
 from lmforge.text.sources.records import (
@@ -45,7 +51,9 @@ from lmforge.text.sources.records import (
 
 @dataclass(frozen=True)
 class PromptPacking(Packing):
-    """One prompt in each sequence, without labels, so that a PackedDataset gives the order of the prompts."""
+    """One prompt in each sequence, without labels, so that a PackedDataset gives the order of the
+    prompts.
+    """
 
     prompts: Sequence[TokenizedPrompt]
     validation_prompts: Sequence[TokenizedPrompt]
@@ -60,7 +68,8 @@ class PromptPacking(Packing):
 
 
 def prepare_prompts(config: AlignConfig, dist_ctx: DistributedContext) -> None:
-    """Make the model of a recipe available on every host, and check prompts and reward functions there. Every rank calls it.
+    """Make the model of a recipe available on every host, and check prompts and reward functions
+    there. Every rank calls it.
 
     Raises UserError where one of them cannot be used.
     """
@@ -73,13 +82,21 @@ def _check_prompts_and_rewards(config: AlignConfig) -> None:
     models = [spec for spec in config.rollout.reward_functions if is_model_folder(spec)]
     for spec in models:
         with prefix_errors("rollout.reward_functions"):
-            check_reward_head(find_pretrained(Path(spec)).resolve_model_config(ModelOptions()), Path(spec), reward_model=True)
+            check_reward_head(
+                find_pretrained(Path(spec)).resolve_model_config(ModelOptions()),
+                Path(spec),
+                reward_model=True,
+            )
     functions = [spec for spec in config.rollout.reward_functions if spec not in models]
     environment = name_environment(config.rollout)
-    with load_reward_functions(functions, options=reward_options(config.rollout), environment=environment) as rewards:
+    with load_reward_functions(
+        functions, options=reward_options(config.rollout), environment=environment
+    ) as rewards:
         for files in filter(None, (_files_of(config, "train"), _files_of(config, "validation"))):
             names, unusable = set[str](), UnusableRecords(config.data.skip_invalid)
-            records = chain.from_iterable(read_prompt_columns(path, config.data.renamed, unusable) for path in files)
+            records = chain.from_iterable(
+                read_prompt_columns(path, config.data.renamed, unusable) for path in files
+            )
             for location, columns in records:
                 names.update(columns)
                 with prefix_errors(location):
@@ -93,12 +110,16 @@ def name_environment(options: RolloutOptions) -> EnvironmentPool | None:
     if options.environment is None:
         return None
     processes, timeout_seconds = options.environment_processes, options.environment_timeout_seconds
-    return EnvironmentPool(options.environment, processes=processes, timeout_seconds=timeout_seconds)
+    return EnvironmentPool(
+        options.environment, processes=processes, timeout_seconds=timeout_seconds
+    )
 
 
 def _open_turns(options: RolloutOptions, tokenizer: Tokenizer) -> Turns | None:
-    """The environment, and how turns with it become ids. Raises UserError unless it has rewards, and the chat template takes
-    the turns."""
+    """The environment, and how turns with it become ids.
+
+    Raises UserError unless it has rewards, and the chat template takes the turns.
+    """
     pool = name_environment(options)
     if pool is None:
         return None
@@ -108,15 +129,21 @@ def _open_turns(options: RolloutOptions, tokenizer: Tokenizer) -> Turns | None:
             encoders[name] = TurnEncoder(tokenizer, declared.tools)
             encoders[name].check(declared.reply_roles, options.max_turns)
     if not (pool.gives_rewards or options.reward_functions):
-        raise UserError(f"rollout.reward_functions: name one: {pool.spec} gives no reward itself (get_reward)")
+        raise UserError(
+            f"rollout.reward_functions: name one: {pool.spec} gives no reward itself (get_reward)"
+        )
     return Turns(pool, encoders)
 
 
 def _check_first_episodes(turns: Turns, prompts: Sequence[TokenizedPrompt]) -> None:
-    """Raises UserError where an environment does not begin an episode with its first row of the data."""
+    """Raises UserError where an environment does not begin an episode with its first row of the
+    data.
+    """
     first = {turns.encoder(prompt.columns): prompt for prompt in reversed(prompts)}
     with prefix_errors(f"rollout.environment: {turns.pool.spec}: the first episode"):
-        begun = turns.pool.reset([{**prompt.columns, "prompt": prompt.prompt} for prompt in first.values()])
+        begun = turns.pool.reset(
+            [{**prompt.columns, "prompt": prompt.prompt} for prompt in first.values()]
+        )
         for encoder, reply in zip(first, begun, strict=True):
             if reply.error:
                 raise UserError(f"fails: {reply.error}")
@@ -131,7 +158,10 @@ def reward_options(rollout: RolloutOptions) -> dict[str, str]:
 
 
 def _files_of(config: AlignConfig, split: FileSplit) -> list[Path]:
-    """The files of `data.files` or `data.validation_files`, and of the folders among them. Raises UserError."""
+    """The files of `data.files` or `data.validation_files`, and of the folders among them.
+
+    Raises UserError.
+    """
     paths = config.data.files if split == "train" else config.data.validation_files
     return [file for path in paths for file in find_record_files(path, split)]
 
@@ -139,8 +169,15 @@ def _files_of(config: AlignConfig, split: FileSplit) -> list[Path]:
 def _read_split(
     config: AlignConfig, tokenizer: Tokenizer, split: FileSplit, turns: Turns | None
 ) -> tuple[list[TokenizedPrompt], str]:
-    """The prompts of the files of a split, with counts. Raises UserError where there are files but no prompts."""
-    options, counts, unusable = config.data, PromptCounts(), UnusableRecords(config.data.skip_invalid)
+    """The prompts of the files of a split, with counts.
+
+    Raises UserError where there are files but no prompts.
+    """
+    options, counts, unusable = (
+        config.data,
+        PromptCounts(),
+        UnusableRecords(config.data.skip_invalid),
+    )
     reading: dict[str, Any] = {
         "apply_chat_template": options.apply_chat_template,
         "fields": options.renamed,
@@ -155,28 +192,40 @@ def _read_split(
     prompts = [prompt for path in files for prompt in read_prompts(path, tokenizer, **reading)]
     if files and not counts.kept:
         raise UserError(
-            f"data.{'files' if split == 'train' else 'validation_files'}: no prompt is left ({counts}{unusable});"
-            " make data.sequence_length longer, or rollout.max_completion_length shorter"
+            f"data.{'files' if split == 'train' else 'validation_files'}: no prompt is left"
+            f" ({counts}{unusable}); make data.sequence_length longer, or"
+            " rollout.max_completion_length shorter"
         )
-    spelled = describe_special_text(unusable.with_special_text, counts.records, "data.parse_special_tokens")
+    spelled = describe_special_text(
+        unusable.with_special_text, counts.records, "data.parse_special_tokens"
+    )
     return prompts, f"{counts}{unusable}{spelled}"
 
 
 def _read_prompts(
     config: AlignConfig, tokenizer: Tokenizer, turns: Turns | None
 ) -> tuple[list[TokenizedPrompt], list[TokenizedPrompt], str]:
-    """Training and validation prompts, and a description of how many records were used and skipped."""
+    """Training and validation prompts, and a description of how many records were used and
+    skipped.
+    """
     prompts, counts = _read_split(config, tokenizer, "train", turns)
     if config.data.validation_files:
         validation, validation_counts = _read_split(config, tokenizer, "validation", turns)
         return prompts, validation, f"{counts}; validation: {validation_counts}"
     # With an environment, rows of one prompt may differ in what they begin.
-    begun = [b"" if turns is None else json.dumps(prompt.columns, default=str).encode() for prompt in prompts]
+    begun = [
+        b"" if turns is None else json.dumps(prompt.columns, default=str).encode()
+        for prompt in prompts
+    ]
     contents = [prompt.tokens.tobytes() + more for prompt, more in zip(prompts, begun, strict=True)]
     hashes = np.array(list(map(xxhash.xxh3_64_intdigest, contents)), np.uint64)
     is_validation = select_validation(hashes, config.data.validation_ratio)
     validation = list(compress(prompts, is_validation))
-    return list(compress(prompts, ~is_validation)), validation, f"{counts}; {len(validation):,} for validation"
+    return (
+        list(compress(prompts, ~is_validation)),
+        validation,
+        f"{counts}; {len(validation):,} for validation",
+    )
 
 
 def open_prompt_inputs(config: AlignConfig, world_size: int) -> RunInputs:
@@ -186,11 +235,16 @@ def open_prompt_inputs(config: AlignConfig, world_size: int) -> RunInputs:
     check_model(config, model_config, batch_plan, tokenizer)
     if options.max_completion_length >= data.sequence_length:
         raise UserError(
-            f"rollout.max_completion_length = {options.max_completion_length}: leaves no room for a prompt in"
-            f" data.sequence_length = {data.sequence_length}"
+            f"rollout.max_completion_length = {options.max_completion_length}: leaves no room for a"
+            f" prompt in data.sequence_length = {data.sequence_length}"
         )
-    if options.replay_routed_experts and not (model_config.num_experts and config.model.implementation == "lmforge"):
-        raise UserError("rollout.replay_routed_experts: this model is no mixture of experts of lmforge's own; leave it out")
+    if options.replay_routed_experts and not (
+        model_config.num_experts and config.model.implementation == "lmforge"
+    ):
+        raise UserError(
+            "rollout.replay_routed_experts: this model is no mixture of experts of lmforge's own;"
+            " leave it out"
+        )
     if options.engine_urls:
         check_servers(options, model_config, tokenizer.vocab_size, data.sequence_length)
     turns = _open_turns(options, tokenizer)
@@ -198,15 +252,23 @@ def open_prompt_inputs(config: AlignConfig, world_size: int) -> RunInputs:
     if turns:
         _check_first_episodes(turns, [*prompts, *validation_prompts])
     if is_conversational([*prompts, *validation_prompts]):
-        # Only its stop token is checked: completions are trained on as sampled, without the template.
+        # Only its stop token is checked: completions are trained on as sampled, without the
+        # template.
         ChatTemplate.from_tokenizer(tokenizer).check_stop_token()
     for spec in filter(is_model_folder, options.reward_functions):
-        # Raises UserError where a reward model has no chat template, and so cannot read such prompts.
+        # Raises UserError where a reward model has no chat template, and so cannot read such
+        # prompts.
         with prefix_errors(f"rollout.reward_functions: {spec}"):
             offered = {name: prompts[0].columns.get(name) for name in ("tools", "documents")}
-            encode_completions(find_pretrained(Path(spec)).tokenizer(), [prompts[0].prompt], ["."], [offered])
+            encode_completions(
+                find_pretrained(Path(spec)).tokenizer(), [prompts[0].prompt], ["."], [offered]
+            )
     # The plan of the order has the options that must not change when the run resumes.
-    fixed: list[Any] = [options.num_generations, options.max_completion_length, options.num_iterations]
+    fixed: list[Any] = [
+        options.num_generations,
+        options.max_completion_length,
+        options.num_iterations,
+    ]
     fixed += [data.apply_chat_template, *data.fields]
     fixed += [] if data.validation_files else [data.validation_ratio]
     fixed += ["parsed"] if data.parse_special_tokens else []
@@ -228,7 +290,9 @@ def open_prompt_inputs(config: AlignConfig, world_size: int) -> RunInputs:
         model_config,
         batch_plan,
         data_source=dataset.location,
-        data_summary=f"{dataset.location}: {counts}{folders}; {options.num_generations} completions each",
+        data_summary=(
+            f"{dataset.location}: {counts}{folders}; {options.num_generations} completions each"
+        ),
         load_weights=pretrained.load_weights,
         sequences_per_sample=options.num_generations,
     )

@@ -1,7 +1,9 @@
-"""Sampling by servers: the policy's weights go to them as a folder, requests to those that confirmed the version.
+"""Sampling by servers: the policy's weights go to them as a folder, requests to those that
+confirmed the version.
 
-A server that fails is left out, and its requests go to others; it is taken back once it has the current weights. One that the
-run has started is started again and waited for where there is no other. HTTP is in engines/.
+A server that fails is left out, and its requests go to others; it is taken back once it has the
+current weights. One that the run has started is started again and waited for where there is no
+other. HTTP is in engines/.
 """
 
 import os
@@ -25,7 +27,12 @@ from torch import Tensor
 from lmforge.core.distributed.distributed import DistributedContext
 from lmforge.core.errors import RunFailed, UserError
 from lmforge.core.files.atomic_files import atomic_write_json
-from lmforge.core.files.own_folders import TOKEN_NAME, is_trusted_folder, make_own_folder, remove_own_folder
+from lmforge.core.files.own_folders import (
+    TOKEN_NAME,
+    is_trusted_folder,
+    make_own_folder,
+    remove_own_folder,
+)
 from lmforge.core.files.untrusted import MAX_LISTED, cut, read_json
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.init_weights import LORA_SUFFIXES, named_tensors
@@ -49,11 +56,12 @@ from lmforge.serve.decoding.weights_folder import write_weights
 LORA_A = LORA_SUFFIXES[0]
 # Where a folder is in memory.
 MEMORY_FOLDER = Path("/dev/shm")
-# In the run's folder: the host, path and token of folders of weights that may be left, the newest last.
+# In the run's folder: the host, path and token of folders of weights that may be left, the newest
+# last.
 FOLDERS_NAME = ".weights-folders.json"
 MAX_FOLDERS = 64  # in that file: hosts whose names change leave entries that nobody removes
-# Requests that a session has at one server. They wait there, and for each a thread here: with `max_staleness` the sessions of
-# all sets that are sampled at once have as many.
+# Requests that a session has at one server. They wait there, and for each a thread here: with
+# `max_staleness` the sessions of all sets that are sampled at once have as many.
 MAX_IN_FLIGHT = 1024
 POLL_SECONDS = 1.0
 # The number of no request: something else has happened.
@@ -63,7 +71,10 @@ MAX_TAKE_BACKS = 2
 
 
 class RemoteSampler:
-    """Samples by servers: those of `rollout.engine_urls`, or those that `starter` starts. Every rank has the same."""
+    """Samples by servers: those of `rollout.engine_urls`, or those that `starter` starts.
+
+    Every rank has the same.
+    """
 
     in_order = True  # and so decodes the same batches as a rank in its own process
 
@@ -77,16 +88,23 @@ class RemoteSampler:
         warn: Callable[[str], None],
         starter: ServerStarter | None = None,
     ) -> None:
-        """Every rank calls it. Raises UserError where a server does not start, or weights cannot be written."""
+        """Every rank calls it.
+
+        Raises UserError where a server does not start, or weights cannot be written.
+        """
         self._parallel_model, self._config, self.warn = parallel_model, config, warn
         self._ensure_lock = run.ensure_lock
         self.dist_ctx: DistributedContext = parallel_model.dist_ctx
         self.settings, self.timeout_seconds = settings, options.engine_timeout_seconds
-        # The weights of an earlier attempt may have been others: no version has the name of one of them.
+        # The weights of an earlier attempt may have been others: no version has the name of one of
+        # them.
         self.name = self.new_name()
-        self._folder, self._token = self.dist_ctx.decide_on_rank0(partial(_make_weights_folder, options, run))
+        self._folder, self._token = self.dist_ctx.decide_on_rank0(
+            partial(_make_weights_folder, options, run)
+        )
         self._version: int | None = None
-        # The servers with the current weights, by index; the same on all ranks when a session begins.
+        # The servers with the current weights, by index; the same on all ranks when a session
+        # begins.
         self._confirmed: set[int] = set()
         self._take_backs = 0
         self._none_since: float | None = None
@@ -115,11 +133,15 @@ class RemoteSampler:
         started: list[tuple[tuple[str, ...], str | None]] = []
         folder = self._folder / "start"
         self._write_to(folder)
-        self.dist_ctx.run_on_rank0(lambda: started.append(starter.start(folder, self.dist_ctx.rank_info)))
+        self.dist_ctx.run_on_rank0(
+            lambda: started.append(starter.start(folder, self.dist_ctx.rank_info))
+        )
         return self.dist_ctx.broadcast(started)[0]
 
     @contextmanager
-    def session(self, num_requests: int, version: int, *, greedy: bool = False) -> Iterator[SamplingSession]:
+    def session(
+        self, num_requests: int, version: int, *, greedy: bool = False
+    ) -> Iterator[SamplingSession]:
         """As `InProcessSampler.session`. Raises RunFailed on all ranks where no server is left."""
         self._publish(version)
         with self.dist_ctx.raise_on_all():
@@ -132,16 +154,31 @@ class RemoteSampler:
             self.write(version)
         before = self._confirmed if self._version is not None else set(range(len(self.servers)))
         self._version, self._take_backs, self._none_since = version, 0, None
-        self._confirmed, problems = self.dist_ctx.decide_on_rank0(lambda: self._load_everywhere(folder))
+        self._confirmed, problems = self.dist_ctx.decide_on_rank0(
+            lambda: self._load_everywhere(folder)
+        )
         if not self._confirmed:
-            raise RunFailed(f"rollout.engine_urls: no server has the current weights: {'; '.join(problems.values())}")
-        lost = [f"{problem}; it is left out until it has them" for index, problem in problems.items() if index in before]
-        back = [f"{self.servers[index].url}: has the current weights, and is used again" for index in self._confirmed - before]
+            raise RunFailed(
+                "rollout.engine_urls: no server has the current weights:"
+                f" {'; '.join(problems.values())}"
+            )
+        lost = [
+            f"{problem}; it is left out until it has them"
+            for index, problem in problems.items()
+            if index in before
+        ]
+        back = [
+            f"{self.servers[index].url}: has the current weights, and is used again"
+            for index in self._confirmed - before
+        ]
         for line in (*lost, *back) if self.dist_ctx.is_rank0 else ():
             self.warn(line)
 
     def _load_everywhere(self, folder: Path) -> tuple[set[int], dict[int, str]]:
-        """The servers that confirmed the current version, and what is wrong with the others. On rank 0."""
+        """The servers that confirmed the current version, and what is wrong with the others.
+
+        On rank 0.
+        """
 
         def load(server: RolloutServer) -> str | None:
             try:
@@ -163,7 +200,10 @@ class RemoteSampler:
         return set(outcomes.keys() - problems.keys()), problems
 
     def _load_current(self, index: int) -> None:
-        """Give a server that was started again the weights of this session, which may wait for it. On rank 0."""
+        """Give a server that was started again the weights of this session, which may wait for it.
+
+        On rank 0.
+        """
         with self._loading, suppress(ServerProblem):
             if self._version is not None and self.servers[index].version() != self.version_name:
                 self.servers[index].load(self.folder_of(self._version), self.version_name)
@@ -178,12 +218,15 @@ class RemoteSampler:
         return f"{self.name}-{version}"
 
     def version_of(self, name: str) -> int | None:
-        """The version that servers call so; None for weights that are not of this attempt at the run."""
+        """The version that servers call so; None for weights that are not of this attempt at the
+        run.
+        """
         attempt, _, version = name.rpartition("-")
         return int(version) if attempt == self.name and version.isdecimal() else None
 
     def folder_of(self, version: int) -> Path:
-        return self._folder / self.name_of(version)  # servers may still load weights of another name
+        # Servers may still load weights of another name.
+        return self._folder / self.name_of(version)
 
     def remove_weights(self, keep: Collection[Path]) -> None:
         """Delete the folders of weights but some."""
@@ -197,12 +240,15 @@ class RemoteSampler:
         return folder
 
     def _write_to(self, folder: Path) -> None:
-        """One tensor at a time: rank 0 says which one is next, and the ranks that hold parts of it gather it."""
+        """One tensor at a time: rank 0 says which one is next, and the ranks that hold parts of it
+        gather it.
+        """
         model, is_rank0 = self._parallel_model.model, self.dist_ctx.is_rank0
         tensors = dict(named_tensors(model))
         layers = [name.removesuffix(LORA_A) for name in tensors if name.endswith(LORA_A)]
         layer_of = {adapted_name(layer): layer for layer in layers}
-        # Of the tensors of each stage of a pipeline: the shape, and the rank from which rank 0 gets them.
+        # Of the tensors of each stage of a pipeline: the shape, and the rank from which rank 0 gets
+        # them.
         own = _full_shapes(tensors) if is_rank0 or self._parallel_model.pipeline_rank else {}
         shapes, senders = dict[str, Tensor](), dict[str, int]()
         for rank, stage in enumerate(self.dist_ctx.gather(own) or []):
@@ -239,18 +285,23 @@ class RemoteSampler:
                     continue
                 value = gather(name)
                 if sender == self.dist_ctx.rank_info.rank:
-                    dist.send(value.to(self.dist_ctx.device, tensors[name].dtype).contiguous(), dst=0)
+                    dist.send(
+                        value.to(self.dist_ctx.device, tensors[name].dtype).contiguous(), dst=0
+                    )
 
     def choose(self, in_flight: dict[int, int]) -> int | None:
-        """The server with the fewest requests of this rank; None where one may be started again, after a moment. Raises
-        RunFailed where none has the current weights."""
+        """The server with the fewest requests of this rank; None where one may be started again,
+        after a moment. Raises RunFailed where none has the current weights.
+        """
         if not self._confirmed and self._take_backs < self._max_take_backs:
             for index, server in enumerate(self.servers):
                 with suppress(ServerProblem):
                     if server.version() == self.version_name:
                         self._confirmed.add(index)
             self._none_since = self._none_since or time.monotonic()
-            waits = self.starts_servers and time.monotonic() < self._none_since + self.timeout_seconds
+            waits = (
+                self.starts_servers and time.monotonic() < self._none_since + self.timeout_seconds
+            )
             if not self._confirmed and waits:
                 time.sleep(POLL_SECONDS)
                 return None
@@ -258,7 +309,8 @@ class RemoteSampler:
             self._none_since = None
         if not self._confirmed:
             raise RunFailed(
-                "rollout.engine_urls: no server is left that answers with the current weights; start one and resume"
+                "rollout.engine_urls: no server is left that answers with the current weights;"
+                " start one and resume"
             )
         return min(self._confirmed, key=lambda index: (in_flight.get(index, 0), index))
 
@@ -271,7 +323,9 @@ class RemoteSampler:
         return self.servers[index]
 
     def read_versions(self, names: Sequence[str]) -> list[int] | None:
-        """The versions that a server named, or None where one of them is not that of the current weights."""
+        """The versions that a server named, or None where one of them is not that of the current
+        weights.
+        """
         assert self._version is not None
         return [self._version] * len(names) if {*names} == {self.version_name} else None
 
@@ -283,9 +337,11 @@ class RemoteSampler:
 
 
 class SessionServers(Protocol):
-    """The servers of a session, by index: which of them get requests, and which versions of weights their answers may have.
+    """The servers of a session, by index: which of them get requests, and which versions of weights
+    their answers may have.
 
-    in_order: whether a server begins requests that are sent together only once it has all, in their order.
+    in_order: whether a server begins requests that are sent together only once it has all, in their
+    order.
     """
 
     in_order: bool
@@ -293,13 +349,18 @@ class SessionServers(Protocol):
     def server(self, index: int) -> RolloutServer: ...
 
     def choose(self, in_flight: dict[int, int]) -> int | None:
-        """The one that gets the next request; None where none can take it now. Raises RunFailed where none is left."""
+        """The one that gets the next request; None where none can take it now.
+
+        Raises RunFailed where none is left.
+        """
 
     def leave_out(self, index: int, problem: str) -> None:
         """An answer could not be used."""
 
     def read_versions(self, names: Sequence[str]) -> list[int] | None:
-        """The versions of tokens by what a server calls them, or None where one of them may not be used."""
+        """The versions of tokens by what a server calls them, or None where one of them may not be
+        used.
+        """
 
 
 class RemoteSession:
@@ -335,7 +396,11 @@ class RemoteSession:
             if completion is None:
                 url = self.servers.server(index).url
                 is_late = isinstance(answer, SampledTokens)
-                problem = f"{url}: answers with other weights than it was given" if is_late else str(answer)
+                problem = (
+                    f"{url}: answers with other weights than it was given"
+                    if is_late
+                    else str(answer)
+                )
                 self.servers.leave_out(index, problem)
                 self._waiting.append(request)
             else:
@@ -372,11 +437,24 @@ class RemoteSession:
 
         def wait() -> None:
             try:
-                answers.put((number, server.sample(request, params, starts_with if starts_together else None)))
+                answers.put(
+                    (
+                        number,
+                        server.sample(request, params, starts_with if starts_together else None),
+                    )
+                )
             except ServerProblem as problem:
                 answers.put((number, problem))
             except Exception as problem:  # without an answer the request would wait forever
-                answers.put((number, ServerProblem(f"{server.url}: {type(problem).__name__}: {cut(str(problem), MAX_LISTED)}")))
+                answers.put(
+                    (
+                        number,
+                        ServerProblem(
+                            f"{server.url}: {type(problem).__name__}:"
+                            f" {cut(str(problem), MAX_LISTED)}"
+                        ),
+                    )
+                )
 
         self._running[number] = request, index
         threading.Thread(target=wait, daemon=True, name="rollout request").start()
@@ -393,23 +471,37 @@ class RemoteSession:
 
     def _to_completion(self, answer: SampledTokens | ServerProblem) -> SampledCompletion | None:
         """None where a server failed, or its tokens are of other weights."""
-        versions = None if isinstance(answer, ServerProblem) else self.servers.read_versions(answer.versions)
+        versions = (
+            None
+            if isinstance(answer, ServerProblem)
+            else self.servers.read_versions(answer.versions)
+        )
         if isinstance(answer, ServerProblem) or versions is None:
             return None
-        return SampledCompletion(answer.token_ids, answer.logprobs, versions, answer.stopped, answer.routed_experts)
+        return SampledCompletion(
+            answer.token_ids, answer.logprobs, versions, answer.stopped, answer.routed_experts
+        )
 
 
 def _full_shapes(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a model without adapters, with their full shapes, on the meta device."""
     names = [name for name in tensors if not name.endswith(LORA_SUFFIXES)]
-    return {name: torch.empty(tensors[name].shape, dtype=tensors[name].dtype, device="meta") for name in names}
+    return {
+        name: torch.empty(tensors[name].shape, dtype=tensors[name].dtype, device="meta")
+        for name in names
+    }
 
 
 def _make_weights_folder(options: RolloutOptions, run: Run) -> tuple[Path, str]:
-    """A new folder for a run's weights, with its token: in the folder that was given, in memory, or in the run's own folder,
-    which other hosts may see. Those of attempts that were killed are deleted; one that cannot be, or
-    is another host's, stays in the record for a later attempt. On rank 0. Raises UserError and LockLost."""
-    given, elsewhere = options.weights_folder, any(split_server(name)[0] for name in options.engine_start)
+    """A new folder for a run's weights, with its token: in the folder that was given, in memory, or
+    in the run's own folder, which other hosts may see. Those of attempts that were killed are
+    deleted; one that cannot be, or is another host's, stays in the record for a later attempt. On
+    rank 0. Raises UserError and LockLost.
+    """
+    given, elsewhere = (
+        options.weights_folder,
+        any(split_server(name)[0] for name in options.engine_start),
+    )
     in_memory = given is None and not elsewhere and os.access(MEMORY_FOLDER, os.W_OK)
     parent = MEMORY_FOLDER if in_memory else (given or run.path).resolve()
     record, host = run.path / FOLDERS_NAME, platform.node()
@@ -429,5 +521,9 @@ def _make_weights_folder(options: RolloutOptions, run: Run) -> tuple[Path, str]:
 def _remove_weights(folder: Path, keep: Collection[Path]) -> None:
     """Delete the folders of weights but some."""
     for path in folder.iterdir():
-        if path.name != TOKEN_NAME and path not in keep and not path.name.startswith(RESTART_FOLDER):
+        if (
+            path.name != TOKEN_NAME
+            and path not in keep
+            and not path.name.startswith(RESTART_FOLDER)
+        ):
             shutil.rmtree(path, ignore_errors=True)

@@ -1,4 +1,5 @@
-"""Batches of completions and their rewards: labels, log-probabilities, advantages and metrics of each sampled token.
+"""Batches of completions and their rewards: labels, log-probabilities, advantages and metrics of
+each sampled token.
 
 Where completions and rewards come from is not known here.
 """
@@ -35,15 +36,19 @@ def lay_out(
     with_versions: bool = False,
     experts_shape: tuple[int, int] | None = None,
 ) -> Batch:
-    """A sequence for each completion, after the ids of its prompt; sampled tokens are labels, given ones are not.
+    """A sequence for each completion, after the ids of its prompt; sampled tokens are labels, given
+    ones are not.
 
-    With the extra "old_logprobs", 0 where there is no label, and if it is asked for "versions", NOT_SAMPLED there, and
-    "routed_experts" [sequences, length, *experts_shape], -1 where a completion has none, such as one without a sampled token.
+    With the extra "old_logprobs", 0 where there is no label, and if it is asked for "versions",
+    NOT_SAMPLED there, and "routed_experts" [sequences, length, *experts_shape], -1 where a
+    completion has none, such as one without a sampled token.
     """
     sequences = PackedSequences.empty(len(prompts), sequence_length)
     old_logprobs = torch.zeros(len(prompts), sequence_length)
     versions = torch.full((len(prompts), sequence_length), float(NOT_SAMPLED))
-    for index, (sequence, prompt, completion) in enumerate(zip(sequences, prompts, completions, strict=True)):
+    for index, (sequence, prompt, completion) in enumerate(
+        zip(sequences, prompts, completions, strict=True)
+    ):
         tokens = [*prompt, *completion.tokens]
         sequence.put_document(tokens[:-1])
         labels = slice(len(prompt) - 1, len(tokens) - 1)
@@ -53,7 +58,9 @@ def lay_out(
         versions[index, labels] = torch.tensor(completion.versions, dtype=torch.float32)
     extras = {"versions": versions} if with_versions else {}
     if experts_shape is not None:
-        extras["routed_experts"] = torch.full((len(prompts), sequence_length, *experts_shape), -1, dtype=torch.int32)
+        extras["routed_experts"] = torch.full(
+            (len(prompts), sequence_length, *experts_shape), -1, dtype=torch.int32
+        )
         for row, completion in zip(extras["routed_experts"], completions, strict=True):
             if completion.routed_experts is not None:
                 row[: len(completion.routed_experts)] = torch.from_numpy(completion.routed_experts)
@@ -61,7 +68,9 @@ def lay_out(
 
 
 def add_staleness(batch: Batch, version: int, wait_seconds: float) -> Batch:
-    """A batch with the extra "versions" at its use by weights of a version: instead of it, the metrics of each completion."""
+    """A batch with the extra "versions" at its use by weights of a version: instead of it, the
+    metrics of each completion.
+    """
     assert batch.extras is not None
     versions = batch.extra("versions")
     learned = (versions != NOT_SAMPLED) & (batch.labels != IGNORE_INDEX)
@@ -85,20 +94,25 @@ def add_advantages(
     options: RolloutOptions,
     loss_config: PolicyLossConfig,
 ) -> Batch:
-    """The laid out completions with advantages and metrics; those that are not learned from have no labels.
+    """The laid out completions with advantages and metrics; those that are not learned from have no
+    labels.
 
-    rewards: fp64 [completions], NaN where there is none, groups one after another. failures: metrics of what
-    failed, fp32 [completions]. With the extra "reference_logprobs" of the batch, k1 is taken off the rewards.
+    rewards: fp64 [completions], NaN where there is none, groups one after another. failures:
+    metrics of what failed, fp32 [completions]. With the extra "reference_logprobs" of the batch, k1
+    is taken off the rewards.
     """
     num_generations = options.num_generations
     groups = rewards.view(-1, num_generations)
     metrics = _completion_metrics(groups, failures, completions, options.pass_threshold)
-    # Computed from the rewards without the KL penalty, with which equally good completions would differ.
+    # Computed from the rewards without the KL penalty, with which equally good completions would
+    # differ.
     differs = has_nonzero_std(groups)
     assert batch.extras is not None
     if "reference_logprobs" in batch.extras.tensors:
         names = ("old_logprobs", "reference_logprobs")
-        ours, theirs = (document_sums(batch.extra(name), batch.document_ids)[:, 0].double() for name in names)
+        ours, theirs = (
+            document_sums(batch.extra(name), batch.document_ids)[:, 0].double() for name in names
+        )
         rewards = subtract_kl_penalty(rewards, ours, theirs, loss_config)
     advantages = compute_advantages(rewards.view(groups.shape), loss_config).float().flatten()
     # A completion without a reward does not contribute to the loss.
@@ -107,14 +121,22 @@ def add_advantages(
         keep &= differs.repeat_interleave(num_generations)
     batch = replace(batch, labels=torch.where(keep[:, None], batch.labels, IGNORE_INDEX))
     values = {"advantages": advantages, **metrics}
-    extras = {name: each[:, None].expand(-1, batch.sequence_length).contiguous() for name, each in values.items()}
+    extras = {
+        name: each[:, None].expand(-1, batch.sequence_length).contiguous()
+        for name, each in values.items()
+    }
     return with_extras(batch, **extras)
 
 
 def _completion_metrics(
-    rewards: Tensor, failures: Mapping[str, Tensor], completions: Sequence[SampledCompletion], pass_threshold: float
+    rewards: Tensor,
+    failures: Mapping[str, Tensor],
+    completions: Sequence[SampledCompletion],
+    pass_threshold: float,
 ) -> dict[str, Tensor]:
-    """Metrics of each completion, fp32 [completions], by name, from rewards [groups, num_generations]."""
+    """Metrics of each completion, fp32 [completions], by name, from rewards [groups,
+    num_generations].
+    """
     known, passed = ~rewards.isnan(), rewards >= pass_threshold
     passes = {f"pass@{k}": pass_at_k(k, passed, known) for k in pass_sizes(rewards.shape[1])}
     # A group in which some completions have no reward passes if one of the others passes.
@@ -122,11 +144,19 @@ def _completion_metrics(
     return {
         "reward": rewards.float().flatten(),
         "no_reward": rewards.isnan().float().flatten(),
-        "frac_reward_zero_std": (~has_nonzero_std(rewards))[:, None].expand_as(rewards).float().flatten(),
+        "frac_reward_zero_std": (~has_nonzero_std(rewards))[:, None]
+        .expand_as(rewards)
+        .float()
+        .flatten(),
         **failures,
-        "completion_tokens": torch.tensor([float(completion.num_sampled) for completion in completions]),
+        "completion_tokens": torch.tensor(
+            [float(completion.num_sampled) for completion in completions]
+        ),
         "truncated": torch.tensor([float(not completion.stopped) for completion in completions]),
-        **{name: torch.where(known, values[:, None], math.nan).float().flatten() for name, values in passes.items()},
+        **{
+            name: torch.where(known, values[:, None], math.nan).float().flatten()
+            for name, values in passes.items()
+        },
     }
 
 
@@ -138,14 +168,18 @@ def split_micro_batches(batch: Batch, num_sequences: int, size: int) -> list[Bat
 
 
 def _padding_like(batch: Batch, num_sequences: int) -> Batch:
-    """Sequences of padding with the extras of a batch: NaN, which no metric counts, in what is not learned from."""
+    """Sequences of padding with the extras of a batch: NaN, which no metric counts, in what is not
+    learned from.
+    """
     sequences = PackedSequences.empty(num_sequences, batch.sequence_length)
     sequences.pad()
     empty = Batch.from_sequences(sequences)
     if batch.extras is None:
         return empty
     learned_from = ("old_logprobs", "proximal_logprobs", "reference_logprobs", "advantages")
-    fill = {name: 0.0 if name in learned_from else math.nan for name in batch.extras.tensors} | {"routed_experts": -1}
+    fill = {name: 0.0 if name in learned_from else math.nan for name in batch.extras.tensors} | {
+        "routed_experts": -1
+    }
     extras = {
         name: torch.full((num_sequences, *each.shape[1:]), fill[name], dtype=each.dtype)
         for name, each in batch.extras.tensors.items()
@@ -154,8 +188,11 @@ def _padding_like(batch: Batch, num_sequences: int) -> Batch:
 
 
 def trim_padding(batch: Batch, multiple: int = 1) -> Batch:
-    """The batch without the columns that are padding in every sequence. Lengths are multiples of a quarter, since each length
-    may need a compilation, and of `multiple`, since ranks may split them."""
+    """The batch without the columns that are padding in every sequence.
+
+    Lengths are multiples of a quarter, since each length may need a compilation, and of `multiple`,
+    since ranks may split them.
+    """
     used = int((batch.document_ids >= 0).sum(1).max())
     unit = -(-batch.sequence_length // (4 * multiple)) * multiple
     end = max(1, -(-used // unit)) * unit

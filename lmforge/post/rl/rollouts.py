@@ -1,9 +1,11 @@
-"""Rollouts: completions are sampled and scored (completion_sets.py), and made into batches (rollout_batches.py).
+"""Rollouts: completions are sampled and scored (completion_sets.py), and made into batches
+(rollout_batches.py).
 
-A set of completions serves `num_iterations` optimizer steps. Its prompts and the seed of each completion depend only on the
-index of the set, so ranks and restarts change only the last bits of sums. The completions of a prompt are a group, which stays
-on one rank. A checkpoint between the steps of a set holds the set. With `max_staleness` sets are sampled while others are
-learned from (sampling_ahead.py, async_sampling.py), and kept in a journal (journal.py).
+A set of completions serves `num_iterations` optimizer steps. Its prompts and the seed of each
+completion depend only on the index of the set, so ranks and restarts change only the last bits of
+sums. The completions of a prompt are a group, which stays on one rank. A checkpoint between the
+steps of a set holds the set. With `max_staleness` sets are sampled while others are learned from
+(sampling_ahead.py, async_sampling.py), and kept in a journal (journal.py).
 """
 
 import math
@@ -24,22 +26,35 @@ from lmforge.core.parallel.dims import data_parallel_rank_and_size
 from lmforge.core.stages.build_model import BuiltModel
 from lmforge.core.stages.context import RunContext
 from lmforge.core.stages.inputs import RunInputs
-from lmforge.post.objectives.policy import MEAN_DIFFERENCE, build_policy_loss_config, completion_metric_names
+from lmforge.post.objectives.policy import (
+    MEAN_DIFFERENCE,
+    build_policy_loss_config,
+    completion_metric_names,
+)
 from lmforge.post.options.align import AlignConfig
 from lmforge.post.rl.completion_sets import CompletionSets, SetsAhead
 from lmforge.post.rl.journal import SEQUENCE_TENSORS, RolloutJournal, open_journal
 from lmforge.post.rl.prompt_inputs import PromptPacking
 from lmforge.post.rl.reference import ReferenceModel, build_reference, with_extras
-from lmforge.post.rl.rollout_batches import add_advantages, add_staleness, lay_out, split_micro_batches, trim_padding
+from lmforge.post.rl.rollout_batches import (
+    add_advantages,
+    add_staleness,
+    lay_out,
+    split_micro_batches,
+    trim_padding,
+)
 from lmforge.post.rl.rollout_worker import SampledSet
 from lmforge.post.rl.scoring import locate_completions
 
-# Mean |log-probability of the trainer − of what sampled|, in nats. bf16 kernels differ by some 0.01, other weights by more.
+# Mean |log-probability of the trainer − of what sampled|, in nats. bf16 kernels differ by some
+# 0.01, other weights by more.
 MAX_MEAN_DIFFERENCE = 0.1
 
 
 class Rollouts:
-    """The batches of a policy objective: completions sampled from the model as it is now. A BatchSource.
+    """The batches of a policy objective: completions sampled from the model as it is now.
+
+    A BatchSource.
 
     Every rank has one, with reward functions of its own.
     """
@@ -53,46 +68,77 @@ class Rollouts:
         self.data_wait_seconds = 0.0
         self._ctx, self._built, self._options, self._packing = ctx, built, options, packing
         self._dist_ctx, self._batch_plan = ctx.dist_ctx, inputs.batch_plan
-        self.dataset, self.global_batch_size = inputs.packed_dataset, inputs.batch_plan.global_batch_size
-        # Ranks of tensor, context and pipeline parallelism train on the same completions: the first of them samples. What is
-        # called rank here is that of data parallelism.
-        parallel, rank, world_size = ctx.config.parallel, self._dist_ctx.rank_info.rank, self._dist_ctx.world_size
+        self.dataset, self.global_batch_size = (
+            inputs.packed_dataset,
+            inputs.batch_plan.global_batch_size,
+        )
+        # Ranks of tensor, context and pipeline parallelism train on the same completions: the first
+        # of them samples. What is called rank here is that of data parallelism.
+        parallel, rank, world_size = (
+            ctx.config.parallel,
+            self._dist_ctx.rank_info.rank,
+            self._dist_ctx.world_size,
+        )
         self._rank, self._world_size = data_parallel_rank_and_size(parallel, rank, world_size)
-        self._shares, split = self._world_size < world_size, parallel.context_parallel_degree * parallel.tensor_parallel_degree
+        self._shares, split = (
+            self._world_size < world_size,
+            parallel.context_parallel_degree * parallel.tensor_parallel_degree,
+        )
         self._samples = built.parallel_model.pipeline_rank == 0 and rank % split == 0
-        self._cuts, self._is_pipeline = 2 * split if split > 1 else 1, parallel.pipeline_parallel_degree > 1
-        # A group stays on one rank. If the number of groups is not divisible, the first ranks have one more and the others
-        # padding, so that all have the same number of micro-batches.
+        self._cuts, self._is_pipeline = (
+            2 * split if split > 1 else 1,
+            parallel.pipeline_parallel_degree > 1,
+        )
+        # A group stays on one rank. If the number of groups is not divisible, the first ranks have
+        # one more and the others padding, so that all have the same number of micro-batches.
         self._num_groups = self._batch_plan.global_batch_size // options.num_generations
         base_size, num_larger = divmod(self._num_groups, self._world_size)
         self._first_group = self._rank * base_size + min(self._rank, num_larger)
         self._local_groups = base_size + (self._rank < num_larger)
         self._local_batch_size = self._local_groups * options.num_generations
-        # This rank's part of the set: the completions of `num_iterations` steps, one in each sequence.
+        # This rank's part of the set: the completions of `num_iterations` steps, one in each
+        # sequence.
         self._set_index: int | None = None
         self._set: Batch | None = None
         model = inputs.model_config
-        self._experts_shape = (model.num_hidden_layers, model.num_experts_per_tok) if options.replay_routed_experts else None
+        self._experts_shape = (
+            (model.num_hidden_layers, model.num_experts_per_tok)
+            if options.replay_routed_experts
+            else None
+        )
         self._warned_of_difference = False
         self._journal: RolloutJournal | None = None
         if options.max_staleness:
-            self._journal = open_journal(ctx, ctx.config, inputs, built.point.step + built.detector.batch_offset)
+            self._journal = open_journal(
+                ctx, ctx.config, inputs, built.point.step + built.detector.batch_offset
+            )
         self._loss_config = build_policy_loss_config(options)
         self._proximal: ReferenceModel | None = None
         self._reference: ReferenceModel | None = None
         with ExitStack() as opened:
             make_sets = SetsAhead if options.max_staleness else CompletionSets
-            self._sets = opened.enter_context(closing(make_sets(ctx, inputs, built, self._places, self._samples)))
+            self._sets = opened.enter_context(
+                closing(make_sets(ctx, inputs, built, self._places, self._samples))
+            )
             if self._loss_config.importance_sampling_mode != "none" and options.num_iterations > 1:
-                self._proximal = ReferenceModel(built.parallel_model, temperature=options.temperature, replays=True)
+                self._proximal = ReferenceModel(
+                    built.parallel_model, temperature=options.temperature, replays=True
+                )
             if self._loss_config.kl_estimator != "none":
                 self._reference = build_reference(ctx, inputs, built, self._loss_config.temperature)
-            if options.num_iterations > 1 and built.point.checkpoint_folder is not None and self._journal is None:
+            if (
+                options.num_iterations > 1
+                and built.point.checkpoint_folder is not None
+                and self._journal is None
+            ):
                 self._restore(built.point.checkpoint_folder)
             self._opened = opened.pop_all()
 
     def batches(self, batch_index: int) -> list[Batch]:
-        """This rank's micro-batches of a step. At the first step of a set its completions are sampled and scored."""
+        """This rank's micro-batches of a step.
+
+        At the first step of a set its completions are sampled and scored.
+        """
         began = time.perf_counter()
         set_index, iteration = divmod(batch_index, self._options.num_iterations)
         if self._sets.begin(batch_index, known=self._journal or ()):
@@ -101,17 +147,27 @@ class Rollouts:
             step = batch_index - self._built.detector.batch_offset
             self._set, self._set_index = self._make_set(set_index, step), set_index
         self.data_wait_seconds += time.perf_counter() - began
-        local = self._set[iteration * self._local_batch_size : (iteration + 1) * self._local_batch_size]
+        local = self._set[
+            iteration * self._local_batch_size : (iteration + 1) * self._local_batch_size
+        ]
         if self._journal is not None:
             local = add_staleness(local, batch_index, self._sets.wait_seconds)
         if iteration:
             local = with_extras(local, reused=torch.ones(local.tokens.shape))
         if self._is_pipeline:  # its micro-batches have one length
-            return [batch.to(self._dist_ctx.device) for batch in self._micro_batches(trim_padding(local, self._cuts))]
-        return [trim_padding(batch, self._cuts).to(self._dist_ctx.device) for batch in self._micro_batches(local)]
+            return [
+                batch.to(self._dist_ctx.device)
+                for batch in self._micro_batches(trim_padding(local, self._cuts))
+            ]
+        return [
+            trim_padding(batch, self._cuts).to(self._dist_ctx.device)
+            for batch in self._micro_batches(local)
+        ]
 
     def _micro_batches(self, batch: Batch) -> list[Batch]:
-        return split_micro_batches(batch, self._batch_plan.local_batch_size, self._batch_plan.micro_batch_size)
+        return split_micro_batches(
+            batch, self._batch_plan.local_batch_size, self._batch_plan.micro_batch_size
+        )
 
     def _make_set(self, set_index: int, step: int) -> Batch:
         if self._journal is not None and set_index in self._journal:
@@ -131,7 +187,8 @@ class Rollouts:
             return sampled
         ids = [prompt._replace(prompt="", columns={}) for prompt in sampled.prompts]
         own = replace(sampled, prompts=ids, episodes=None) if self._samples else None
-        sets = [each for each in self._dist_ctx.all_gather(own) if each is not None]  # in the order of data-parallel ranks
+        # In the order of data-parallel ranks.
+        sets = [each for each in self._dist_ctx.all_gather(own) if each is not None]
         return sets[self._rank]
 
     def _to_batch(self, sampled: SampledSet) -> Batch:
@@ -141,19 +198,33 @@ class Rollouts:
         length, with_versions = self._batch_plan.sequence_length, self._journal is not None
         batch = lay_out(prompt_ids, sampled.completions, length, with_versions, self._experts_shape)
         models = {"reference_logprobs": self._reference, "proximal_logprobs": self._proximal}
-        batch = with_extras(batch, **{name: self._logprobs(batch, model) for name, model in models.items() if model})
-        return add_advantages(batch, sampled.completions, sampled.rewards, sampled.failures, self._options, self._loss_config)
+        batch = with_extras(
+            batch, **{name: self._logprobs(batch, model) for name, model in models.items() if model}
+        )
+        return add_advantages(
+            batch,
+            sampled.completions,
+            sampled.rewards,
+            sampled.failures,
+            self._options,
+            self._loss_config,
+        )
 
     def _places(self, set_index: int) -> list[range]:
         """Those of the groups that this rank samples: GroupPrompts."""
         if not self._samples:
             return []
-        steps = range(set_index * self._options.num_iterations, (set_index + 1) * self._options.num_iterations)
+        steps = range(
+            set_index * self._options.num_iterations, (set_index + 1) * self._options.num_iterations
+        )
         starts = [step * self._num_groups + self._first_group for step in steps]
         return [range(start, start + self._local_groups) for start in starts]
 
     def _logprobs(self, batch: Batch, model: ReferenceModel) -> Tensor:
-        """log p of each label under a model that all ranks share. Every rank calls it, with as many completions."""
+        """log p of each label under a model that all ranks share.
+
+        Every rank calls it, with as many completions.
+        """
         logprobs = list[Tensor]()
         # In parts of one step each, the same number on all ranks.
         for start in range(0, batch.batch_size, self._local_batch_size):
@@ -164,7 +235,10 @@ class Rollouts:
         return torch.cat(logprobs)
 
     def validate(self, step: int) -> dict[str, float]:
-        """Mean reward and pass rate of greedy completions of validation prompts. Every rank calls it, for its part of them."""
+        """Mean reward and pass rate of greedy completions of validation prompts.
+
+        Every rank calls it, for its part of them.
+        """
         prompts = self._packing.validation_prompts
         count = min(self._ctx.config.validation.sequences, len(prompts))
         if not count:
@@ -172,25 +246,41 @@ class Rollouts:
         # Evenly spaced.
         chosen = [prompts[index * len(prompts) // count] for index in range(count)]
         local = chosen[self._rank :: self._world_size] if self._samples else []
-        rewards = self._sets.sample(step, local, [0] * len(local), f"step-{step:06d}-validation", greedy=True).rewards
+        rewards = self._sets.sample(
+            step, local, [0] * len(local), f"step-{step:06d}-validation", greedy=True
+        ).rewards
         assert rewards is not None
         known = rewards[~rewards.isnan()]
         passed = (known >= self._options.pass_threshold).double().sum()
-        sums = torch.stack([known.sum(), passed, torch.tensor(float(len(known)), dtype=torch.float64)])
-        reward, passes, num_known = self._dist_ctx.all_reduce_sum(sums.to(self._dist_ctx.device)).tolist()
-        return {"val/reward": reward / num_known, "val/pass@1": passes / num_known} if num_known else {}
+        sums = torch.stack(
+            [known.sum(), passed, torch.tensor(float(len(known)), dtype=torch.float64)]
+        )
+        reward, passes, num_known = self._dist_ctx.all_reduce_sum(
+            sums.to(self._dist_ctx.device)
+        ).tolist()
+        return (
+            {"val/reward": reward / num_known, "val/pass@1": passes / num_known}
+            if num_known
+            else {}
+        )
 
     def warning(self, step: int, record: dict[str, Any]) -> str | None:
-        """Says once that what samples computes something else than the trainer. A nucleus alone makes its tokens likelier."""
+        """Says once that what samples computes something else than the trainer.
+
+        A nucleus alone makes its tokens likelier.
+        """
         difference = record.get(MEAN_DIFFERENCE, 0.0)
         if record.get("staleness/max", 0.0) > 0:  # other weights have sampled
             return None
-        if self._warned_of_difference or difference <= MAX_MEAN_DIFFERENCE - math.log(self._options.top_p):
+        if self._warned_of_difference or difference <= MAX_MEAN_DIFFERENCE - math.log(
+            self._options.top_p
+        ):
             return None
         self._warned_of_difference = True
         return (
-            f"step {step}: log-probabilities of sampled tokens differ from the trainer's by {difference:.2f}"
-            f" nats on average ({MEAN_DIFFERENCE}): what samples does not compute this model; check its dtype and options"
+            f"step {step}: log-probabilities of sampled tokens differ from the trainer's by"
+            f" {difference:.2f} nats on average ({MEAN_DIFFERENCE}): what samples does not compute"
+            " this model; check its dtype and options"
         )
 
     def describe(self, batch_index: int) -> tuple[dict[str, Any], str | None]:
@@ -203,8 +293,9 @@ class Rollouts:
     def state_dict(self) -> dict[str, Tensor]:
         """The current set of all ranks, each tensor [num_iterations, global batch size, …].
 
-        Empty where a set serves one step only: a run that resumes samples a new one. Empty too where there is a journal, from
-        which what no checkpoint needs any more is deleted. Every rank calls it.
+        Empty where a set serves one step only: a run that resumes samples a new one. Empty too
+        where there is a journal, from which what no checkpoint needs any more is deleted. Every
+        rank calls it.
         """
         iterations = self._options.num_iterations
         if self._journal is not None and self._dist_ctx.is_rank0:
@@ -217,9 +308,18 @@ class Rollouts:
         assert self._set is not None
         assert self._set.extras is not None
         local = self._set.tensors | self._set.extras.tensors
-        own = {name: tensor.unflatten(0, (iterations, -1)).numpy() for name, tensor in local.items()}
-        gathered = [each for each in self._dist_ctx.all_gather(own if self._samples else None) if each is not None]
-        full = {name: torch.from_numpy(np.concatenate([each[name] for each in gathered], axis=1)) for name in local}
+        own = {
+            name: tensor.unflatten(0, (iterations, -1)).numpy() for name, tensor in local.items()
+        }
+        gathered = [
+            each
+            for each in self._dist_ctx.all_gather(own if self._samples else None)
+            if each is not None
+        ]
+        full = {
+            name: torch.from_numpy(np.concatenate([each[name] for each in gathered], axis=1))
+            for name in local
+        }
         return {**full, "set": torch.tensor(self._set_index)}
 
     def _restore(self, folder: Path) -> None:
@@ -227,13 +327,22 @@ class Rollouts:
         names = [
             "old_logprobs",
             "advantages",
-            *completion_metric_names(self._options.num_generations, self._options.environment is not None),
+            *completion_metric_names(
+                self._options.num_generations, self._options.environment is not None
+            ),
         ]
         names += [] if self._reference is None else ["reference_logprobs"]
         names += [] if self._proximal is None else ["proximal_logprobs"]
-        size = self._options.num_iterations, self._batch_plan.global_batch_size, self._batch_plan.sequence_length
+        size = (
+            self._options.num_iterations,
+            self._batch_plan.global_batch_size,
+            self._batch_plan.sequence_length,
+        )
         dtypes = SEQUENCE_TENSORS | dict.fromkeys(names, torch.float32)
-        state = {**{name: torch.zeros(size, dtype=dtype) for name, dtype in dtypes.items()}, "set": torch.tensor(0)}
+        state = {
+            **{name: torch.zeros(size, dtype=dtype) for name, dtype in dtypes.items()},
+            "set": torch.tensor(0),
+        }
         if self._experts_shape is not None:
             state["routed_experts"] = torch.zeros(*size, *self._experts_shape, dtype=torch.int32)
         try:
@@ -241,11 +350,16 @@ class Rollouts:
                 checkpoint.load(folder, {"rollouts": state})
         except UserError as reason:
             # The set is corrupt, or was saved with other options.
-            self._ctx.console.warn(f"{folder}: {reason}; the completions of this set are sampled again")
+            self._ctx.console.warn(
+                f"{folder}: {reason}; the completions of this set are sampled again"
+            )
             return
         first = self._first_group * self._options.num_generations
         self._set_index = int(state.pop("set"))
-        local = {name: tensor[:, first : first + self._local_batch_size].flatten(0, 1) for name, tensor in state.items()}
+        local = {
+            name: tensor[:, first : first + self._local_batch_size].flatten(0, 1)
+            for name, tensor in state.items()
+        }
         tensors = {name: local.pop(name) for name in SEQUENCE_TENSORS}
         self._set = Batch(**tensors, extras=Extras(**local))
 

@@ -1,7 +1,7 @@
 """Sampling: prompts and seeds become completions, ids with log-probabilities and versions.
 
-A sampler opens a session on the weights as they are; requests are added to it and answered in any order. Rewards and batches
-are not here.
+A sampler opens a session on the weights as they are; requests are added to it and answered in any
+order. Rewards and batches are not here.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +20,9 @@ from lmforge.serve.decoding.sampling import SamplingParams
 
 
 class SampleRequest(NamedTuple):
-    """Sample at most `max_tokens` ids after `prompt_ids` with a seed; `key` says which request it was."""
+    """Sample at most `max_tokens` ids after `prompt_ids` with a seed; `key` says which request it
+    was.
+    """
 
     key: int
     prompt_ids: Sequence[int]
@@ -43,7 +45,10 @@ class SamplingSession(Protocol):
         """Take a request, which may wait for others."""
 
     def step(self) -> list[tuple[SampleRequest, SampledCompletion]]:
-        """Go on for a moment. Returns what is finished since the last call, each once; empty where nothing is."""
+        """Go on for a moment.
+
+        Returns what is finished since the last call, each once; empty where nothing is.
+        """
 
     def wake(self) -> None:
         """From another thread: end a `step` that waits."""
@@ -51,8 +56,11 @@ class SamplingSession(Protocol):
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How every completion of a run is sampled. `max_length`: of prompt and completion together, in tokens;
-    `replayed`: the model whose experts are returned with each token, None where no experts are."""
+    """How every completion of a run is sampled.
+
+    `max_length`: of prompt and completion together, in tokens;
+    `replayed`: the model whose experts are returned with each token, None where no experts are.
+    """
 
     temperature: float
     top_p: float
@@ -73,8 +81,11 @@ class InProcessSampler:
         self._parallel_model, self._settings = parallel_model, settings
 
     @contextmanager
-    def session(self, num_requests: int, version: int, *, greedy: bool = False) -> Iterator[SamplingSession]:
-        """A session for at most `num_requests` at once, on the weights as they are, which are called `version`.
+    def session(
+        self, num_requests: int, version: int, *, greedy: bool = False
+    ) -> Iterator[SamplingSession]:
+        """A session for at most `num_requests` at once, on the weights as they are, which are
+        called `version`.
 
         Every rank calls it, also with no requests, since it is collective.
         """
@@ -99,7 +110,9 @@ class InProcessSampler:
 class _EngineSession:
     in_order = True  # they are batches of one model
 
-    def __init__(self, engine: Engine | None, settings: SamplingSettings, version: int, greedy: bool) -> None:
+    def __init__(
+        self, engine: Engine | None, settings: SamplingSettings, version: int, greedy: bool
+    ) -> None:
         self._engine, self._version = engine, version
         self._params, self._stop_token_ids = settings.params(greedy), settings.stop_token_ids
         self._waiting: list[SampleRequest] = []
@@ -118,7 +131,9 @@ class _EngineSession:
             return []
         while self._waiting and self._engine.num_free_slots:
             each = self._waiting.pop(0)
-            request = GenerationRequest(each.prompt_ids, each.max_tokens, self._params, each.seed, self._stop_token_ids)
+            request = GenerationRequest(
+                each.prompt_ids, each.max_tokens, self._params, each.seed, self._stop_token_ids
+            )
             self._running[self._engine.add_request(request)] = each, SampledCompletion()
         finished = []
         for token in self._engine.step():
@@ -140,7 +155,10 @@ class _EngineSession:
 def sample_all(
     session: SamplingSession, requests: Sequence[SampleRequest], on_step: Callable[[], None]
 ) -> list[SampledCompletion]:
-    """The completion of each request, in their order. `on_step` is called after each step of the session."""
+    """The completion of each request, in their order.
+
+    `on_step` is called after each step of the session.
+    """
     completions = {}
     for request in requests:
         session.add(request)

@@ -1,4 +1,5 @@
-"""The scores of sampled completions, from reward functions and reward models, and the tables in a run's folder `completions`.
+"""The scores of sampled completions, from reward functions and reward models, and the tables in a
+run's folder `completions`.
 
 A table has prompts, completions and rewards; there is one file for each set and data-parallel rank.
 """
@@ -38,7 +39,9 @@ MAX_ERRORS_NAMED = 5
 
 
 class CompletionScorer:
-    """The reward functions of a run: they score completions, and readable tables of that are written. Every rank has one."""
+    """The reward functions of a run: they score completions, and readable tables of that are
+    written. Every rank has one.
+    """
 
     def __init__(
         self,
@@ -49,8 +52,16 @@ class CompletionScorer:
         open_reward_model: Callable[[str], "RewardModelScorer"],
         environment: EnvironmentPool | None = None,
     ) -> None:
-        """`prompts`: all of the run, so that functions are always called with the same columns. Every rank calls it."""
-        self._ctx, self._tokenizer, self._environment, self._spec = ctx, tokenizer, environment, options.environment
+        """`prompts`: all of the run, so that functions are always called with the same columns.
+
+        Every rank calls it.
+        """
+        self._ctx, self._tokenizer, self._environment, self._spec = (
+            ctx,
+            tokenizer,
+            environment,
+            options.environment,
+        )
         rank, world_size = ctx.dist_ctx.rank_info.rank, ctx.dist_ctx.world_size
         self._rank, _ = data_parallel_rank_and_size(ctx.config.parallel, rank, world_size)
         self._named_errors: set[str] = set()
@@ -69,10 +80,16 @@ class CompletionScorer:
             )
 
     def report(
-        self, table: str | None, step: int, rewards: Tensor, errors: list[str], episodes: Sequence[Episode] | None = None
+        self,
+        table: str | None,
+        step: int,
+        rewards: Tensor,
+        errors: list[str],
+        episodes: Sequence[Episode] | None = None,
     ) -> None:
-        """Name the first `errors` that `score` returned on any rank, on the console and for the report; say that no completion
-        of any rank has a reward; announce the table that `score` wrote to trackers. Every rank calls it.
+        """Name the first `errors` that `score` returned on any rank, on the console and for the
+        report; say that no completion of any rank has a reward; announce the table that `score`
+        wrote to trackers. Every rank calls it.
 
         An episode that has failed has no reward, and is a line in this rank's log.
         """
@@ -80,7 +97,9 @@ class CompletionScorer:
         for number, episode in enumerate(episodes or ()):
             if episode.error:
                 error = _encodable(episode.error)
-                self._ctx.log.write(f"environment {self._spec}: step {step}: episode {number} failed: {error}")
+                self._ctx.log.write(
+                    f"environment {self._spec}: step {step}: episode {number} failed: {error}"
+                )
         first = [*dict.fromkeys(errors)][:MAX_ERRORS_NAMED]
         gathered = self._ctx.dist_ctx.all_gather((len(rewards), int(rewards.isnan().sum()), first))
         for rank, (_, _, failures) in enumerate(gathered):
@@ -88,12 +107,18 @@ class CompletionScorer:
                 if error not in self._named_errors and len(self._named_errors) < MAX_ERRORS_NAMED:
                     self._named_errors.add(error)
                     self._ctx.events.add("failed rewards", step, reason=error)
-                    console.warn(f"{error} (step {step}, rank {rank}): no reward; later failures of this kind are only counted")
+                    console.warn(
+                        f"{error} (step {step}, rank {rank}): no reward; later failures of this"
+                        " kind are only counted"
+                    )
         count = sum(num_rewards for num_rewards, _, _ in gathered)
         without = sum(num_missing for _, num_missing, _ in gathered)
         if count and count == without and not self._warned_of_no_reward:
             self._warned_of_no_reward = True
-            console.warn(f"step {step}: none of {count:,} completions has a reward: nothing is learned from them")
+            console.warn(
+                f"step {step}: none of {count:,} completions has a reward: nothing is learned from"
+                " them"
+            )
         if table is not None and len(rewards):
             self._ctx.events.add("completions", step, table=table)
 
@@ -105,11 +130,13 @@ class CompletionScorer:
         episodes: Sequence[Episode] | None = None,
         on_scored: Callable[[], None] = lambda: None,
     ) -> tuple[Tensor, dict[str, Tensor], list[str]]:
-        """Rewards, fp64 [completions], NaN where there is none, and metrics of what failed, fp32 [completions]: the fraction of
-        functions, and with `episodes` whether its environment did, its turns, and its calls of tools; and all errors.
+        """Rewards, fp64 [completions], NaN where there is none, and metrics of what failed, fp32
+        [completions]: the fraction of functions, and with `episodes` whether its environment did,
+        its turns, and its calls of tools; and all errors.
 
-        Functions are given completions as text, and those of `episodes`, which these prompts and completions are, as messages.
-        Writes the table called `table`, one JSON object per line, unless that is None, or `on_scored` raises before.
+        Functions are given completions as text, and those of `episodes`, which these prompts and
+        completions are, as messages. Writes the table called `table`, one JSON object per line,
+        unless that is None, or `on_scored` raises before.
         """
         if not prompts:
             return torch.zeros(0, dtype=torch.float64), {}, []
@@ -121,33 +148,52 @@ class CompletionScorer:
         errors = [f"reward {spec}: {error}" for spec, error in scores.errors.items()]
         of_episodes: list[dict[str, Any]] = [{} for _ in texts]
         if episodes is not None and self._environment is not None:
-            for number, error in self._environment.failed_episodes.items():  # some while their rewards were asked for
+            # Some while their rewards were asked for.
+            for number, error in self._environment.failed_episodes.items():
                 episodes[number].error = episodes[number].error or error
             errors += [f"environment {self._spec}: {each.error}" for each in episodes if each.error]
             texts = [episode.describe() for episode in episodes]
-            of_episodes = [{"turns": each.turns} | ({"error": each.error} if each.error else {}) for each in episodes]
-            rewards = [math.nan if each.error else reward for each, reward in zip(episodes, rewards, strict=True)]
+            of_episodes = [
+                {"turns": each.turns} | ({"error": each.error} if each.error else {})
+                for each in episodes
+            ]
+            rewards = [
+                math.nan if each.error else reward
+                for each, reward in zip(episodes, rewards, strict=True)
+            ]
         on_scored()
         if table is not None and self._ctx.run.holds_lock():
             path = completions_path(self._ctx.run.path, table, self._rank)
             path.parent.mkdir(exist_ok=True)
             # Half of a surrogate pair, which UTF-8 cannot encode, becomes JSON's own escape of it.
             with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
-                for index, (prompt, text, completion) in enumerate(zip(prompts, texts, completions, strict=True)):
+                for index, (prompt, text, completion) in enumerate(
+                    zip(prompts, texts, completions, strict=True)
+                ):
                     record = {
                         "prompt": prompt.prompt,
                         "completion": text,
                         "reward": None if math.isnan(rewards[index]) else rewards[index],
-                        "parts": {name: rewards[index] for name, rewards in scores.by_function.items()},
+                        "parts": {
+                            name: rewards[index] for name, rewards in scores.by_function.items()
+                        },
                         "tokens": len(completion.tokens),
                         "ended": completion.stopped,
                         **of_episodes[index],
                     }
                     file.write(json.dumps(record, ensure_ascii=False) + "\n")
-        failures = {"reward_failures": torch.full((len(completions),), len(scores.errors) / len(scores.by_function))}
+        failures = {
+            "reward_failures": torch.full(
+                (len(completions),), len(scores.errors) / len(scores.by_function)
+            )
+        }
         if episodes is not None:
-            counts = [{"environment_failures": bool(each.error), **each.counts()} for each in episodes]
-            failures |= {name: torch.tensor([float(each[name]) for each in counts]) for name in counts[0]}
+            counts = [
+                {"environment_failures": bool(each.error), **each.counts()} for each in episodes
+            ]
+            failures |= {
+                name: torch.tensor([float(each[name]) for each in counts]) for name in counts[0]
+            }
         return torch.tensor(rewards, dtype=torch.float64), failures, [*map(_encodable, errors)]
 
     def close(self) -> None:
@@ -161,13 +207,19 @@ def _encodable(error: str) -> str:
 
 
 class RewardModelScorer:
-    """A reward model as a reward function, unsharded on one device. Raises UserError where the model is not a reward model. It
-    reads prompt and completion with its own tokenizer and chat template, to the end of the assistant's turn. `on_batch` is
-    called before each batch. Threads may share it.
+    """A reward model as a reward function, unsharded on one device.
+
+    Raises UserError where the model is not a reward model. It reads prompt and completion with its
+    own tokenizer and chat template, to the end of the assistant's turn. `on_batch` is called before
+    each batch. Threads may share it.
     """
 
     def __init__(
-        self, spec: str, device: torch.device, dtype: torch.dtype, on_batch: Callable[[], None] = lambda: None
+        self,
+        spec: str,
+        device: torch.device,
+        dtype: torch.dtype,
+        on_batch: Callable[[], None] = lambda: None,
     ) -> None:
         self._spec, self._device, self._on_batch = spec, device, on_batch
         self._lock = threading.Lock()
@@ -177,14 +229,27 @@ class RewardModelScorer:
 
     @torch.no_grad()
     def score(self, request: dict[str, Any], timeout_seconds: float) -> dict[str, FunctionResult]:
-        """The score of each completion of the request; None for one that is longer than the model reads."""
+        """The score of each completion of the request; None for one that is longer than the model
+        reads.
+        """
         columns = request["columns"]
-        records = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-        encoded = encode_completions(self._loaded.tokenizer, request["prompts"], request["completions"], records)
+        records = [
+            dict(zip(columns, values, strict=True))
+            for values in zip(*columns.values(), strict=True)
+        ]
+        encoded = encode_completions(
+            self._loaded.tokenizer, request["prompts"], request["completions"], records
+        )
         for tokens in encoded:
-            check_token_ids(tokens, self._loaded.config.vocab_size, f"{self._spec}: a completion with its prompt")
+            check_token_ids(
+                tokens,
+                self._loaded.config.vocab_size,
+                f"{self._spec}: a completion with its prompt",
+            )
         limit = self._loaded.config.max_sequence_length
-        indices = [index for index, tokens in enumerate(encoded) if limit is None or len(tokens) <= limit]
+        indices = [
+            index for index, tokens in enumerate(encoded) if limit is None or len(tokens) <= limit
+        ]
         # Sequences of similar length share a batch.
         indices.sort(key=lambda index: len(encoded[index]))
         scores: list[float | None] = [None] * len(encoded)
@@ -210,8 +275,9 @@ def completions_table_name(set_index: int, options: RolloutOptions) -> str | Non
 def locate_completions(batch_index: int, options: RolloutOptions, num_ranks: int) -> dict[str, Any]:
     """Where the completions of a batch are, for the file of a bad step.
 
-    {"completions": pattern of their files, relative to the run, or None where they were not written; "ranks": how many
-    data-parallel ranks; "part": which part of each file the batch is, from 0, and of how many}.
+    {"completions": pattern of their files, relative to the run, or None where they were not
+    written; "ranks": how many data-parallel ranks; "part": which part of each file the batch is,
+    from 0, and of how many}.
     """
     set_index, iteration = divmod(batch_index, options.num_iterations)
     table = completions_table_name(set_index, options)

@@ -1,8 +1,9 @@
-"""Text generation: requests of different lengths are decoded together with a KV cache, each with its own seed and end.
+"""Text generation: requests of different lengths are decoded together with a KV cache, each with
+its own seed and end.
 
-`Engine` takes requests one by one: a request joins the batch at any step and leaves when it has finished. Its tokens are a
-function of its prompt, sampling and seed; other requests in the batch change the last bits of a sum at most. `generate`
-completes a list of prompts.
+`Engine` takes requests one by one: a request joins the batch at any step and leaves when it has
+finished. Its tokens are a function of its prompt, sampling and seed; other requests in the batch
+change the last bits of a sum at most. `generate` completes a list of prompts.
 """
 
 import math
@@ -16,17 +17,30 @@ from lmforge.core.data.order import derive_key
 from lmforge.core.data.tokenizer import Tokenizer
 from lmforge.core.errors import RunFailed, UserError
 from lmforge.core.model.layers import LanguageModel
-from lmforge.serve.decoding.prompts import check_room, check_token_ids, encode_prompt, scored_logits, stop_string_ids
-from lmforge.serve.decoding.sampling import SamplingParams, draw_uniforms, penalize_repetition, sample_tokens
+from lmforge.serve.decoding.prompts import (
+    check_room,
+    check_token_ids,
+    encode_prompt,
+    scored_logits,
+    stop_string_ids,
+)
+from lmforge.serve.decoding.sampling import (
+    SamplingParams,
+    draw_uniforms,
+    penalize_repetition,
+    sample_tokens,
+)
 from lmforge.serve.decoding.text_streamer import TextStreamer
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """Generate at most `max_tokens` tokens after `prompt_ids`, up to one of `stop_token_ids`, sampled with `seed`.
+    """Generate at most `max_tokens` tokens after `prompt_ids`, up to one of `stop_token_ids`,
+    sampled with `seed`.
 
-    `top_logprobs` is how many of the likeliest tokens are reported with each. With `score_prompt` those of the prompt are
-    reported too. `num_resumed`: how many of the last `prompt_ids` were generated for it before.
+    `top_logprobs` is how many of the likeliest tokens are reported with each. With `score_prompt`
+    those of the prompt are reported too. `num_resumed`: how many of the last `prompt_ids` were
+    generated for it before.
     """
 
     prompt_ids: Sequence[int]
@@ -43,13 +57,16 @@ class GenerationRequest:
 class GeneratedToken:
     """The next token of a request.
 
-    logprob: log-probability in nats under the distribution it was drawn from, after temperature, top-k and top-p. For
-        greedy decoding that is the model's own distribution.
-    top_logprobs: (id, logprob) of the likeliest tokens of that distribution, as many as were requested or can be drawn.
-    finish_reason: "stop" (a stop token of the request) or "length" with the last token, None before.
-    prompt: with the first token, those of a prompt that is scored, all but its first, under the model's own distribution.
-    routed_experts: of an engine that returns them, int32 [tokens, layers, experts of a token] of the tokens that were read for
-        it: the prompt, or the token before.
+    logprob: log-probability in nats under the distribution it was drawn from, after temperature,
+        top-k and top-p. For greedy decoding that is the model's own distribution.
+    top_logprobs: (id, logprob) of the likeliest tokens of that distribution, as many as were
+    requested or can be drawn.
+    finish_reason: "stop" (a stop token of the request) or "length" with the last token, None
+    before.
+    prompt: with the first token, those of a prompt that is scored, all but its first, under the
+    model's own distribution.
+    routed_experts: of an engine that returns them, int32 [tokens, layers, experts of a token] of
+        the tokens that were read for it: the prompt, or the token before.
     """
 
     request_id: int
@@ -67,14 +84,17 @@ class _RunningRequest:
     request: GenerationRequest
     num_generated: int = 0
     prompt: list[GeneratedToken] = field(default_factory=list)
-    seen: Tensor | None = None  # bool [vocab]: the tokens of prompt and answer, where repetition is penalized
+    # Bool [vocab]: the tokens of prompt and answer, where repetition is penalized.
+    seen: Tensor | None = None
 
 
 class Engine:
-    """Decodes at most `max_batch_size` requests at a time, of at most `max_length` tokens each, prompt included.
+    """Decodes at most `max_batch_size` requests at a time, of at most `max_length` tokens each,
+    prompt included.
 
-    Only ids below `vocab_size` that the model has are chosen. The weights are read when the engine is built: build another
-    after a training step. Raises UserError where the model cannot read `max_length` tokens.
+    Only ids below `vocab_size` that the model has are chosen. The weights are read when the engine
+    is built: build another after a training step. Raises UserError where the model cannot read
+    `max_length` tokens.
     """
 
     def __init__(
@@ -86,8 +106,8 @@ class Engine:
         max_length: int,
         return_routed_experts: bool = False,
     ) -> None:
-        # In mixed precision sharded weights are stored in fp32 and gathered in bf16, so the dtype is that of the gathered
-        # embedding.
+        # In mixed precision sharded weights are stored in fp32 and gathered in bf16, so the dtype
+        # is that of the gathered embedding.
         weight = model.embeddings[0].weight
         self._device, dtype = weight.device, weight.dtype
         if torch.is_autocast_enabled(self._device.type):
@@ -97,11 +117,14 @@ class Engine:
         self._max_batch_size = max_batch_size
         self._max_length = max_length
         records = {"records_experts": True} if return_routed_experts else {}
-        self._decoder = model.incremental_decoder(max_batch_size, max_length, device=self._device, dtype=dtype, **records)
+        self._decoder = model.incremental_decoder(
+            max_batch_size, max_length, device=self._device, dtype=dtype, **records
+        )
         self._returns_experts = return_routed_experts
         self._last_request_id = 0
         self._pending: list[_RunningRequest] = []
-        # In the decoder's order, like the tensors of last tokens and of uniform numbers for sampling the next ones.
+        # In the decoder's order, like the tensors of last tokens and of uniform numbers for
+        # sampling the next ones.
         self._running: list[_RunningRequest] = []
         self._last_tokens = torch.zeros(0, dtype=torch.long, device=self._device)
         self._uniforms = torch.zeros(0, max_length, dtype=torch.float64, device=self._device)
@@ -120,8 +143,8 @@ class Engine:
     def add_request(self, request: GenerationRequest) -> int:
         """Add a request to the next step. Returns the id that its tokens carry.
 
-        Raises ValueError for an empty prompt, UserError where the model lacks one of its ids, where the request is too long, or
-        where no slot is free.
+        Raises ValueError for an empty prompt, UserError where the model lacks one of its ids, where
+        the request is too long, or where no slot is free.
         """
         if not request.prompt_ids:
             raise ValueError("an empty prompt")
@@ -129,11 +152,14 @@ class Engine:
         total = len(request.prompt_ids) + request.max_tokens
         if total > self._max_length:
             raise UserError(
-                f"{len(request.prompt_ids)} prompt tokens and {request.max_tokens} new ones are {total}, more than the "
-                f"{self._max_length} allowed; shorten the prompt or generate fewer"
+                f"{len(request.prompt_ids)} prompt tokens and {request.max_tokens} new ones are"
+                f" {total}, more than the {self._max_length} allowed; shorten the prompt or"
+                " generate fewer"
             )
         if not self.num_free_slots:
-            raise UserError(f"all {self._max_batch_size} slots are taken; wait for a request to finish")
+            raise UserError(
+                f"all {self._max_batch_size} slots are taken; wait for a request to finish"
+            )
         self._last_request_id += 1
         self._pending.append(_RunningRequest(self._last_request_id, request))
         return self._last_request_id
@@ -152,9 +178,12 @@ class Engine:
 
     @torch.no_grad()
     def step(self) -> list[GeneratedToken]:
-        """The next token of every unfinished request. Prefills the requests that were added since the last step.
+        """The next token of every unfinished request.
 
-        Raises RunFailed where the logits are NaN or all infinite. After an error only `clear` may be called.
+        Prefills the requests that were added since the last step.
+
+        Raises RunFailed where the logits are NaN or all infinite. After an error only `clear` may
+        be called.
         """
         if not self.num_unfinished:
             return []
@@ -162,9 +191,12 @@ class Engine:
         if self._pending:
             hidden.append(self._prefill())
         logits = self._model.lm_head(torch.cat(hidden))[:, : self._vocab_size]
-        sampled = self._sample(logits).tolist()  # the only point at which the host waits for the device
+        # The only point at which the host waits for the device.
+        sampled = self._sample(logits).tolist()
         experts = self._decoder.take_experts() if self._returns_experts else [None] * len(sampled)
-        tokens = [self._to_token(*each) for each in zip(self._running, sampled, experts, strict=True)]
+        tokens = [
+            self._to_token(*each) for each in zip(self._running, sampled, experts, strict=True)
+        ]
         self._compact([token.finish_reason is None for token in tokens])
         return tokens
 
@@ -179,29 +211,43 @@ class Engine:
         for row, each in zip(uniforms, added, strict=True):
             if not each.request.sampling.is_greedy:
                 first = each.request.num_resumed
-                row[: each.request.max_tokens] = draw_uniforms(each.request.seed, first + each.request.max_tokens)[first:]
+                row[: each.request.max_tokens] = draw_uniforms(
+                    each.request.seed, first + each.request.max_tokens
+                )[first:]
             if each.request.sampling.repetition_penalty != 1:
                 each.seen = torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device)
                 each.seen[torch.tensor(each.request.prompt_ids, device=self._device)] = True
         self._uniforms = torch.cat([self._uniforms, uniforms.to(self._device)])
-        self._num_generated = torch.cat([self._num_generated, self._num_generated.new_zeros(len(added), 1)])
+        self._num_generated = torch.cat(
+            [self._num_generated, self._num_generated.new_zeros(len(added), 1)]
+        )
         self._running += added
         self._pending = []
         return hidden
 
     def _score_prompt(self, request_id: int, request: GenerationRequest) -> list[GeneratedToken]:
         scored = []
-        for logits, ids in scored_logits(self._model, [(request.prompt_ids, len(request.prompt_ids) - 1)]):
+        for logits, ids in scored_logits(
+            self._model, [(request.prompt_ids, len(request.prompt_ids) - 1)]
+        ):
             logprobs = logits.log_softmax(-1)
             values = logprobs.gather(1, ids[:, None])[:, 0].tolist()
-            likeliest = logprobs[:, : self._vocab_size].topk(min(request.top_logprobs, self._vocab_size), dim=1)
+            likeliest = logprobs[:, : self._vocab_size].topk(
+                min(request.top_logprobs, self._vocab_size), dim=1
+            )
             columns = ids.tolist(), values, likeliest.indices.tolist(), likeliest.values.tolist()
             for id, logprob, top_ids, top_logprobs in zip(*columns, strict=True):
-                scored.append(GeneratedToken(request_id, id, logprob, list(zip(top_ids, top_logprobs, strict=True))))
+                scored.append(
+                    GeneratedToken(
+                        request_id, id, logprob, list(zip(top_ids, top_logprobs, strict=True))
+                    )
+                )
         return scored
 
     def _sample(self, logits: Tensor) -> Tensor:
-        """fp64 [batch, 2 + 2 * top]: the sampled token and its logprob, then the likeliest tokens and theirs."""
+        """fp64 [batch, 2 + 2 * top]: the sampled token and its logprob, then the likeliest tokens
+        and theirs.
+        """
         uniforms = self._uniforms.gather(1, self._num_generated)[:, 0]
         self._num_generated += 1
         top = min(self._vocab_size, max(each.request.top_logprobs for each in self._running))
@@ -209,8 +255,14 @@ class Engine:
         sampled = torch.zeros(len(params), 2 + 2 * top, dtype=torch.float64, device=self._device)
         for sampling in dict.fromkeys(params):
             rows = [row for row, each in enumerate(params) if each == sampling]
-            index = slice(None) if len(rows) == len(params) else torch.tensor(rows, device=self._device)
-            seen = [each.seen for each in self._running if each.request.sampling == sampling and each.seen is not None]
+            index = (
+                slice(None) if len(rows) == len(params) else torch.tensor(rows, device=self._device)
+            )
+            seen = [
+                each.seen
+                for each in self._running
+                if each.request.sampling == sampling and each.seen is not None
+            ]
             scores = logits[index]
             if seen:
                 scores = penalize_repetition(scores, torch.stack(seen), sampling.repetition_penalty)
@@ -225,18 +277,29 @@ class Engine:
         self._last_tokens = sampled[:, 0].long()
         return sampled
 
-    def _to_token(self, running: _RunningRequest, sampled: list[float], experts: Tensor | None) -> GeneratedToken:
+    def _to_token(
+        self, running: _RunningRequest, sampled: list[float], experts: Tensor | None
+    ) -> GeneratedToken:
         request = running.request
         running.num_generated += 1
         id, logprob, *likeliest = sampled
         if math.isnan(logprob):
             raise RunFailed(
-                f"the model's logits are NaN or infinite after {len(request.prompt_ids) + running.num_generated - 1} tokens: "
-                "its weights are damaged, or its activations overflow the dtype"
+                "the model's logits are NaN or infinite after"
+                f" {len(request.prompt_ids) + running.num_generated - 1} tokens: its weights are"
+                " damaged, or its activations overflow the dtype"
             )
         half = len(likeliest) // 2
-        pairs = list(zip(map(int, likeliest[:half]), likeliest[half:], strict=True))[: request.top_logprobs]
-        reason = "stop" if id in request.stop_token_ids else "length" if running.num_generated >= request.max_tokens else None
+        pairs = list(zip(map(int, likeliest[:half]), likeliest[half:], strict=True))[
+            : request.top_logprobs
+        ]
+        reason = (
+            "stop"
+            if id in request.stop_token_ids
+            else "length"
+            if running.num_generated >= request.max_tokens
+            else None
+        )
         likely = [pair for pair in pairs if pair[1] > -torch.inf]
         prompt = running.prompt if running.num_generated == 1 else []
         if request.num_resumed and experts is not None:
@@ -244,7 +307,10 @@ class Engine:
         return GeneratedToken(running.request_id, int(id), logprob, likely, reason, prompt, experts)
 
     def _compact(self, unfinished: list[bool]) -> None:
-        """Keep the unfinished requests. The last ones move into the slots that became free, so that few are moved."""
+        """Keep the unfinished requests.
+
+        The last ones move into the slots that became free, so that few are moved.
+        """
         if all(unfinished):
             return
         rows = [row for row, stays in enumerate(unfinished) if stays]
@@ -260,7 +326,10 @@ class Engine:
 
 @dataclass(frozen=True)
 class Completion:
-    """The continuation of a prompt. `token_ids` include the stop token, `text` does not; `logprobs` as in GeneratedToken."""
+    """The continuation of a prompt.
+
+    `token_ids` include the stop token, `text` does not; `logprobs` as in GeneratedToken.
+    """
 
     token_ids: list[int]
     text: str
@@ -284,11 +353,12 @@ def generate(
 ) -> list[Completion]:
     """Complete each prompt, a text or token ids.
 
-    Each prompt is put after `prefix_ids`. A completion ends at the tokenizer's end-of-text token or one of `stop_token_ids`,
-    before the first of `stop_strings`, which may spell a special token, or after `max_tokens` (one number, or one for each
-    prompt); with `max_length` also where it and its prompt have so many. `on_text(index, text)` is called with text as soon as
-    it will not change; `index` counts completions. Raises UserError where prompt and new tokens exceed what the model reads,
-    or a prompt `max_length`.
+    Each prompt is put after `prefix_ids`. A completion ends at the tokenizer's end-of-text token or
+    one of `stop_token_ids`, before the first of `stop_strings`, which may spell a special token, or
+    after `max_tokens` (one number, or one for each prompt); with `max_length` also where it and its
+    prompt have so many. `on_text(index, text)` is called with text as soon as it will not change;
+    `index` counts completions. Raises UserError where prompt and new tokens exceed what the model
+    reads, or a prompt `max_length`.
     """
     if not prompts:
         return []
@@ -296,7 +366,10 @@ def generate(
     encoded = [encode_prompt(tokenizer, prompt, prefix_ids, max_length) for prompt in prompts]
     rooms = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
     if max_length is not None:
-        rooms = [min(room, check_room(len(each), max_length)) for each, room in zip(encoded, rooms, strict=True)]
+        rooms = [
+            min(room, check_room(len(each), max_length))
+            for each, room in zip(encoded, rooms, strict=True)
+        ]
     engine = Engine(
         model,
         vocab_size=tokenizer.vocab_size,
@@ -309,7 +382,9 @@ def generate(
         request = GenerationRequest(prompt_ids, room, sampling, own_seed, stop_token_ids)
         indices[engine.add_request(request)] = number
     continued = [isinstance(prompt, str) and prompt != "" for prompt in prompts]
-    streamers = [TextStreamer(tokenizer, stop_strings, is_continuation) for is_continuation in continued]
+    streamers = [
+        TextStreamer(tokenizer, stop_strings, is_continuation) for is_continuation in continued
+    ]
     logprobs: list[list[float]] = [[] for _ in indices]
     while engine.num_unfinished:
         for token in engine.step():
@@ -317,7 +392,8 @@ def generate(
             logprobs[index].append(token.logprob)
             if text := streamers[index].add(token.token_id, is_stop=token.finish_reason == "stop"):
                 on_text(index, text)
-            if streamers[index].finish_reason and token.finish_reason is None:  # a stop string, unknown to the engine
+            # A stop string, unknown to the engine.
+            if streamers[index].finish_reason and token.finish_reason is None:
                 engine.cancel(token.request_id)
     for index, streamer in enumerate(streamers):
         if text := streamer.finish():

@@ -1,4 +1,6 @@
-"""Load a trained model by name: a run, a checkpoint, a Hugging Face folder or hub name, or a PEFT folder."""
+"""Load a trained model by name: a run, a checkpoint, a Hugging Face folder or hub name, or a PEFT
+folder.
+"""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -24,7 +26,12 @@ from lmforge.core.parallel.precision import choose_dtype
 from lmforge.core.records.kinds import Kind, kind_of
 from lmforge.core.records.runs import parse_location
 from lmforge.hf.hub import resolve_model_folder
-from lmforge.hf.peft_folder import base_model_of, base_model_overrides, load_peft_folder, tokenizer_folder
+from lmforge.hf.peft_folder import (
+    base_model_of,
+    base_model_overrides,
+    load_peft_folder,
+    tokenizer_folder,
+)
 from lmforge.hf.resolve import resolve_model_config
 from lmforge.hf.weights import describe_folder, load_folder
 from lmforge.serve.decoding.prompts import PromptTooLong
@@ -41,9 +48,11 @@ POST_TRAINING_STAGES = ("sft", "distill", "align")
 class LoadedModel:
     """A model on one device in one dtype, in eval mode, and what is known about it.
 
-    prefix_ids, stop_token_ids: ids that a text begins with, and that end it, as the model was trained.
+    prefix_ids, stop_token_ids: ids that a text begins with, and that end it, as the model was
+    trained.
     recipe: the options it was trained with; None for a Hugging Face folder.
-    training_data: the folder of the data it was trained on, or those of the sources of a mixture by name; empty: unknown.
+    training_data: the folder of the data it was trained on, or those of the sources of a mixture by
+    name; empty: unknown.
     """
 
     model: LanguageModel
@@ -62,19 +71,24 @@ class LoadedModel:
 
     def sampling(self, default_temperature: float, **given: float | None) -> SamplingParams:
         """How tokens are chosen: `given`, else as the model says; see choose_sampling."""
-        return choose_sampling(self.config.generation_config, self.path, default_temperature, **given)
+        return choose_sampling(
+            self.config.generation_config, self.path, default_temperature, **given
+        )
 
     def answer_length(self, num_prompt_tokens: int, default: int) -> int:
-        """How long an answer is at most, as the model says: its max_new_tokens, else what the prompt leaves of its max_length;
-        else `default`. Raises PromptTooLong where it leaves nothing."""
+        """How long an answer is at most, as the model says: its max_new_tokens, else what the
+        prompt leaves of its max_length; else `default`. Raises PromptTooLong where it leaves
+        nothing.
+        """
         stated = self.config.generation_config or {}
         longest = stated.get("max_length")
         if (length := stated.get("max_new_tokens")) is not None or longest is None:
             return length or default
         if num_prompt_tokens >= longest:
             raise PromptTooLong(
-                f"the model's generation_config.json says max_length {longest}, and got {num_prompt_tokens} tokens in the"
-                " prompt, which leaves no room for an answer; give max_tokens"
+                f"the model's generation_config.json says max_length {longest}, and got"
+                f" {num_prompt_tokens} tokens in the prompt, which leaves no room for an answer;"
+                " give max_tokens"
             )
         return int(longest - num_prompt_tokens)
 
@@ -96,7 +110,10 @@ class LoadedModel:
 
 
 def resolve_device_and_dtype(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
-    """The device and dtype that `--device` and `--dtype` name. On a CPU, torch takes every core. Raises UserError."""
+    """The device and dtype that `--device` and `--dtype` name.
+
+    On a CPU, torch takes every core. Raises UserError.
+    """
     chosen = choose_device(device)
     if chosen.type == "cpu":
         torch.set_num_threads(threads_per_rank(1))
@@ -105,12 +122,17 @@ def resolve_device_and_dtype(device: str, dtype: str) -> tuple[torch.device, tor
 
 
 def resolve_max_length(loaded: LoadedModel, requested: int | None) -> int:
-    """The maximum length of prompt and answer in tokens: `requested`, or what the model was trained for, up to 4096."""
+    """The maximum length of prompt and answer in tokens: `requested`, or what the model was trained
+    for, up to 4096.
+    """
     bound = loaded.config.max_sequence_length
     if requested is None:
         return min(loaded.config.max_position_embeddings, DEFAULT_MAX_LENGTH)
     if bound is not None and requested > bound:
-        raise UserError(f"--max_length {requested}: {loaded.path} reads at most {bound} tokens; give at most that")
+        raise UserError(
+            f"--max_length {requested}: {loaded.path} reads at most {bound} tokens; give at most"
+            " that"
+        )
     return requested
 
 
@@ -122,18 +144,30 @@ def load_model(
     reward_model: bool = False,
     overrides: dict[str, Any] | None = None,
 ) -> LoadedModel:
-    """Load the model at `path` onto `device`. Raises UserError where there is no model or tokenizer.
+    """Load the model at `path` onto `device`.
 
-    `warn` gets a line for each corrupt checkpoint that was skipped, and what `describe_folder` says. With `reward_model` it
-    must be a reward model, else it must not. `overrides` replace fields of a folder's config.
+    Raises UserError where there is no model or tokenizer.
+
+    `warn` gets a line for each corrupt checkpoint that was skipped, and what `describe_folder`
+    says. With `reward_model` it must be a reward model, else it must not. `overrides` replace
+    fields of a folder's config.
     """
     path = resolve_model_folder(path)
     kind = kind_of(path)
     if kind == Kind.ADAPTERS:
         # Merged in fp32 and then cast.
-        base = load_model(base_model_of(path), device, torch.float32, warn, reward_model, base_model_overrides(path))
+        base = load_model(
+            base_model_of(path),
+            device,
+            torch.float32,
+            warn,
+            reward_model,
+            base_model_overrides(path),
+        )
         merge_adapters(base.model, *load_peft_folder(path), str(path))
-        tokenizer = Tokenizer.open(path) if tokenizer_folder(base.path, path) == path else base.tokenizer
+        tokenizer = (
+            Tokenizer.open(path) if tokenizer_folder(base.path, path) == path else base.tokenizer
+        )
         return replace(base, model=base.model.to(dtype), tokenizer=tokenizer, path=path)
     if kind == Kind.HF_FOLDER:
         loaded = _from_folder(path, device, dtype, reward_model, overrides or {})
@@ -148,17 +182,31 @@ def load_model(
 
 
 def _from_folder(
-    folder: Path, device: torch.device, dtype: torch.dtype, reward_model: bool, overrides: dict[str, Any]
+    folder: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    reward_model: bool,
+    overrides: dict[str, Any],
 ) -> LoadedModel:
     config = resolve_model_config(folder, overrides, implementation="auto")
     check_reward_head(config, folder, reward_model)
     refuse_sentencepiece(folder)
     if not (folder / "tokenizer.json").exists():
-        raise UserError(f"{folder}: no tokenizer.json; put the model's tokenizer beside its weights")
+        raise UserError(
+            f"{folder}: no tokenizer.json; put the model's tokenizer beside its weights"
+        )
     tokenizer = Tokenizer.open(folder)
     model = build_model(config, device)
     load_folder(folder, model)
-    return LoadedModel(model.to(dtype).eval(), config, tokenizer, folder, None, tokenizer.prefix_ids, config.end_token_ids)
+    return LoadedModel(
+        model.to(dtype).eval(),
+        config,
+        tokenizer,
+        folder,
+        None,
+        tokenizer.prefix_ids,
+        config.end_token_ids,
+    )
 
 
 def _from_checkpoint(
@@ -175,17 +223,35 @@ def _from_checkpoint(
     sources = manifest.written_by.get("sources") or ({data: data} if data else {})
     # GRPO has prompts without answers, so there is no data to measure a loss on.
     has_text = recipe.get("align", {}).get("method") != "grpo"
-    training_data = {name: parse_location(source) for name, source in sources.items()} if has_text else {}
+    training_data = (
+        {name: parse_location(source) for name, source in sources.items()} if has_text else {}
+    )
     stop_ids |= config.end_token_ids
-    return LoadedModel(model.to(dtype).eval(), config, tokenizer, folder, recipe, prefix_ids, stop_ids, training_data)
+    return LoadedModel(
+        model.to(dtype).eval(),
+        config,
+        tokenizer,
+        folder,
+        recipe,
+        prefix_ids,
+        stop_ids,
+        training_data,
+    )
 
 
 def check_reward_head(config: ModelConfig, path: Path, reward_model: bool) -> None:
-    """Raise UserError where a reward model is given instead of a language model, or the other way round."""
+    """Raise UserError where a reward model is given instead of a language model, or the other way
+    round.
+    """
     if config.reward and not reward_model:
-        raise UserError(f"{path}: a reward model, which generates no text; name it in rollout.reward_functions, or export it")
+        raise UserError(
+            f"{path}: a reward model, which generates no text; name it in rollout.reward_functions,"
+            " or export it"
+        )
     if reward_model and not config.reward:
-        raise UserError(f"{path}: not a reward model; train one with `lmforge align --align.method reward`")
+        raise UserError(
+            f"{path}: not a reward model; train one with `lmforge align --align.method reward`"
+        )
 
 
 def training_stage(manifest: Manifest) -> str | None:
@@ -194,18 +260,25 @@ def training_stage(manifest: Manifest) -> str | None:
     return stage
 
 
-def prefix_and_stop_ids(tokenizer: Tokenizer, stage: str | None) -> tuple[list[int], frozenset[int]]:
+def prefix_and_stop_ids(
+    tokenizer: Tokenizer, stage: str | None
+) -> tuple[list[int], frozenset[int]]:
     """Ids that a text begins with, and that end it, as a stage trains them.
 
-    Pretraining puts no token before a text. Later stages begin each text as the tokenizer does, and end it as its chat
-    template does.
+    Pretraining puts no token before a text. Later stages begin each text as the tokenizer does, and
+    end it as its chat template does.
     """
     template = chat_template(tokenizer, stage)
-    return tokenizer.prefix_ids if stage in POST_TRAINING_STAGES else [], frozenset() if template is None else template.stop_ids
+    return (
+        tokenizer.prefix_ids if stage in POST_TRAINING_STAGES else [],
+        frozenset() if template is None else template.stop_ids,
+    )
 
 
 def chat_template(tokenizer: Tokenizer, stage: str | None) -> ChatTemplate | None:
-    """The chat template that a stage trains with; None for pretraining, or where the tokenizer has none."""
+    """The chat template that a stage trains with; None for pretraining, or where the tokenizer has
+    none.
+    """
     with suppress(UserError):
         return ChatTemplate.from_tokenizer(tokenizer) if stage in POST_TRAINING_STAGES else None
     return None

@@ -1,6 +1,8 @@
-"""A folder of weights for a server that replaces its own: config.json, safetensors, and the checksum of each file.
+"""A folder of weights for a server that replaces its own: config.json, safetensors, and the
+checksum of each file.
 
-It is written tensor by tensor from a model that may be sharded. Who asks a server to load it is not known here.
+It is written tensor by tensor from a model that may be sharded. Who asks a server to load it is not
+known here.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,12 +22,17 @@ CHECKSUMS_NAME = "checksums.json"
 
 
 def write_weights(
-    folder: Path, tensors: Mapping[str, Tensor], config: ModelConfig, read_tensor: Callable[[str], Tensor]
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    config: ModelConfig,
+    read_tensor: Callable[[str], Tensor],
 ) -> None:
-    """Write a folder, which appears complete or not at all. Raises UserError where the disk is full.
+    """Write a folder, which appears complete or not at all.
 
-    `tensors` have full shapes and the dtypes to be written. `read_tensor` returns the value of one, which is written before
-    the next is read.
+    Raises UserError where the disk is full.
+
+    `tensors` have full shapes and the dtypes to be written. `read_tensor` returns the value of one,
+    which is written before the next is read.
     """
     partial_folder = folder.with_name(f".{folder.name}")
     export_folder(tensors, config, partial_folder, overwrite=True, read_tensor=read_tensor)
@@ -37,7 +44,9 @@ def write_weights(
 def verify_weights(folder: Path) -> None:
     """Raise UserError where files of a folder with checksums are not what was written."""
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder on this host; name one that trainer and servers share")
+        raise UserError(
+            f"{folder}: no such folder on this host; name one that trainer and servers share"
+        )
     if not (folder / CHECKSUMS_NAME).exists():
         return
     for name, expected in read_json(folder / CHECKSUMS_NAME, dict[str, str]).items():

@@ -1,7 +1,8 @@
 """A model for lm-evaluation-harness: its tasks by name, on a checkpoint that need not be exported.
 
-The scores are those that the harness's own Hugging Face model gives the exported checkpoint. On several ranks the harness
-builds the same requests on each, as if it ran alone; the work on them is divided among the ranks below the harness.
+The scores are those that the harness's own Hugging Face model gives the exported checkpoint. On
+several ranks the harness builds the same requests on each, as if it ran alone; the work on them is
+divided among the ranks below the harness.
 """
 
 import os
@@ -27,16 +28,19 @@ try:
     from lm_eval.tasks import TaskManager
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as missing:
-    raise UserError(f"lm-evaluation-harness cannot be imported ({missing}); {how_to_install('eval')}") from None
+    raise UserError(
+        f"lm-evaluation-harness cannot be imported ({missing}); {how_to_install('eval')}"
+    ) from None
 
 DEFAULT_MAX_GEN_TOKENS = 256  # of tasks that set none
 
 
 class LMEvalModel(TemplateLM):
-    """The harness's interface of a model: likelihoods of continuations and of whole texts, and generated texts.
+    """The harness's interface of a model: likelihoods of continuations and of whole texts, and
+    generated texts.
 
-    Its `world_size` stays 1 on any number of ranks. Otherwise the harness would divide the questions itself, and each rank
-    would have the scores of its own part.
+    Its `world_size` stays 1 on any number of ranks. Otherwise the harness would divide the
+    questions itself, and each rank would have the scores of its own part.
     """
 
     def __init__(self, loaded: LoadedModel, dist_ctx: DistributedContext, batch_size: int) -> None:
@@ -55,7 +59,9 @@ class LMEvalModel(TemplateLM):
     def max_length(self) -> int:
         return max_input_length(self._loaded.config)
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
         ids = self._loaded.tokenizer.encode(string, parse_special_tokens=True)
         return ids if add_special_tokens is False else with_prefix(ids, self._loaded.prefix_ids)
 
@@ -66,27 +72,40 @@ class LMEvalModel(TemplateLM):
     def chat_template(self, chat_template: bool | str = False) -> str:
         return self._loaded.chat_template.jinja_source
 
-    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        return self._loaded.chat_template.render_prompt(chat_history, continue_final_message=not add_generation_prompt)
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        return self._loaded.chat_template.render_prompt(
+            chat_history, continue_final_message=not add_generation_prompt
+        )
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **kwargs: Any
     ) -> list[tuple[float, bool]]:
         pairs: list[TokenPair] = [(context, continuation) for _, context, continuation in requests]
         self._check_same_on_all_ranks(pairs)
-        return list(loglikelihoods(self._loaded, pairs, self._dist_ctx, batch_size=self._batch_size))
+        return list(
+            loglikelihoods(self._loaded, pairs, self._dist_ctx, batch_size=self._batch_size)
+        )
 
-    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[float]:
         texts = [
             [
                 make_disjoint_window(window)
                 for window in get_rolling_token_windows(
-                    self.tok_encode(text), prefix_token=self.prefix_token_id, max_seq_len=self.max_length, context_len=1
+                    self.tok_encode(text),
+                    prefix_token=self.prefix_token_id,
+                    max_seq_len=self.max_length,
+                    context_len=1,
                 )
             ]
             for (text,) in (request.args for request in requests)
         ]
-        scored = iter(self._loglikelihood_tokens([(None, *window) for windows in texts for window in windows]))
+        scored = iter(
+            self._loglikelihood_tokens([(None, *window) for windows in texts for window in windows])
+        )
         return [sum(next(scored)[0] for _ in windows) for windows in texts]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
@@ -96,23 +115,37 @@ class LMEvalModel(TemplateLM):
             groups.setdefault(repr(request.args[1]), []).append(number)
         generated: dict[int, str] = {}
         for numbers in groups.values():
-            options: dict[str, Any] = dict(normalize_gen_kwargs(requests[numbers[0]].args[1], DEFAULT_MAX_GEN_TOKENS))
+            options: dict[str, Any] = dict(
+                normalize_gen_kwargs(requests[numbers[0]].args[1], DEFAULT_MAX_GEN_TOKENS)
+            )
             temperature = options.get("temperature", 1.0) if options.get("do_sample") else 0.0
             settings = TaskSettings(
                 batch_size=self._batch_size,
                 max_tokens=options["max_gen_toks"],
-                stop_strings=[stop for stop in handle_stop_sequences(options.get("until"), eos=None) if stop],
+                stop_strings=[
+                    stop for stop in handle_stop_sequences(options.get("until"), eos=None) if stop
+                ],
             )
-            sampling = SamplingParams(temperature, options.get("top_k") or 0, options.get("top_p", 1.0))
+            sampling = SamplingParams(
+                temperature, options.get("top_k") or 0, options.get("top_p", 1.0)
+            )
             prompts = [requests[number].args[0] for number in numbers]
             texts = generate_in_batches(prompts, self._loaded, self._dist_ctx, settings, sampling)
             generated |= zip(numbers, texts, strict=True)
         return [generated[number] for number in range(len(requests))]
 
     def _check_same_on_all_ranks(self, requests: Sequence[Any]) -> None:
-        """Raise UserError on every rank where the requests differ: results are matched to requests by number."""
-        if len(set(self._dist_ctx.all_gather(xxhash.xxh3_128_hexdigest(repr(requests).encode())))) > 1:
-            raise UserError("the ranks' tasks of lm-evaluation-harness differ; install the same version and data on every host")
+        """Raise UserError on every rank where the requests differ: results are matched to requests
+        by number.
+        """
+        if (
+            len(set(self._dist_ctx.all_gather(xxhash.xxh3_128_hexdigest(repr(requests).encode()))))
+            > 1
+        ):
+            raise UserError(
+                "the ranks' tasks of lm-evaluation-harness differ; install the same version and"
+                " data on every host"
+            )
 
 
 class _SyncedTaskManager(TaskManager):
@@ -128,7 +161,9 @@ class _SyncedTaskManager(TaskManager):
                 return super().load(*arguments, **options)
             except Exception as problem:  # of a YAML file, a dataset or the network
                 reason = " ".join(str(problem).split()) or type(problem).__name__
-                raise UserError(f"lm-evaluation-harness cannot load its task ({reason})") from problem
+                raise UserError(
+                    f"lm-evaluation-harness cannot load its task ({reason})"
+                ) from problem
 
 
 def run_lm_eval(
@@ -142,12 +177,14 @@ def run_lm_eval(
     batch_size: int,
     apply_chat_template: bool = False,
 ) -> dict[str, dict[str, Any]]:
-    """The metrics of the harness's tasks by name: those it comes with, and those of the YAML files in `include_path`.
+    """The metrics of the harness's tasks by name: those it comes with, and those of the YAML files
+    in `include_path`.
 
-    Every rank calls it with the full model. Rank 0 gets the metrics, the same for any number of ranks; the others get an
-    empty dict and print nothing. `num_fewshot` None leaves the number of examples to the task. With `apply_chat_template` a
-    question is a user's message, and each example a turn before it. Raises UserError for an unknown task, and for a model
-    without a chat template.
+    Every rank calls it with the full model. Rank 0 gets the metrics, the same for any number of
+    ranks; the others get an empty dict and print nothing. `num_fewshot` None leaves the number of
+    examples to the task. With `apply_chat_template` a question is a user's message, and each
+    example a turn before it. Raises UserError for an unknown task, and for a model without a chat
+    template.
     """
     with dist_ctx.raise_on_all():
         if apply_chat_template:
@@ -177,13 +214,23 @@ def run_lm_eval(
     }
 
 
-def _task_manager(tasks: Sequence[str], dist_ctx: DistributedContext, include_path: Path | None) -> _SyncedTaskManager:
-    """A manager that has these tasks. Those that the harness comes with are thousands of files, and are only indexed where a
-    name is not in `include_path`. Raises UserError for an unknown task."""
+def _task_manager(
+    tasks: Sequence[str], dist_ctx: DistributedContext, include_path: Path | None
+) -> _SyncedTaskManager:
+    """A manager that has these tasks.
+
+    Those that the harness comes with are thousands of files, and are only indexed where a name is
+    not in `include_path`. Raises UserError for an unknown task.
+    """
     included = str(include_path) if include_path else None
     for include_defaults in (False, True):
-        manager = _SyncedTaskManager(dist_ctx, include_path=included, include_defaults=include_defaults)
+        manager = _SyncedTaskManager(
+            dist_ctx, include_path=included, include_defaults=include_defaults
+        )
         unknown = [name for name in tasks if not manager.match_tasks([name])]
         if not unknown:
             return manager
-    raise UserError(f"{', '.join(unknown)}: no such task of lm-evaluation-harness; `lm-eval ls tasks` lists them")
+    raise UserError(
+        f"{', '.join(unknown)}: no such task of lm-evaluation-harness; `lm-eval ls tasks` lists"
+        " them"
+    )

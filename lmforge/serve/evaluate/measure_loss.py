@@ -1,4 +1,6 @@
-"""The loss of a loaded model on documents given by name: token shards, tokenized examples, files of text or conversations."""
+"""The loss of a loaded model on documents given by name: token shards, tokenized examples, files of
+text or conversations.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -22,14 +24,26 @@ from lmforge.core.steps.perplexity import evaluate_loss, local_batches
 from lmforge.serve.decoding.model_loading import LoadedModel
 from lmforge.serve.decoding.prompts import check_token_ids
 from lmforge.text.chat.conversations import detect_format, read_conversations
-from lmforge.text.chat.examples import ExampleFolder, ExamplePacking, TokenizedExamples, example_dataset
+from lmforge.text.chat.examples import (
+    ExampleFolder,
+    ExamplePacking,
+    TokenizedExamples,
+    example_dataset,
+)
 from lmforge.text.sources.folders import FileSplit, content_suffix, describe_left_out, find_files
-from lmforge.text.sources.records import RECORD_SUFFIXES, UnusableRecords, describe_folders, read_records
+from lmforge.text.sources.records import (
+    RECORD_SUFFIXES,
+    UnusableRecords,
+    describe_folders,
+    read_records,
+)
 from lmforge.text.sources.text_sources import TextSource, open_text_source
 
 ENCODE_BATCH_TEXTS = 256
 DEFAULT_SEQUENCE_LENGTH = 1024
-MIN_BATCH_LIMIT = 16  # sequences; batches up to this size are as they were requested, so that results do not depend on the data
+# Sequences; batches up to this size are as they were requested, so that results do not depend on
+# the data.
+MIN_BATCH_LIMIT = 16
 
 
 def measure_loss(
@@ -44,35 +58,54 @@ def measure_loss(
     reading: Mapping[str, bool] | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
-    """loss (nats per token), perplexity, bits_per_byte, tokens, bytes, and what was measured on what. Every rank calls it.
+    """loss (nats per token), perplexity, bits_per_byte, tokens, bytes, and what was measured on
+    what. Every rank calls it.
 
-    data             token shards, or files of text or conversations; None: what the model was trained on
-    split            "validation" or "train" of prepared data, or of a folder of files whose names tell splits
+    data             token shards, or files of text or conversations; None: what the model was
+                     trained on
+    split            "validation" or "train" of prepared data, or of a folder of files whose names
+                     tell splits
     sequences        how many, evenly spaced over the split; None: all
     sequence_length  in tokens; None: as in training
     batch_size       sequences in one forward pass
-    reading          of files of conversations: `split_turns`, `ignore_media` and `skip_invalid`, as in a recipe
+    reading          of files of conversations: `split_turns`, `ignore_media` and `skip_invalid`, as
+                     in a recipe
 
-    Of several sources, each has its own, such as `loss/NAME`. Raises UserError for data that cannot be used.
+    Of several sources, each has its own, such as `loss/NAME`. Raises UserError for data that cannot
+    be used.
     """
     sources = {str(data): data} if data else loaded.training_data
     if not sources:
-        raise UserError(f"{loaded.path}: does not say what it was trained on; name files or token shards with --data")
-    length = sequence_length or (loaded.recipe or {}).get("data", {}).get("sequence_length") or DEFAULT_SEQUENCE_LENGTH
+        raise UserError(
+            f"{loaded.path}: does not say what it was trained on; name files or token shards with"
+            " --data"
+        )
+    length = (
+        sequence_length
+        or (loaded.recipe or {}).get("data", {}).get("sequence_length")
+        or DEFAULT_SEQUENCE_LENGTH
+    )
     if loaded.config.max_sequence_length is not None:
         length = min(length, loaded.config.max_sequence_length)
     with dist_ctx.raise_on_all():
         dataset, measured = open_evaluation_dataset(loaded, sources, split, length, reading or {})
     # Sequences beyond the data would be padding.
-    batch_size = min(batch_size, max(MIN_BATCH_LIMIT, -(-dataset.sequences_per_epoch // dist_ctx.world_size)))
+    batch_size = min(
+        batch_size, max(MIN_BATCH_LIMIT, -(-dataset.sequences_per_epoch // dist_ctx.world_size))
+    )
     with dist_ctx.raise_on_all():
         # A lower bound: the batch, the residual stream and a block's output.
         bytes_per_token = 64 + 2 * 4 * loaded.config.hidden_size
-        what, way = f"{batch_size:,} sequences of {length:,} tokens", "give a smaller --batch_size or --sequence_length"
+        what, way = (
+            f"{batch_size:,} sequences of {length:,} tokens",
+            "give a smaller --batch_size or --sequence_length",
+        )
         check_fits(batch_size * length * bytes_per_token, dist_ctx.device, what, way)
     if loaded.tokenizer.vocab_size > loaded.config.vocab_size:
         with dist_ctx.raise_on_all():
-            for batch in local_batches(dataset, (dist_ctx.rank_info.rank, dist_ctx.world_size), sequences, batch_size):
+            for batch in local_batches(
+                dataset, (dist_ctx.rank_info.rank, dist_ctx.world_size), sequences, batch_size
+            ):
                 ids = torch.stack([batch.tokens, batch.labels.clamp(min=0)]).unique().tolist()
                 check_token_ids(ids, loaded.config.vocab_size, "the data")
     token_bytes = torch.from_numpy(loaded.tokenizer.token_byte_lengths()).to(dist_ctx.device)
@@ -85,18 +118,32 @@ def measure_loss(
         on_progress=on_progress,
     )
     where = ", ".join(map(str, sources.values()))
-    counts = {name: int(value) for name, value in result.items() if name.startswith(("tokens", "bytes"))}
-    return {"model": str(loaded.path), "data": where, "split": measured, "sequence_length": length, **result, **counts}
+    counts = {
+        name: int(value) for name, value in result.items() if name.startswith(("tokens", "bytes"))
+    }
+    return {
+        "model": str(loaded.path),
+        "data": where,
+        "split": measured,
+        "sequence_length": length,
+        **result,
+        **counts,
+    }
 
 
 def open_evaluation_dataset(
-    loaded: LoadedModel, sources: Mapping[str, Path], split: FileSplit, sequence_length: int, reading: Mapping[str, bool]
+    loaded: LoadedModel,
+    sources: Mapping[str, Path],
+    split: FileSplit,
+    sequence_length: int,
+    reading: Mapping[str, bool],
 ) -> tuple[PackedDataset, str]:
-    """Sequences of `sequence_length` tokens of one or more sources, by name, and the name of the split. Raises UserError.
+    """Sequences of `sequence_length` tokens of one or more sources, by name, and the name of the
+    split. Raises UserError.
 
-    A token folder gives `split`. Several folders are joined, without those that lack it. Files give all of their content (split
-    "all", with what is left out of a folder), tokenized with the model's tokenizer; attention stays within a document or
-    conversation.
+    A token folder gives `split`. Several folders are joined, without those that lack it. Files give
+    all of their content (split "all", with what is left out of a folder), tokenized with the
+    model's tokenizer; attention stays within a document or conversation.
     """
     if len(sources) == 1:
         data = next(iter(sources.values()))
@@ -104,9 +151,19 @@ def open_evaluation_dataset(
             return _open_split(folder, split, sequence_length), split
         return _open_files(loaded, data, split, sequence_length, reading)
     # Opening raises where a folder is no longer there.
-    folders = {name: _open_prepared(loaded, data) or TokenFolder.open(data) for name, data in sources.items()}
-    with_split = {name: folder for name, folder in folders.items() if _has_split(folder, split)} or folders
-    return join_datasets({name: _open_split(each, split, sequence_length) for name, each in with_split.items()}), split
+    folders = {
+        name: _open_prepared(loaded, data) or TokenFolder.open(data)
+        for name, data in sources.items()
+    }
+    with_split = {
+        name: folder for name, folder in folders.items() if _has_split(folder, split)
+    } or folders
+    return (
+        join_datasets(
+            {name: _open_split(each, split, sequence_length) for name, each in with_split.items()}
+        ),
+        split,
+    )
 
 
 def _open_prepared(loaded: LoadedModel, data: Path) -> ExampleFolder | TokenFolder | None:
@@ -116,38 +173,69 @@ def _open_prepared(loaded: LoadedModel, data: Path) -> ExampleFolder | TokenFold
     if kind == Kind.EXAMPLES:
         folder = ExampleFolder.open(data)
         if folder.manifest["plan"]["kind"] != "conversations":
-            raise UserError(f"{data}: holds preferences, which have no language-modelling loss; name other data with --data")
-    elif not is_local(data) or kind == Kind.TOKENS or (kind == Kind.FOLDER and not any(data.iterdir())):
+            raise UserError(
+                f"{data}: holds preferences, which have no language-modelling loss; name other data"
+                " with --data"
+            )
+    elif (
+        not is_local(data)
+        or kind == Kind.TOKENS
+        or (kind == Kind.FOLDER and not any(data.iterdir()))
+    ):
         folder = TokenFolder.open(data)
     else:
         return None
     if folder.tokenizer.hash != loaded.tokenizer.hash:
-        raise UserError(f"{data}: prepared with another tokenizer than the model's; prepare it with --tokenizer {loaded.path}")
+        raise UserError(
+            f"{data}: prepared with another tokenizer than the model's; prepare it with --tokenizer"
+            f" {loaded.path}"
+        )
     return folder
 
 
 def _has_split(folder: ExampleFolder | TokenFolder, split: str) -> bool:
-    return split in folder.splits if isinstance(folder, TokenFolder) else folder.num_examples(split) > 0
+    return (
+        split in folder.splits
+        if isinstance(folder, TokenFolder)
+        else folder.num_examples(split) > 0
+    )
 
 
-def _open_split(folder: ExampleFolder | TokenFolder, split: str, sequence_length: int) -> PackedDataset:
+def _open_split(
+    folder: ExampleFolder | TokenFolder, split: str, sequence_length: int
+) -> PackedDataset:
     if isinstance(folder, TokenFolder):
         return TokenDataset(folder, split=split, sequence_length=sequence_length, shuffle=False)
     if not folder.num_examples(split):
-        raise UserError(f"{folder.path}: no {split} examples; choose the other --split, or name other data with --data")
+        raise UserError(
+            f"{folder.path}: no {split} examples; choose the other --split, or name other data with"
+            " --data"
+        )
     return example_dataset(folder, split, sequence_length=sequence_length, pack=True, shuffle=False)
 
 
 def _open_files(
-    loaded: LoadedModel, data: Path, split: FileSplit, sequence_length: int, reading: Mapping[str, bool]
+    loaded: LoadedModel,
+    data: Path,
+    split: FileSplit,
+    sequence_length: int,
+    reading: Mapping[str, bool],
 ) -> tuple[PackedDataset, str]:
     if split != "validation" and not data.is_dir():
-        raise UserError(f"--split {split}: {data} is not a token folder, and all of it is measured; leave --split out")
+        raise UserError(
+            f"--split {split}: {data} is not a token folder, and all of it is measured; leave"
+            " --split out"
+        )
     packing: ExamplePacking | ConcatPacking
     if files := _find_conversations(data, split):
         unusable = UnusableRecords(reading.get("skip_invalid", False))
-        chosen: dict[str, Any] = {name: value for name, value in reading.items() if name != "skip_invalid"}
-        read = (read_conversations(file, loaded.tokenizer, unusable=unusable, **chosen) for file in files)
+        chosen: dict[str, Any] = {
+            name: value for name, value in reading.items() if name != "skip_invalid"
+        }
+        read = (
+            read_conversations(file, loaded.tokenizer, unusable=unusable, **chosen)
+            for file in files
+        )
         packing = _pack_conversations(loaded, data, chain.from_iterable(read), sequence_length)
         notes = f"{unusable}{describe_folders([data], split)}"
     else:
@@ -157,17 +245,28 @@ def _open_files(
     if not packing.num_sequences:
         raise UserError(f"{data}: holds nothing that can be scored; name other data with --data")
     dataset = PackedDataset(
-        packing, name="measured", location=str(data), plan=[str(data)], sequence_length=sequence_length, shuffle=False
+        packing,
+        name="measured",
+        location=str(data),
+        plan=[str(data)],
+        sequence_length=sequence_length,
+        shuffle=False,
     )
     return dataset, f"all{notes}"
 
 
 def _find_conversations(data: Path, split: FileSplit) -> Sequence[Path]:
-    """The files of conversations that `data` is or holds, by its first record; none if it is text."""
+    """The files of conversations that `data` is or holds, by its first record; none if it is
+    text.
+    """
     known = find_files(data, RECORD_SUFFIXES, split).paths if data.is_dir() else [data]
     files = [path for path in known if content_suffix(path.name) in RECORD_SUFFIXES]
     if data.is_dir():  # of texts, where a .json is more often a settings file
-        files = [path for path in files if content_suffix(path.name) != ".json" or _holds_conversations(path)]
+        files = [
+            path
+            for path in files
+            if content_suffix(path.name) != ".json" or _holds_conversations(path)
+        ]
     readable = UnusableRecords(skip=True)  # what cannot be read is refused, or left out, later
     records = (record for path in files for record in read_records(path, unusable=readable))
     record, first = next(records, ("", {"text": ""}))
@@ -175,8 +274,9 @@ def _find_conversations(data: Path, split: FileSplit) -> Sequence[Path]:
         return files if detect_format(first) != "text" else []
     except UserError:
         raise UserError(
-            f"{record}: neither a conversation nor a text: its fields are {', '.join(sorted(first))}; rename them as"
-            " docs/sft-data.md has them, or prepare the file with `lmforge prepare --text_field`"
+            f"{record}: neither a conversation nor a text: its fields are"
+            f" {', '.join(sorted(first))}; rename them as docs/sft-data.md has them, or prepare the"
+            " file with `lmforge prepare --text_field`"
         ) from None
 
 
@@ -194,25 +294,34 @@ def _pack_conversations(
         limit = loaded.config.max_sequence_length
         most = "" if limit is None else f" of at most {limit}, which the model reads"
         raise UserError(
-            f"{data}: {overlong} conversations are longer than {sequence_length} tokens; give a larger --sequence_length{most}"
+            f"{data}: {overlong} conversations are longer than {sequence_length} tokens; give a"
+            f" larger --sequence_length{most}"
         )
     starts = np.cumsum([0, *(len(each.tokens) for each in examples)]).astype(np.int64)
     tokens = np.concatenate([np.zeros(0, np.int32), *(each.tokens for each in examples)])
     loss_mask = np.concatenate([np.zeros(0, bool), *(each.loss_mask for each in examples)])
-    return ExamplePacking(TokenizedExamples(tokens, loss_mask, starts, {}, 1, ""), sequence_length, pack=True)
+    return ExamplePacking(
+        TokenizedExamples(tokens, loss_mask, starts, {}, 1, ""), sequence_length, pack=True
+    )
 
 
 class _TokenizedTexts:
-    """The tokens of all documents in memory, each after the model's prefix ids and before its end-of-text token."""
+    """The tokens of all documents in memory, each after the model's prefix ids and before its
+    end-of-text token.
+    """
 
     def __init__(self, loaded: LoadedModel, source: TextSource) -> None:
         tokenizer, documents = loaded.tokenizer, [np.zeros(0, np.int32)]
         texts = (text for unit in source.units() for text in unit.read() if text.strip())
-        while batch := [list(tokenizer.split_long_text(text)) for text in islice(texts, ENCODE_BATCH_TEXTS)]:
+        while batch := [
+            list(tokenizer.split_long_text(text)) for text in islice(texts, ENCODE_BATCH_TEXTS)
+        ]:
             encoded = iter(tokenizer.encode_batch([piece for pieces in batch for piece in pieces]))
             for pieces in batch:
                 ids = [id for _ in pieces for id in next(encoded)]
-                documents.append(np.array([*loaded.prefix_ids, *ids, tokenizer.eos_token_id], np.int32))
+                documents.append(
+                    np.array([*loaded.prefix_ids, *ids, tokenizer.eos_token_id], np.int32)
+                )
         self._ids = np.concatenate(documents)
         self._starts = np.cumsum([len(document) for document in documents])[1:-1]
         self.num_tokens = len(self._ids)

@@ -1,4 +1,6 @@
-"""`lmforge chat`: a conversation with a model in the terminal, or over pipes with one line a turn."""
+"""`lmforge chat`: a conversation with a model in the terminal, or over pipes with one line a
+turn.
+"""
 
 import re
 import secrets
@@ -17,7 +19,12 @@ from lmforge.core import registry
 from lmforge.core.data.order import derive_key
 from lmforge.core.errors import UserError
 from lmforge.serve.decoding.engine import Engine, GenerationRequest
-from lmforge.serve.decoding.model_loading import LoadedModel, load_model, resolve_device_and_dtype, resolve_max_length
+from lmforge.serve.decoding.model_loading import (
+    LoadedModel,
+    load_model,
+    resolve_device_and_dtype,
+    resolve_max_length,
+)
 from lmforge.serve.decoding.prompts import MAX_PROMPT_BYTES, PromptTooLong, check_room
 from lmforge.serve.decoding.text_streamer import TextStreamer
 from lmforge.serve.options.models import ChatOptions
@@ -36,7 +43,10 @@ class ExitChat(Exception):
 
 
 def run_chat(options: ChatOptions) -> int:
-    """Chat until the input ends. Raises UserError; in a terminal, errors of a turn are printed and the conversation goes on."""
+    """Chat until the input ends.
+
+    Raises UserError; in a terminal, errors of a turn are printed and the conversation goes on.
+    """
     device, dtype = resolve_device_and_dtype(options.device, options.dtype)
     loaded = load_model(options.model, device, dtype, warn=partial(print, file=sys.stderr))
     session = ChatSession(loaded, options, to_terminal=sys.stdout.isatty())
@@ -64,9 +74,13 @@ def run_chat(options: ChatOptions) -> int:
 
 
 def _read_piped_lines() -> Iterator[str]:
-    for number, line in enumerate(iter(partial(sys.stdin.buffer.readline, MAX_PROMPT_BYTES + 1), b""), start=1):
+    for number, line in enumerate(
+        iter(partial(sys.stdin.buffer.readline, MAX_PROMPT_BYTES + 1), b""), start=1
+    ):
         if len(line) > MAX_PROMPT_BYTES:
-            raise UserError(f"standard input, line {number}: longer than {MAX_PROMPT_BYTES:,} bytes")
+            raise UserError(
+                f"standard input, line {number}: longer than {MAX_PROMPT_BYTES:,} bytes"
+            )
         try:
             yield line.decode("utf-8").rstrip("\r\n")
         except UnicodeDecodeError:
@@ -105,19 +119,28 @@ class ChatTools(Protocol):
 
 
 class ChatSession:
-    """A conversation, and the engine that answers it. `turns` are its messages but for the system prompt."""
+    """A conversation, and the engine that answers it.
+
+    `turns` are its messages but for the system prompt.
+    """
 
     def __init__(self, loaded: LoadedModel, options: ChatOptions, *, to_terminal: bool) -> None:
         """Raises UserError where the model has no chat template."""
         try:
             loaded.chat_template  # noqa: B018
         except UserError as problem:
-            raise UserError(f"{options.model}: {problem}; continue a text with lmforge generate {options.model}") from None
+            raise UserError(
+                f"{options.model}: {problem}; continue a text with lmforge generate {options.model}"
+            ) from None
         self._loaded, self._options = loaded, options
         self._max_length = resolve_max_length(loaded, options.max_length)
         vocab_size = loaded.tokenizer.vocab_size
-        self._engine = Engine(loaded.model, vocab_size=vocab_size, max_batch_size=1, max_length=self._max_length)
-        self._sampling = loaded.sampling(0.8, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
+        self._engine = Engine(
+            loaded.model, vocab_size=vocab_size, max_batch_size=1, max_length=self._max_length
+        )
+        self._sampling = loaded.sampling(
+            0.8, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p
+        )
         self._seed = secrets.randbelow(2**31) if options.seed is None else options.seed
         self._num_answers = 0
         self.turns: list[dict[str, Any]] = []
@@ -127,7 +150,10 @@ class ChatSession:
         self._to_terminal = to_terminal
 
     def handle_line(self, line: str) -> None:
-        """Carry out a command, or answer a turn. Raises UserError, and then leaves the conversation as it was, or ExitChat."""
+        """Carry out a command, or answer a turn.
+
+        Raises UserError, and then leaves the conversation as it was, or ExitChat.
+        """
         words = line.split()
         match words[0] if words else "":
             case "":
@@ -154,11 +180,16 @@ class ChatSession:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        system = [{"role": "system", "content": self._options.system}] if self._options.system else []
+        system = (
+            [{"role": "system", "content": self._options.system}] if self._options.system else []
+        )
         return system + self.turns
 
     def _answer(self) -> None:
-        """Answer the last turn, and what the tools return that this calls. Raises UserError where there is no room for it."""
+        """Answer the last turn, and what the tools return that this calls.
+
+        Raises UserError where there is no room for it.
+        """
         for _ in range(MAX_ANSWERS):
             answer = self._read(self._stream_answer(self._request()))
             self.turns.append(answer)
@@ -170,7 +201,10 @@ class ChatSession:
         raise UserError(f"still calls tools after {MAX_ANSWERS} answers")
 
     def _read(self, streamer: TextStreamer) -> dict[str, Any]:
-        ended = streamer.finish_reason == "stop" and streamer.token_ids[-1] in self._loaded.chat_stop_ids
+        ended = (
+            streamer.finish_reason == "stop"
+            and streamer.token_ids[-1] in self._loaded.chat_stop_ids
+        )
         if self._tools is None:
             return {"role": "assistant", "content": streamer.text}
         return self._tools.encoder.read_answer(streamer.token_ids, self._num_answers, ended)
@@ -185,7 +219,10 @@ class ChatSession:
         self._num_answers += 1
         return GenerationRequest(
             prompt_ids=prompt,
-            max_tokens=min(available, self._options.max_tokens or self._loaded.answer_length(len(prompt), available)),
+            max_tokens=min(
+                available,
+                self._options.max_tokens or self._loaded.answer_length(len(prompt), available),
+            ),
             sampling=self._sampling,
             seed=derive_key(self._seed, "answer", self._num_answers),
             stop_token_ids=self._loaded.chat_stop_ids,
@@ -197,7 +234,11 @@ class ChatSession:
         start = time.perf_counter()
         with _deferred_interrupts() as interrupted:
             request_id = self._engine.add_request(request)
-            while self._engine.num_unfinished and not streamer.finish_reason and not interrupted.is_set():
+            while (
+                self._engine.num_unfinished
+                and not streamer.finish_reason
+                and not interrupted.is_set()
+            ):
                 for token in self._engine.step():
                     self._print(streamer.add(token.token_id, is_stop=token.finish_reason == "stop"))
             self._engine.cancel(request_id)
@@ -205,7 +246,10 @@ class ChatSession:
             print(flush=True)
         if self._to_terminal:
             count, seconds = len(streamer.token_ids), time.perf_counter() - start
-            note = f"({count} tokens, {count / seconds:.1f} tokens/s{', stopped' if interrupted.is_set() else ''})"
+            note = (
+                f"({count} tokens, {count / seconds:.1f}"
+                f" tokens/s{', stopped' if interrupted.is_set() else ''})"
+            )
             Console(stderr=True, highlight=False).print(note, style="dim")
         return streamer
 
@@ -218,7 +262,9 @@ class ChatSession:
 
 @contextmanager
 def _deferred_interrupts() -> Iterator[threading.Event]:
-    """The first Ctrl-C sets the event, so that the block can stop at a safe point; the second raises KeyboardInterrupt."""
+    """The first Ctrl-C sets the event, so that the block can stop at a safe point; the second
+    raises KeyboardInterrupt.
+    """
     interrupted = threading.Event()
 
     def on_interrupt(number: int, frame: object) -> None:

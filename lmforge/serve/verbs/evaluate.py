@@ -22,7 +22,10 @@ from lmforge.text.questions import load_task
 
 
 def run_evaluate(options: EvaluateOptions) -> int:
-    """Measure the loss of a model on documents, or its scores on tasks; rank 0 prints. Raises UserError."""
+    """Measure the loss of a model on documents, or its scores on tasks; rank 0 prints.
+
+    Raises UserError.
+    """
     scores = options.tasks or options.lm_eval
     measure: Callable[..., Any] = _score_tasks if scores else _measure_loss
     print_text: Callable[..., None] = _print_scores if scores else _print_loss
@@ -44,7 +47,8 @@ def _load_on_ranks(dist_ctx: DistributedContext, options: EvaluateOptions) -> Lo
 
 
 def _measure_loss(options: EvaluateOptions, dist_ctx: DistributedContext) -> dict[str, Any]:
-    """What `lmforge evaluate` prints: loss, perplexity, bits_per_byte, tokens, bytes, and what was measured on what.
+    """What `lmforge evaluate` prints: loss, perplexity, bits_per_byte, tokens, bytes, and what was
+    measured on what.
 
     With several sources each has its own values, such as `loss/NAME`.
     """
@@ -60,7 +64,10 @@ def _measure_loss(options: EvaluateOptions, dist_ctx: DistributedContext) -> dic
             sequences=options.sequences,
             sequence_length=options.sequence_length,
             batch_size=options.batch_size,
-            reading={name: getattr(options, name) for name in ("split_turns", "ignore_media", "skip_invalid")},
+            reading={
+                name: getattr(options, name)
+                for name in ("split_turns", "ignore_media", "skip_invalid")
+            },
             on_progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
 
@@ -68,18 +75,28 @@ def _measure_loss(options: EvaluateOptions, dist_ctx: DistributedContext) -> dic
 def _score_tasks(options: EvaluateOptions, dist_ctx: DistributedContext) -> list[dict[str, Any]]:
     """The scores of each task: a dict with `task`, `metrics` and more.
 
-    Answers go to the file `options.answers`, which must not exist; it is created before anything is computed.
+    Answers go to the file `options.answers`, which must not exist; it is created before anything is
+    computed.
     """
     with ExitStack() as stack:
         with dist_ctx.raise_on_all():
-            file = stack.enter_context(create_file(options.answers)) if options.answers and dist_ctx.is_rank0 else None
+            file = (
+                stack.enter_context(create_file(options.answers))
+                if options.answers and dist_ctx.is_rank0
+                else None
+            )
             tasks = [load_task(path) for path in options.tasks]
             examples = load_task(options.fewshot_file) if options.fewshot_file else None
             if options.lm_eval:
                 from lmforge.serve.evaluate.lm_eval_model import run_lm_eval
         loaded = _load_on_ranks(dist_ctx, options)
         settings = TaskSettings(
-            options.num_fewshot or 0, examples, options.limit, options.batch_size, options.max_tokens, options.stop
+            options.num_fewshot or 0,
+            examples,
+            options.limit,
+            options.batch_size,
+            options.max_tokens,
+            options.stop,
         )
         results, answers = [], []
         for task in tasks:
@@ -97,7 +114,10 @@ def _score_tasks(options: EvaluateOptions, dist_ctx: DistributedContext) -> list
                 batch_size=options.batch_size,
                 apply_chat_template=options.apply_chat_template,
             )
-            results += [{"model": str(loaded.path), "task": name, "metrics": metrics} for name, metrics in scores.items()]
+            results += [
+                {"model": str(loaded.path), "task": name, "metrics": metrics}
+                for name, metrics in scores.items()
+            ]
         if file is not None:
             file.writelines(json.dumps(answer, ensure_ascii=False) + "\n" for answer in answers)
     return results
@@ -107,17 +127,24 @@ def _print_loss(result: dict[str, Any]) -> None:
     sources = [name.removeprefix("loss") for name in result if name.startswith("loss/")]
     for source in ["", *sources]:
         tokens, num_bytes, loss, perplexity, bits_per_byte = (
-            result[name + source] for name in ("tokens", "bytes", "loss", "perplexity", "bits_per_byte")
+            result[name + source]
+            for name in ("tokens", "bytes", "loss", "perplexity", "bits_per_byte")
         )
-        title = f"  {source[1:]} (" if source else f"{result['model']} on {result['data']} ({result['split']}, "
+        title = (
+            f"  {source[1:]} ("
+            if source
+            else f"{result['model']} on {result['data']} ({result['split']}, "
+        )
         print(
-            f"{title}{tokens:,} tokens, {num_bytes:,} bytes of text): loss {loss:.4f}, perplexity {perplexity:.2f},"
-            f" {bits_per_byte:.4f} bits per byte"
+            f"{title}{tokens:,} tokens, {num_bytes:,} bytes of text): loss {loss:.4f}, perplexity"
+            f" {perplexity:.2f}, {bits_per_byte:.4f} bits per byte"
         )
 
 
 def _print_scores(results: list[dict[str, Any]]) -> None:
-    table = Table("task", "metric", "score", "± standard error", "questions", title=results[0]["model"])
+    table = Table(
+        "task", "metric", "score", "± standard error", "questions", title=results[0]["model"]
+    )
     for result in results:
         errors, questions = result.get("standard_errors", {}), result.get("questions", "")
         for name, score in result["metrics"].items():

@@ -1,6 +1,7 @@
 """Files of conversations, in the formats in use, as tokens and a mask of what is scored.
 
-Templates are applied in `templates.py`; pairs and prompts are read in `preferences.py`. Nothing here packs or stores.
+Templates are applied in `templates.py`; pairs and prompts are read in `preferences.py`. Nothing
+here packs or stores.
 """
 
 import json
@@ -30,7 +31,13 @@ from lmforge.text.chat.messages import (
     unread_variable,
 )
 from lmforge.text.chat.templates import ChatExample, ChatTemplate, LossMaskMode, build_layouts
-from lmforge.text.sources.records import Record, UnusableRecords, read_records, record_text, require_fields
+from lmforge.text.sources.records import (
+    Record,
+    UnusableRecords,
+    read_records,
+    record_text,
+    require_fields,
+)
 
 # The fields of a record of each format, in the order in which they are looked for.
 FORMAT_FIELDS: dict[Format, tuple[str, ...]] = {
@@ -46,7 +53,9 @@ SHAREGPT_SPEAKERS = {
     "assistant": ("gpt", "assistant", "model", "function_call"),
     "tool": ("tool", "observation", "function", "function_response"),
 }
-SHAREGPT_ROLES = {speaker: role for role, speakers in SHAREGPT_SPEAKERS.items() for speaker in speakers}
+SHAREGPT_ROLES = {
+    speaker: role for role, speakers in SHAREGPT_SPEAKERS.items() for speaker in speakers
+}
 # Fields in which a record says something to the model, and in which it holds what is no text.
 TEXT_FIELDS = (
     "chosen",
@@ -63,21 +72,26 @@ BESIDE_MESSAGES = ("system", "tools", "documents", "chat_template_kwargs")
 MEDIA = ("image", "video", "audio")
 # The names of columns with media, or of their files.
 MEDIA_FIELD = re.compile(
-    "(image|img|picture|photo|video|audio|media)s?(_?(path|url|file|data|byte)s?)?|pixel_values", re.IGNORECASE
+    "(image|img|picture|photo|video|audio|media)s?(_?(path|url|file|data|byte)s?)?|pixel_values",
+    re.IGNORECASE,
 )
 ENCODE_BATCH_SIZE = 1000
 
 ExampleT = TypeVar("ExampleT")
-# The layouts of a record, or what they are made of, and the function that makes examples of them once they are encoded.
+# The layouts of a record, or what they are made of, and the function that makes examples of them
+# once they are encoded.
 LaidOut = tuple[Callable[..., Iterable[ExampleT]], list[Layout | ChatExample]]
 
 
 @dataclass
 class RecordEncoder:
-    """How records become examples, the same for every type of file. `field_names` gives the file's name of a format's field.
+    """How records become examples, the same for every type of file.
 
-    Prompts and completions that are texts are encoded as they are, unless `apply_chat_template` makes messages of them. Records
-    with images, audio or videos are refused, unless `ignore_media` makes examples of their text.
+    `field_names` gives the file's name of a format's field.
+
+    Prompts and completions that are texts are encoded as they are, unless `apply_chat_template`
+    makes messages of them. Records with images, audio or videos are refused, unless `ignore_media`
+    makes examples of their text.
     """
 
     tokenizer: Tokenizer
@@ -91,27 +105,38 @@ class RecordEncoder:
     def chat_template(self) -> ChatTemplate:
         return ChatTemplate.from_tokenizer(self.tokenizer)
 
-    def plain_text_layout(self, pieces: Iterable[tuple[str, bool]], *, add_eos: bool = True) -> Layout:
-        """Texts joined unchanged, with the tokenizer's beginning- and end-of-text tokens where they do not spell them.
+    def plain_text_layout(
+        self, pieces: Iterable[tuple[str, bool]], *, add_eos: bool = True
+    ) -> Layout:
+        """Texts joined unchanged, with the tokenizer's beginning- and end-of-text tokens where they
+        do not spell them.
 
-        With `parse_special_tokens` text that spells a special token is this token, as in transformers.
+        With `parse_special_tokens` text that spells a special token is this token, as in
+        transformers.
         """
         texts = [(check_encodable(text), scored) for text, scored in pieces if text]
         layout: Layout = [texts] if texts else []
         if any(self._specials.pattern.search(text) for text, _ in texts):
             layout = self._parse(texts) if self.parse_special_tokens else layout
             self.unusable.with_special_text += not self.parse_special_tokens
-        prefix, eos = [(id, False) for id in self.tokenizer.prefix_ids], [(self.tokenizer.eos_token_id, True)]
+        prefix, eos = (
+            [(id, False) for id in self.tokenizer.prefix_ids],
+            [(self.tokenizer.eos_token_id, True)],
+        )
         ids = [part[0] if isinstance(part, tuple) else None for part in layout]
         layout = layout if ids[: len(prefix)] == self.tokenizer.prefix_ids else [*prefix, *layout]
-        return layout if not add_eos or ids[-1:] == [self.tokenizer.eos_token_id] else [*layout, *eos]
+        return (
+            layout if not add_eos or ids[-1:] == [self.tokenizer.eos_token_id] else [*layout, *eos]
+        )
 
     @cached_property
     def _specials(self) -> SpecialTokens:
         return SpecialTokens(self.tokenizer)
 
     def _parse(self, texts: Sequence[tuple[str, bool]]) -> Layout:
-        """The texts cut at the special tokens that each spells; what follows a text without one continues it."""
+        """The texts cut at the special tokens that each spells; what follows a text without one
+        continues it.
+        """
         layout: Layout = []
         for text, scored in texts:
             for part in self._specials.cut(text, [(0, len(text))] if scored else []):
@@ -124,7 +149,10 @@ class RecordEncoder:
     def completion_layout(
         self, prompt: Any, completion: Any, record: Record, mask: LossMaskMode = "assistant"
     ) -> Layout | ChatExample:
-        """A prompt and its completion, each a text or messages. With `mask` "all" the prompt is scored too."""
+        """A prompt and its completion, each a text or messages.
+
+        With `mask` "all" the prompt is scored too.
+        """
         if isinstance(prompt, str) and isinstance(completion, str) and not self.apply_chat_template:
             check_plain_prompt(record)
             return self.plain_text_layout([(prompt, mask == "all"), (completion, True)])
@@ -132,21 +160,31 @@ class RecordEncoder:
         messages = [*before, *to_messages(completion, "assistant")]
         return self.chat_example(messages, mask, record, len(before))
 
-    def chat_example(self, messages: list[Any], mask: LossMaskMode, record: Record, first_scored: int = 0) -> ChatExample:
+    def chat_example(
+        self, messages: list[Any], mask: LossMaskMode, record: Record, first_scored: int = 0
+    ) -> ChatExample:
         """A conversation, with what its record gives to the template beside it."""
-        example = self.chat_template.chat_example(messages, mask, record_tools(record), first_scored)
+        example = self.chat_template.chat_example(
+            messages, mask, record_tools(record), first_scored
+        )
         return replace(example, variables=record_variables(record, self.chat_template))
 
-    def finish_layouts(self, layouts: Sequence[Layout | ChatExample]) -> Iterator[list[Layout] | UserError]:
+    def finish_layouts(
+        self, layouts: Sequence[Layout | ChatExample]
+    ) -> Iterator[list[Layout] | UserError]:
         """The layouts in their order, those of conversations as the chat template builds them."""
         built = build_layouts([each for each in layouts if isinstance(each, ChatExample)])
         return (next(built) if isinstance(each, ChatExample) else [each] for each in layouts)
 
-    def encode_file(self, path: str | Path, lay_out: Callable[[Record], LaidOut[ExampleT]]) -> Iterator[ExampleT]:
-        """The examples that `lay_out` describes of the records of a file or folder. Many layouts are encoded at a time.
+    def encode_file(
+        self, path: str | Path, lay_out: Callable[[Record], LaidOut[ExampleT]]
+    ) -> Iterator[ExampleT]:
+        """The examples that `lay_out` describes of the records of a file or folder.
 
-        What `unusable` does not leave out is raised as a UserError with the place of the record, and the number of those beside
-        it that the template refuses.
+        Many layouts are encoded at a time.
+
+        What `unusable` does not leave out is raised as a UserError with the place of the record,
+        and the number of those beside it that the template refuses.
         """
 
         def laid_out() -> Iterator[tuple[str, LaidOut[ExampleT]]]:
@@ -159,9 +197,14 @@ class RecordEncoder:
 
         remaining = laid_out()
         while batch := list(islice(remaining, ENCODE_BATCH_SIZE)):
-            finishing = self.finish_layouts([layout for _, (_, layouts) in batch for layout in layouts])
+            finishing = self.finish_layouts(
+                [layout for _, (_, layouts) in batch for layout in layouts]
+            )
             built = [list(islice(finishing, len(layouts))) for _, (_, layouts) in batch]
-            problems = [next((each for each in of_record if isinstance(each, UserError)), None) for of_record in built]
+            problems = [
+                next((each for each in of_record if isinstance(each, UserError)), None)
+                for of_record in built
+            ]
             refused = len(batch) - problems.count(None)
             others = f" ({refused:,} of {len(batch):,} records are refused)" if refused > 1 else ""
             finished: list[tuple[Callable[..., Iterable[ExampleT]], list[Layout]]] = []
@@ -169,8 +212,22 @@ class RecordEncoder:
                 with self.unusable.leave_out(place):
                     if problem:
                         raise UserError(f"{problem}{others}")
-                    finished.append((make, [layout for each in of_record if isinstance(each, list) for layout in each]))
-            examples = iter(encode_layouts(self.tokenizer, [each for _, layouts in finished for each in layouts]))
+                    finished.append(
+                        (
+                            make,
+                            [
+                                layout
+                                for each in of_record
+                                if isinstance(each, list)
+                                for layout in each
+                            ],
+                        )
+                    )
+            examples = iter(
+                encode_layouts(
+                    self.tokenizer, [each for _, layouts in finished for each in layouts]
+                )
+            )
             for make, layouts in finished:
                 yield from make(*islice(examples, len(layouts)))
 
@@ -178,17 +235,30 @@ class RecordEncoder:
 def read_renamed_records(
     path: str | Path, fields: Mapping[str, str] | None, unusable: UnusableRecords | None = None
 ) -> Iterator[tuple[str, Record]]:
-    """`read_records`, with {our name: theirs} fields under our names; one that is empty is left out, of messages too. Raises
-    UserError naming a record that cannot be used."""
+    """`read_records`, with {our name: theirs} fields under our names; one that is empty is left
+    out, of messages too. Raises UserError naming a record that cannot be used.
+    """
     fields, unusable = fields or {}, unusable or UnusableRecords()
     renamed = {theirs: ours for ours, theirs in fields.items() if theirs}
     left_out = {ours for ours, theirs in fields.items() if not theirs}
     for place, record in read_records(path, unusable=unusable):
         with unusable.leave_out(place):
             require_fields(record, *renamed)
-            others = {name: value for name, value in record.items() if name not in renamed and name not in fields}
+            others = {
+                name: value
+                for name, value in record.items()
+                if name not in renamed and name not in fields
+            }
             record = others | {ours: record[theirs] for theirs, ours in renamed.items()}
-            yield place, record | {name: read_messages(record[name], left_out) for name in MESSAGE_FIELDS if name in record}
+            yield (
+                place,
+                record
+                | {
+                    name: read_messages(record[name], left_out)
+                    for name in MESSAGE_FIELDS
+                    if name in record
+                },
+            )
 
 
 def read_conversations(
@@ -205,11 +275,12 @@ def read_conversations(
 ) -> Iterator[TokenizedExample]:
     """The conversations of a file or folder, in order, as they are read.
 
-    `format` "auto" detects it from the fields of the first record; `fields` gives the file's names of a format's fields, such
-    as {"messages": "chat"}. Prompts and completions that are strings, and plain text, are encoded as they are, without a
-    template, and end with the end-of-text token; `parse_special_tokens` is for these. With `split_turns`, a conversation whose
-    earlier turns the template rewrites becomes an example for each answer. Raises UserError naming a record that does not have
-    the format, unless `unusable` leaves it out.
+    `format` "auto" detects it from the fields of the first record; `fields` gives the file's names
+    of a format's fields, such as {"messages": "chat"}. Prompts and completions that are strings,
+    and plain text, are encoded as they are, without a template, and end with the end-of-text token;
+    `parse_special_tokens` is for these. With `split_turns`, a conversation whose earlier turns the
+    template rewrites becomes an example for each answer. Raises UserError naming a record that does
+    not have the format, unless `unusable` leaves it out.
     """
     unusable = unusable or UnusableRecords()
     encoder = RecordEncoder(tokenizer, fields, False, ignore_media, unusable, parse_special_tokens)
@@ -234,19 +305,27 @@ def _of_one_conversation(*turns: TokenizedExample) -> Sequence[TokenizedExample]
 
 def detect_format(record: Record) -> Format:
     """The format of a record, by its fields. Raises UserError if it is none of FORMAT_FIELDS."""
-    # A null is no field where there are those of another format: each row of a table has the columns of all rows.
+    # A null is no field where there are those of another format: each row of a table has the
+    # columns of all rows.
     for fields in ({name for name, value in record.items() if value is not None}, record.keys()):
         for format, names in FORMAT_FIELDS.items():
             if fields >= {*names}:
                 return format
     known = "; ".join(f"{format}: {', '.join(names)}" for format, names in FORMAT_FIELDS.items())
-    raise UserError(f"the fields {list_names(record)} are of no format known ({known}); name them with fields")
+    raise UserError(
+        f"the fields {list_names(record)} are of no format known ({known}); name them with fields"
+    )
 
 
-def _record_layout(record: Record, format: Format, mask: LossMaskMode, encoder: RecordEncoder) -> Layout | ChatExample:
+def _record_layout(
+    record: Record, format: Format, mask: LossMaskMode, encoder: RecordEncoder
+) -> Layout | ChatExample:
     missing = [name for name in FORMAT_FIELDS[format] if name not in record]
     if missing:
-        raise UserError(f"expected a record of format {format}, with {missing[0]!r}: there are {list_names(record)}")
+        raise UserError(
+            f"expected a record of format {format}, with {missing[0]!r}: there are"
+            f" {list_names(record)}"
+        )
     if format == "text":
         return encoder.plain_text_layout([(record_text(record, "text"), True)])
     if format == "prompt-completion":
@@ -261,31 +340,48 @@ def to_messages(value: Any, role: str) -> list[Any]:
 
 def _message_list(value: Any) -> list[Any]:
     if not isinstance(value, list) or not value:
-        raise UserError(f"expected text or a list of messages, not {json.dumps(value, default=str)[:40]}")
+        raise UserError(
+            f"expected text or a list of messages, not {json.dumps(value, default=str)[:40]}"
+        )
     return [
-        _without_media(_sharegpt_message(each) if "from" in each else each) if isinstance(each, dict) else each
+        (
+            _without_media(_sharegpt_message(each) if "from" in each else each)
+            if isinstance(each, dict)
+            else each
+        )
         for each in value
     ]
 
 
 def check_media(record: Record, ignored: bool) -> None:
-    """Raises UserError where a record holds images, audio or videos, unless these are to be `ignored`."""
-    held = _media_field(record) or next(filter(None, (_find_media(record.get(name)) for name in TEXT_FIELDS)), None)
+    """Raises UserError where a record holds images, audio or videos, unless these are to be
+    `ignored`.
+    """
+    held = _media_field(record) or next(
+        filter(None, (_find_media(record.get(name)) for name in TEXT_FIELDS)), None
+    )
     if held and not ignored:
-        raise UserError(f"holds {held!r}, and only text is trained on: leave it out, or set data.ignore_media")
+        raise UserError(
+            f"holds {held!r}, and only text is trained on: leave it out, or set data.ignore_media"
+        )
 
 
 def _media_field(fields: Mapping[str, Any]) -> str | None:
     """The first field that holds media by its name; lists of nothing are empty."""
     for name, value in fields.items():
-        given = any(value) if isinstance(value, list) else value and not isinstance(value, int | float)  # a number of them
+        # A number of them.
+        given = (
+            any(value) if isinstance(value, list) else value and not isinstance(value, int | float)
+        )
         if given and MEDIA_FIELD.fullmatch(name):
             return name
     return None
 
 
 def _find_media(value: Any) -> str | None:
-    """The first image, audio or video among the parts of messages, or a field of a message that holds one."""
+    """The first image, audio or video among the parts of messages, or a field of a message that
+    holds one.
+    """
     if isinstance(value, dict):
         if _is_media(value):
             return str(value["type"])
@@ -295,39 +391,62 @@ def _find_media(value: Any) -> str | None:
 
 
 def _is_media(part: Any) -> bool:
-    """Whether a part of a content is an image, audio or a video: "image", "image_url", "input_audio"."""
-    return isinstance(part, dict) and any(kind in MEDIA for kind in str(part.get("type")).split("_"))
+    """Whether a part of a content is an image, audio or a video: "image", "image_url",
+    "input_audio".
+    """
+    return isinstance(part, dict) and any(
+        kind in MEDIA for kind in str(part.get("type")).split("_")
+    )
 
 
 def _without_media(message: dict[str, Any]) -> dict[str, Any]:
     content = message.get("content")
-    return message | {"content": [each for each in content if not _is_media(each)]} if isinstance(content, list) else message
+    return (
+        message | {"content": [each for each in content if not _is_media(each)]}
+        if isinstance(content, list)
+        else message
+    )
 
 
 def record_variables(record: Record, template: ChatTemplate) -> dict[str, Any]:
-    """What a record gives to the chat template beside messages and tools, as `apply_chat_template` of transformers takes it."""
+    """What a record gives to the chat template beside messages and tools, as `apply_chat_template`
+    of transformers takes it.
+    """
     given: dict[str, Any] = {}
     for name, kind in (("chat_template_kwargs", dict), ("documents", list)):
         value = decode_json_text(record.get(name) or None, f"the field {name!r}")
         if not isinstance(value, kind | None):
-            raise UserError(f"the field {name!r} is not {'an object' if kind is dict else 'a list'} but {type(value).__name__}")
+            raise UserError(
+                f"the field {name!r} is not {'an object' if kind is dict else 'a list'} but"
+                f" {type(value).__name__}"
+            )
         given |= (value if kind is dict else {name: value}) if value else {}
     if taken := NO_TEMPLATE_VARIABLES & given.keys():
-        raise UserError(f"chat_template_kwargs: {min(taken)!r} is not a variable of a template; leave it out")
+        raise UserError(
+            f"chat_template_kwargs: {min(taken)!r} is not a variable of a template; leave it out"
+        )
     # Of documents it is seen in the text.
     sources = " ".join(["documents", *template.files.values()])
     if unread := unread_variable(given, sources):
-        raise UserError(f"chat_template_kwargs: the chat template reads no variable {unread!r}; leave it out")
+        raise UserError(
+            f"chat_template_kwargs: the chat template reads no variable {unread!r}; leave it out"
+        )
     return given
 
 
 def record_tools(record: Record) -> list[Any] | None:
-    """The tools that a record offers the assistant: a list of JSON schemas, or the JSON of one; else its legacy functions."""
+    """The tools that a record offers the assistant: a list of JSON schemas, or the JSON of one;
+    else its legacy functions.
+    """
     tools = decode_json_text(record.get("tools") or None, "the field 'tools'")
     if not isinstance(tools, list | None):
         raise UserError(f"the field 'tools' is not a list but {type(tools).__name__}")
     functions = record.get("functions")
-    if not tools and isinstance(functions, list) and all(isinstance(each, dict) and "name" in each for each in functions):
+    if (
+        not tools
+        and isinstance(functions, list)
+        and all(isinstance(each, dict) and "name" in each for each in functions)
+    ):
         tools = [{"type": "function", "function": each} for each in functions]
     return [_decode_tool(each, "the field 'tools'") for each in tools or ()] or None
 
@@ -336,7 +455,11 @@ def _decode_tool(tool: Any, source: str) -> Any:
     """A tool in which objects that are kept as JSON text are objects."""
     tool = decode_json_text(tool, source)
     if isinstance(tool, dict):
-        tool = tool | {key: _decode_tool(tool[key], source) for key in ("function", "parameters") if key in tool}
+        tool = tool | {
+            key: _decode_tool(tool[key], source)
+            for key in ("function", "parameters")
+            if key in tool
+        }
     return tool
 
 
@@ -344,21 +467,32 @@ def _sharegpt_message(entry: dict[str, Any]) -> dict[str, Any]:
     speaker, value = entry["from"], entry.get("value")
     others = {name: each for name, each in entry.items() if name not in ("from", "value")}
     if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
-        raise UserError(f'"from" is {cut(repr(speaker))}: expected one of {", ".join(SHAREGPT_ROLES)}')
+        raise UserError(
+            f'"from" is {cut(repr(speaker))}: expected one of {", ".join(SHAREGPT_ROLES)}'
+        )
     if speaker != "function_call":
         return others | {"role": SHAREGPT_ROLES[speaker], "content": value}
     call = parse_embedded_json(value, 'the value of a "function_call"')
-    return others | {"role": "assistant", "content": "", "tool_calls": call if isinstance(call, list) else [call]}
+    return others | {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": call if isinstance(call, list) else [call],
+    }
 
 
 def check_plain_prompt(record: Record) -> None:
     """Raises UserError where a record has more than fits into a prompt that is text."""
     if said := next((name for name in BESIDE_MESSAGES if record.get(name)), None):
-        raise UserError(f"the field {said!r} has no place in a prompt that is text; write messages, or leave it out")
+        raise UserError(
+            f"the field {said!r} has no place in a prompt that is text; write messages, or leave"
+            " it out"
+        )
 
 
 def with_system(record: Record, messages: list[Any]) -> list[Any]:
-    """The messages after that of the field `system`, if there is one that they do not begin with."""
+    """The messages after that of the field `system`, if there is one that they do not begin
+    with.
+    """
     first = {"role": "system", "content": record_text(record, "system")}
     return messages if not first["content"] or messages[:1] == [first] else [first, *messages]
 
@@ -366,11 +500,19 @@ def with_system(record: Record, messages: list[Any]) -> list[Any]:
 def _alpaca_messages(record: Record) -> list[Any]:
     request = [record_text(record, "instruction"), record_text(record, "input")]
     history = record.get("history") or []
-    if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
+    if not isinstance(history, list) or not all(
+        isinstance(turn, list) and len(turn) == 2 for turn in history
+    ):
         raise UserError("the field 'history' is not a list of [question, answer]")
     messages: list[Any] = []
-    for question, answer in [*history, ["\n\n".join(filter(None, request)), record_text(record, "output")]]:
-        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    for question, answer in [
+        *history,
+        ["\n\n".join(filter(None, request)), record_text(record, "output")],
+    ]:
+        messages += [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
+        ]
     return with_system(record, messages)
 
 

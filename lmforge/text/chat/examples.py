@@ -1,7 +1,9 @@
-"""Examples on the disk: conversations or pairs as tokens, in a folder of their own, and packed sequences made of them.
+"""Examples on the disk: conversations or pairs as tokens, in a folder of their own, and packed
+sequences made of them.
 
-An example is one sequence of tokens, or several that belong together, such as both of a pair, with a loss mask. A folder is
-written once for each set of files and options, and verified when it is opened. What the tokens mean is not known here.
+An example is one sequence of tokens, or several that belong together, such as both of a pair, with
+a loss mask. A folder is written once for each set of files and options, and verified when it is
+opened. What the tokens mean is not known here.
 """
 
 import hashlib
@@ -33,7 +35,10 @@ EXAMPLES_VERSION = 5
 
 
 def hash_files(files: Sequence[Path], split: FileSplit = "train") -> str:
-    """A hash of the contents of files, or of a split of folders, whatever their names. Raises OSError."""
+    """A hash of the contents of files, or of a split of folders, whatever their names.
+
+    Raises OSError.
+    """
     digest = xxhash.xxh3_128()
     for path in (file for each in files for file in find_record_files(each, split)):
         with open_file(path) as file:
@@ -54,13 +59,15 @@ def write_examples(
     validation_ratio: float | None,
     unusable: UnusableRecords | None = None,
 ) -> None:
-    """Write the examples that `read_split(split)` gives into `folder`, atomically; an existing folder stays as it is.
+    """Write the examples that `read_split(split)` gives into `folder`, atomically; an existing
+    folder stays as it is.
 
-    Examples longer than `sequence_length` (in words: `limit_description`) are dropped or truncated (`overlong`); those without
-    a scored token are dropped; both are counted. `unusable` has the records that were left out, known once all are read;
-    they are counted and listed. With `validation_ratio` that fraction of the examples (at least one) is for validation,
-    those with the smallest hashes. Memory holds a few numbers for each. Raises UserError if no example is left, or the disk is
-    full.
+    Examples longer than `sequence_length` (in words: `limit_description`) are dropped or truncated
+    (`overlong`); those without a scored token are dropped; both are counted. `unusable` has the
+    records that were left out, known once all are read; they are counted and listed. With
+    `validation_ratio` that fraction of the examples (at least one) is for validation, those with
+    the smallest hashes. Memory holds a few numbers for each. Raises UserError if no example is
+    left, or the disk is full.
     """
     if (folder / EXAMPLES_MANIFEST).exists():
         return
@@ -69,7 +76,9 @@ def write_examples(
         with SpillBuffer(partial) as buffer:
             for split in SPLITS:
                 num_train = len(buffer)
-                for group in _drop_or_truncate(read_split(split), sequence_length, overlong, counts):
+                for group in _drop_or_truncate(
+                    read_split(split), sequence_length, overlong, counts
+                ):
                     buffer.add(group)
             if validation_ratio is None:
                 validation = np.arange(len(buffer)) >= num_train
@@ -79,18 +88,24 @@ def write_examples(
             for split, selected in zip(SPLITS, (~validation, validation), strict=True):
                 if not selected.any() and (split == "train" or validation_ratio is None):
                     raise UserError(
-                        f"no example is left of the {split} files: {counts['overlong']} are longer than {limit_description},"
-                        f" {counts['nothing_to_learn']} have nothing to learn{unusable or ''}"
+                        f"no example is left of the {split} files: {counts['overlong']} are longer"
+                        f" than {limit_description}, {counts['nothing_to_learn']} have nothing to"
+                        f" learn{unusable or ''}"
                     )
                 splits[split] = buffer.write(partial, split, selected)
             tokenizer.save(partial / "tokenizer")
         if unusable and unusable.problems:
             counts["unusable"] = len(unusable.problems)
-            (partial / UNUSABLE).write_text("".join(f"{problem}\n" for problem in unusable.problems), encoding="utf-8")
+            (partial / UNUSABLE).write_text(
+                "".join(f"{problem}\n" for problem in unusable.problems), encoding="utf-8"
+            )
         if unusable and unusable.with_special_text:
             counts["special_text"] = unusable.with_special_text
         limits = {"sequence_length": sequence_length, "vocab_size": tokenizer.vocab_size}
-        atomic_write_json(partial / EXAMPLES_MANIFEST, {"plan": plan, **limits, "counts": counts, "splits": splits})
+        atomic_write_json(
+            partial / EXAMPLES_MANIFEST,
+            {"plan": plan, **limits, "counts": counts, "splits": splits},
+        )
 
 
 def _drop_or_truncate(
@@ -103,7 +118,12 @@ def _drop_or_truncate(
                 continue
             counts["truncated"] += 1
             [full], size = group.sequences, sequence_length + 1
-            group = replace(group, sequences=(replace(full, tokens=full.tokens[:size], loss_mask=full.loss_mask[:size]),))
+            group = replace(
+                group,
+                sequences=(
+                    replace(full, tokens=full.tokens[:size], loss_mask=full.loss_mask[:size]),
+                ),
+            )
         if all(sequence.loss_mask[1:].any() for sequence in group.sequences):
             yield group
         else:
@@ -111,13 +131,14 @@ def _drop_or_truncate(
 
 
 def select_validation(hashes: np.ndarray, ratio: float) -> np.ndarray:
-    """Which examples are for validation, bool [n], by their hashes, uint64 [n]: this fraction, with the smallest hashes; at
-    least one."""
+    """Which examples are for validation, bool [n], by their hashes, uint64 [n]: this fraction, with
+    the smallest hashes; at least one.
+    """
     if not ratio or not len(hashes):
         return np.zeros(len(hashes), bool)
     least = np.sort(hashes)[: max(1, round(ratio * len(hashes)))]
-    # Copies of an example are in the same split, or validation examples would be trained on. Validation never gets all
-    # examples.
+    # Copies of an example are in the same split, or validation examples would be trained on.
+    # Validation never gets all examples.
     return np.isin(hashes, least) & (hashes != hashes.max())
 
 
@@ -153,7 +174,9 @@ class ExampleFolder:
         """Raises UserError if it is not a folder of examples."""
         hint = "delete the folder, and it is created again"
         try:
-            manifest = read_json(path / EXAMPLES_MANIFEST, ExampleManifest, max_bytes=MAX_MANIFEST_BYTES, hint=hint)
+            manifest = read_json(
+                path / EXAMPLES_MANIFEST, ExampleManifest, max_bytes=MAX_MANIFEST_BYTES, hint=hint
+            )
         except OSError:
             raise UserError(f"{path}: not a folder of examples; {hint}") from None
         if set(manifest["splits"]) != set(SPLITS):
@@ -162,11 +185,15 @@ class ExampleFolder:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that the examples were encoded with. Raises UserError if the one in the folder is another."""
+        """The tokenizer that the examples were encoded with.
+
+        Raises UserError if the one in the folder is another.
+        """
         tokenizer = Tokenizer.open(self.path / "tokenizer")
         if tokenizer.hash != self.manifest["plan"]["tokenizer"]:
             raise UserError(
-                f"{self.path / 'tokenizer'}: did not encode these examples; delete {self.path}, and it is created again"
+                f"{self.path / 'tokenizer'}: did not encode these examples; delete {self.path}, and"
+                " it is created again"
             )
         return tokenizer
 
@@ -174,13 +201,21 @@ class ExampleFolder:
         return self.manifest["splits"][split]["examples"]
 
     def split(self, name: str) -> TokenizedExamples:
-        """The examples of a split. Raises UserError if a file does not match its checksum or its manifest."""
-        described, hint = self.manifest["splits"][name], f"delete {self.path}, and it is created again"
+        """The examples of a split.
+
+        Raises UserError if a file does not match its checksum or its manifest.
+        """
+        described, hint = (
+            self.manifest["splits"][name],
+            f"delete {self.path}, and it is created again",
+        )
         arrays = {}
         for array_name, digest in described["xxh3"].items():
             file = self.path / f"{name}-{array_name}.npy"
             try:
-                array = np.load(file, mmap_mode="r" if described["examples"] else None, allow_pickle=False)
+                array = np.load(
+                    file, mmap_mode="r" if described["examples"] else None, allow_pickle=False
+                )
                 matches = xxhash.xxh3_64_hexdigest(array.view(np.uint8).data) == digest
             except (OSError, ValueError) as problem:
                 raise UserError(f"{file}: cannot be read ({problem}); {hint}") from None
@@ -188,15 +223,30 @@ class ExampleFolder:
                 raise UserError(f"{file}: does not match its checksum; {hint}")
             arrays[array_name] = array
         if not _are_examples(arrays, described, self.manifest.get("vocab_size", MAX_VOCAB_SIZE)):
-            raise UserError(f"{self.path}: its {name} arrays are not what its manifest says; {hint}")
-        scalars = {name.removeprefix("label-"): array for name, array in arrays.items() if name.startswith("label-")}
+            raise UserError(
+                f"{self.path}: its {name} arrays are not what its manifest says; {hint}"
+            )
+        scalars = {
+            name.removeprefix("label-"): array
+            for name, array in arrays.items()
+            if name.startswith("label-")
+        }
         digest = hash_json(described, sort_keys=True)
-        return TokenizedExamples(arrays["tokens"], arrays["scored"], arrays["starts"], scalars, described["group"], digest)
+        return TokenizedExamples(
+            arrays["tokens"],
+            arrays["scored"],
+            arrays["starts"],
+            scalars,
+            described["group"],
+            digest,
+        )
 
 
 def _are_examples(arrays: dict[str, np.ndarray], described: ExampleSplit, vocab_size: int) -> bool:
     """Whether arrays have the dtypes and lengths of a split's, and ids of the vocabulary."""
-    if not {"tokens", "scored", "starts"} <= arrays.keys() or any(array.ndim != 1 for array in arrays.values()):
+    if not {"tokens", "scored", "starts"} <= arrays.keys() or any(
+        array.ndim != 1 for array in arrays.values()
+    ):
         return False
     tokens, scored, starts = arrays["tokens"], arrays["scored"], arrays["starts"]
     return bool(
@@ -205,27 +255,42 @@ def _are_examples(arrays: dict[str, np.ndarray], described: ExampleSplit, vocab_
         and len(starts) == 1 + described["examples"] * described["group"]
         and starts[0] == 0
         and (np.diff(starts) > 0).all()
-        and all(len(array) == described["examples"] for name, array in arrays.items() if name.startswith("label-"))
+        and all(
+            len(array) == described["examples"]
+            for name, array in arrays.items()
+            if name.startswith("label-")
+        )
         and (not len(tokens) or 0 <= tokens.min() <= tokens.max() < vocab_size)
     )
 
 
 class ExamplePacking(Packing):
-    """Packed sequences of one example each, or with `pack` of as many as fit, which do not see each other.
+    """Packed sequences of one example each, or with `pack` of as many as fit, which do not see each
+    other.
 
-    The documents of a packed sequence are those of its examples, in their order: of pairs, document 2i is the first and 2i + 1
-    the second. Scalars become extras, with the same value at all tokens of an example. With `with_mismatched` each example,
-    of one document, is followed by its prompt with the completion of the next example in the sequence, as KTO needs it.
+    The documents of a packed sequence are those of its examples, in their order: of pairs, document
+    2i is the first and 2i + 1 the second. Scalars become extras, with the same value at all tokens
+    of an example. With `with_mismatched` each example, of one document, is followed by its prompt
+    with the completion of the next example in the sequence, as KTO needs it.
     """
 
-    def __init__(self, examples: TokenizedExamples, sequence_length: int, pack: bool, with_mismatched: bool = False) -> None:
+    def __init__(
+        self,
+        examples: TokenizedExamples,
+        sequence_length: int,
+        pack: bool,
+        with_mismatched: bool = False,
+    ) -> None:
         self._examples = examples
         self._with_mismatched = with_mismatched
         if pack:
             # The last token of each sequence is only a label.
             sizes = (np.diff(examples.starts) - 1).reshape(-1, examples.group).sum(1)
-            # In a sequence, prompts with their own completions and with the others' completions take the same number of tokens.
-            self._order, self._starts = best_fit(2 * sizes if with_mismatched else sizes, sequence_length)
+            # In a sequence, prompts with their own completions and with the others' completions
+            # take the same number of tokens.
+            self._order, self._starts = best_fit(
+                2 * sizes if with_mismatched else sizes, sequence_length
+            )
         else:
             self._order, self._starts = np.arange(len(examples)), np.arange(len(examples) + 1)
 
@@ -258,11 +323,15 @@ class ExamplePacking(Packing):
                 [other] = self._examples.sequences(members[(number + 1) % len(members)])
                 sequences.append(_with_completion_of(sequences[0], other))
             elif self._with_mismatched:
-                sequences.append(TokenizedExample(sequences[0].tokens[:1], sequences[0].loss_mask[:1]))
+                sequences.append(
+                    TokenizedExample(sequences[0].tokens[:1], sequences[0].loss_mask[:1])
+                )
             for sequence in sequences:
                 end = at + len(sequence.tokens) - 1
                 out.tokens[at:end] = sequence.tokens[:-1]
-                out.labels[at:end] = np.where(sequence.loss_mask[1:], sequence.tokens[1:], IGNORE_INDEX)
+                out.labels[at:end] = np.where(
+                    sequence.loss_mask[1:], sequence.tokens[1:], IGNORE_INDEX
+                )
                 out.positions[at:end] = np.arange(end - at)
                 out.document_ids[at:end] = document
                 for name, values in self._examples.scalars.items():
@@ -271,19 +340,34 @@ class ExamplePacking(Packing):
 
 
 def _with_completion_of(one: TokenizedExample, other: TokenizedExample) -> TokenizedExample:
-    """The prompt of one with the completion of the other; a completion begins with the first scored token."""
-    prompt, completion = slice(int(one.loss_mask.argmax())), slice(int(other.loss_mask.argmax()), None)
+    """The prompt of one with the completion of the other; a completion begins with the first scored
+    token.
+    """
+    prompt, completion = (
+        slice(int(one.loss_mask.argmax())),
+        slice(int(other.loss_mask.argmax()), None),
+    )
     tokens = np.concatenate([one.tokens[prompt], other.tokens[completion]])
-    return TokenizedExample(tokens, np.concatenate([one.loss_mask[prompt], other.loss_mask[completion]]))
+    return TokenizedExample(
+        tokens, np.concatenate([one.loss_mask[prompt], other.loss_mask[completion]])
+    )
 
 
 def example_dataset(
-    folder: ExampleFolder, split: str, *, sequence_length: int, pack: bool, seed: int = 0, shuffle: bool = True
+    folder: ExampleFolder,
+    split: str,
+    *,
+    sequence_length: int,
+    pack: bool,
+    seed: int = 0,
+    shuffle: bool = True,
 ) -> PackedDataset:
     """The packed sequences of a split of a folder. Raises UserError if it cannot be read."""
     examples = folder.split(split)
     return PackedDataset(
-        ExamplePacking(examples, sequence_length, pack, with_mismatched="kto_labels" in examples.scalars),
+        ExamplePacking(
+            examples, sequence_length, pack, with_mismatched="kto_labels" in examples.scalars
+        ),
         name=examples.digest,
         location=f"{folder.path}: {split}",
         plan=["examples", EXAMPLES_VERSION, split, examples.digest, sequence_length, pack],

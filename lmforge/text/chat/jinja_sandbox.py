@@ -1,6 +1,8 @@
-"""Runs a chat template's Jinja source as transformers does: in jinja2's sandbox, which keeps it from the interpreter.
+"""Runs a chat template's Jinja source as transformers does: in jinja2's sandbox, which keeps it
+from the interpreter.
 
-The result is text, with marks around the parts that the template tags as generated: `templates.py` makes tokens of it.
+The result is text, with marks around the parts that the template tags as generated: `templates.py`
+makes tokens of it.
 """
 
 import json
@@ -30,7 +32,9 @@ Prefix = tuple[int, bool]
 
 
 class Conversation(NamedTuple):
-    """What is rendered: prefixes of messages, with the tools that are offered, and variables for this conversation alone."""
+    """What is rendered: prefixes of messages, with the tools that are offered, and variables for
+    this conversation alone.
+    """
 
     messages: Sequence[Any]
     tools: list[Any] | None
@@ -39,14 +43,18 @@ class Conversation(NamedTuple):
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` surrounds what the model generates (transformers' `return_assistant_tokens_mask`)."""
+    """`{% generation %}` surrounds what the model generates (transformers'
+    `return_assistant_tokens_mask`).
+    """
 
     tags = {"generation"}  # noqa: RUF012  (the library's own type)
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        opens, closes = (nodes.Output([nodes.TemplateData(mark)]) for mark in (GENERATION_START, GENERATION_END))
+        opens, closes = (
+            nodes.Output([nodes.TemplateData(mark)]) for mark in (GENERATION_START, GENERATION_END)
+        )
         return nodes.Scope([opens, *body, closes]).set_lineno(line)
 
 
@@ -54,12 +62,21 @@ class JinjaTemplate:
     """A compiled template. Threads may render with it at the same time."""
 
     def __init__(self, source: str, variables: Mapping[str, str], location: str):
-        """The template sees `variables`, such as bos_token; messages name its `location`. Raises UserError if not Jinja."""
+        """The template sees `variables`, such as bos_token; messages name its `location`.
+
+        Raises UserError if not Jinja.
+        """
         self._location = location
-        sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
+        sandbox = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+        )
         sandbox.filters["tojson"] = _tojson
         # The same function for all calls: a conversation and its beginning are rendered alike.
-        sandbox.globals |= {**variables, "raise_exception": _raise_exception, "strftime_now": datetime.now().strftime}
+        sandbox.globals |= {
+            **variables,
+            "raise_exception": _raise_exception,
+            "strftime_now": datetime.now().strftime,
+        }
         try:
             self._template = sandbox.from_string(source)
         except jinja2.TemplateSyntaxError as error:
@@ -68,16 +85,24 @@ class JinjaTemplate:
         except RecursionError:
             raise UserError(f"{location}: the chat template is nested too deeply") from None
         except Exception as error:  # Python's compiler has its own limits
-            raise UserError(f"{location}: the chat template cannot be compiled: {_one_line(error)}") from None
+            raise UserError(
+                f"{location}: the chat template cannot be compiled: {_one_line(error)}"
+            ) from None
 
     def render(self, conversation: Conversation) -> Iterator[str]:
-        """The text of each prefix of a conversation, with GENERATION_START and GENERATION_END around what is tagged.
+        """The text of each prefix of a conversation, with GENERATION_START and GENERATION_END
+        around what is tagged.
 
         Raises UserError with the message of whatever the template raises.
         """
         messages, tools, prefixes, variables = conversation
         for count, add_generation_prompt in prefixes:
-            given = {"documents": None, **(variables or {}), "tools": tools, "add_generation_prompt": add_generation_prompt}
+            given = {
+                "documents": None,
+                **(variables or {}),
+                "tools": tools,
+                "add_generation_prompt": add_generation_prompt,
+            }
             pieces: list[str] = []
             size = 0
             try:
@@ -87,7 +112,9 @@ class JinjaTemplate:
                     if size > MAX_RENDERED_CHARACTERS:
                         _raise_exception(TOO_LONG)
             except MemoryError:
-                raise UserError(f"{self._location}: needs too much memory for a conversation") from None
+                raise UserError(
+                    f"{self._location}: needs too much memory for a conversation"
+                ) from None
             except Exception as error:  # a template is a program that can raise anything
                 raise UserError(f"{self._location}: {REFUSES}: {_one_line(error)}") from None
             yield "".join(pieces)
@@ -112,14 +139,29 @@ def first_difference(one: str, other: str) -> str:
 def _one_line(error: object) -> str:
     """The text of an error on one line, cut where it is long: a template can raise any text."""
     text = " ".join(str(error).split()) or repr(error)
-    return text if len(text) <= MAX_MESSAGE_CHARACTERS else f"{text[:MAX_MESSAGE_CHARACTERS]}… ({len(text):,} characters)"
+    return (
+        text
+        if len(text) <= MAX_MESSAGE_CHARACTERS
+        else f"{text[:MAX_MESSAGE_CHARACTERS]}… ({len(text):,} characters)"
+    )
 
 
 def _tojson(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: Any = None,
+    sort_keys: bool = False,
 ) -> str:
     # Jinja's own filter escapes HTML.
-    return json.dumps(value, default=str, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value,
+        default=str,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -1,6 +1,8 @@
-"""Layouts, sequences of texts and special tokens, some of them scored, and how many layouts at once become token ids.
+"""Layouts, sequences of texts and special tokens, some of them scored, and how many layouts at once
+become token ids.
 
-Two pieces of a text of which only one is scored never share a token, so a prompt has the same ids with its answer as without.
+Two pieces of a text of which only one is scored never share a token, so a prompt has the same ids
+with its answer as without.
 """
 
 import re
@@ -15,7 +17,8 @@ from lmforge.core.data.packing import TokenizedExample
 from lmforge.core.data.tokenizer import Tokenizer
 from lmforge.core.errors import UserError
 
-# A special token's id, or a text between two of them as one or more pieces; with each, whether it is scored.
+# A special token's id, or a text between two of them as one or more pieces; with each, whether it
+# is scored.
 LayoutPart = tuple[int, bool] | list[tuple[str, bool]]
 Layout = list[LayoutPart]
 Span = tuple[int, int]
@@ -33,16 +36,28 @@ class SpecialTokens:
     """The special tokens of a tokenizer by their spelling, and a `pattern` that matches one."""
 
     def __init__(self, tokenizer: Tokenizer):
-        self.by_text = {tokenizer.id_to_token(id): SpecialToken(id, False, False) for id in tokenizer.named_ids}
+        self.by_text = {
+            tokenizer.id_to_token(id): SpecialToken(id, False, False) for id in tokenizer.named_ids
+        }
         for token in tokenizer.added_tokens:
             if token["special"] or token["id"] in tokenizer.named_ids:
-                self.by_text[token["content"]] = SpecialToken(token["id"], token["lstrip"], token["rstrip"])
+                self.by_text[token["content"]] = SpecialToken(
+                    token["id"], token["lstrip"], token["rstrip"]
+                )
         longest_first = sorted(self.by_text, key=len, reverse=True)
         self.pattern = re.compile("|".join(map(re.escape, longest_first)))
         # With these flags the library may find a token elsewhere than the pattern does.
-        flagged = [token["content"] for token in tokenizer.added_tokens if token["single_word"] or token["normalized"]]
+        flagged = [
+            token["content"]
+            for token in tokenizer.added_tokens
+            if token["single_word"] or token["normalized"]
+        ]
         self._misread: set[str] = set()
-        self._misread = {token for token in flagged if token in self.by_text and self._is_misread(tokenizer, token)}
+        self._misread = {
+            token
+            for token in flagged
+            if token in self.by_text and self._is_misread(tokenizer, token)
+        }
 
     def _is_misread(self, tokenizer: Tokenizer, token: str) -> bool:
         samples = [f"a{token}a", f"a {token} a"]
@@ -51,8 +66,10 @@ class SpecialTokens:
         return [each.tokens.tolist() for each in found] != expected
 
     def cut(self, text: str, spans: list[Span]) -> Layout:
-        """The text cut at special tokens, and the texts between them at the bounds of the scored spans. Raises UserError for a
-        token that the tokenizer would not find in every text, as transformers would not."""
+        """The text cut at special tokens, and the texts between them at the bounds of the scored
+        spans. Raises UserError for a token that the tokenizer would not find in every text, as
+        transformers would not.
+        """
         parts: Layout = []
         # Binary search, because conversations of hundreds of turns have as many spans as parts.
         bounds = sorted({bound for span in spans for bound in span})
@@ -77,8 +94,9 @@ class SpecialTokens:
         for match in self.pattern.finditer(text):
             if match[0] in self._misread:
                 raise UserError(
-                    f"the tokenizer does not find its special token {match[0]} in every text, because of its flag "
-                    "single_word or normalized: set it to false in tokenizer.json and tokenizer_config.json"
+                    f"the tokenizer does not find its special token {match[0]} in every text,"
+                    " because of its flag single_word or normalized: set it to false in"
+                    " tokenizer.json and tokenizer_config.json"
                 )
             special = self.by_text[match[0]]
             section(at, match.start(), strips, special.lstrip)
@@ -90,9 +108,19 @@ class SpecialTokens:
 
 
 def encode_layouts(tokenizer: Tokenizer, layouts: Sequence[Layout]) -> list[TokenizedExample]:
-    """The ids and loss mask of each layout. All texts are encoded together: a thousand at once is ten times as fast."""
-    sections = [(part, at > 0) for layout in layouts for at, part in enumerate(layout) if isinstance(part, list)]
-    known = _encode_unique(tokenizer, ((text, inside) for section, inside in sections for text in _prefixes(section)))
+    """The ids and loss mask of each layout.
+
+    All texts are encoded together: a thousand at once is ten times as fast.
+    """
+    sections = [
+        (part, at > 0)
+        for layout in layouts
+        for at, part in enumerate(layout)
+        if isinstance(part, list)
+    ]
+    known = _encode_unique(
+        tokenizer, ((text, inside) for section, inside in sections for text in _prefixes(section))
+    )
     piece_ids: dict[int, list[list[int]]] = {}
     pieces_by_section = []
     for section, inside in sections:
@@ -101,15 +129,25 @@ def encode_layouts(tokenizer: Tokenizer, layouts: Sequence[Layout]) -> list[Toke
             bounds = pairwise([0, *map(len, prefixes)])
             piece_ids[id(section)] = [prefixes[-1][start:stop] for start, stop in bounds]
         else:  # a token would go across two pieces
-            pieces_by_section.append((section, [(text, inside or at > 0) for at, (text, _) in enumerate(section)]))
-    known = _encode_unique(tokenizer, (piece for _, pieces in pieces_by_section for piece in pieces))
-    piece_ids |= {id(section): [known[piece] for piece in pieces] for section, pieces in pieces_by_section}
+            pieces_by_section.append(
+                (section, [(text, inside or at > 0) for at, (text, _) in enumerate(section)])
+            )
+    known = _encode_unique(
+        tokenizer, (piece for _, pieces in pieces_by_section for piece in pieces)
+    )
+    piece_ids |= {
+        id(section): [known[piece] for piece in pieces] for section, pieces in pieces_by_section
+    }
     examples = []
     for layout in layouts:
         tokens: list[int] = []
         mask: list[bool] = []
         for part in layout:
-            pieces = zip(piece_ids[id(part)], part, strict=True) if isinstance(part, list) else [([part[0]], part)]
+            pieces = (
+                zip(piece_ids[id(part)], part, strict=True)
+                if isinstance(part, list)
+                else [([part[0]], part)]
+            )
             for ids, (_, scored) in pieces:
                 tokens += ids
                 mask += [scored] * len(ids)
@@ -119,7 +157,9 @@ def encode_layouts(tokenizer: Tokenizer, layouts: Sequence[Layout]) -> list[Toke
     return examples
 
 
-def _encode_unique(tokenizer: Tokenizer, texts: Iterable[tuple[str, bool]]) -> dict[tuple[str, bool], list[int]]:
+def _encode_unique(
+    tokenizer: Tokenizer, texts: Iterable[tuple[str, bool]]
+) -> dict[tuple[str, bool], list[int]]:
     """The ids of each (text, whether it continues another), every different one encoded once."""
     unique = list(dict.fromkeys(texts))
     known: dict[tuple[str, bool], list[int]] = {}

@@ -1,4 +1,5 @@
-"""The messages of a conversation, checked once: everything that comes after may rely on their types.
+"""The messages of a conversation, checked once: everything that comes after may rely on their
+types.
 
 Reading them from files is in `conversations.py`, making tokens of them in `templates.py`.
 """
@@ -22,14 +23,24 @@ TRAINING_FLAGS = ("weight", "train", "training", "loss")
 # The same of parts of a turn, in axolotl.
 PARTIAL_FLAGS = ("train_detail", "training_detail")
 # What transformers takes beside the variables of a template.
-NO_TEMPLATE_VARIABLES = {"add_generation_prompt", "chat_template", "continue_final_message", "conversation", "messages"}
+NO_TEMPLATE_VARIABLES = {
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "conversation",
+    "messages",
+}
 NO_TEMPLATE_VARIABLES |= {"return_dict", "return_tensors", "tokenize", "tools"}
 
 
 def unread_variable(given: Mapping[str, Any], sources: str) -> str | None:
     """The first variable that would change what a template writes, and is not in its source."""
     # Templates that read enable_thinking think without it as well.
-    changing = (name for name, value in given.items() if value and not (name == "enable_thinking" and value is True))
+    changing = (
+        name
+        for name, value in given.items()
+        if value and not (name == "enable_thinking" and value is True)
+    )
     return next((name for name in changing if name not in sources), None)
 
 
@@ -55,15 +66,22 @@ class MessageForm(NamedTuple):
 def message_forms(messages: Sequence[Any]) -> Iterator[MessageForm]:
     """The forms that valid messages may take, in the order in which they are tried."""
     has_parts = any(isinstance(message.get("content"), list) for message in messages)
-    has_calls = any(message.get("tool_calls") or message.get("function_call") for message in messages)
+    has_calls = any(
+        message.get("tool_calls") or message.get("function_call") for message in messages
+    )
     has_others = any(message["role"] in COMMON_ROLES for message in messages)
     contents = ("given", "text", "parts") if has_parts else ("text", "parts")
     arguments = ("object", "text") if has_calls else ("object",)
-    return starmap(MessageForm, product(contents, (False, True) if has_others else (False,), arguments))
+    return starmap(
+        MessageForm, product(contents, (False, True) if has_others else (False,), arguments)
+    )
 
 
 def validate_messages(messages: Sequence[Any], form: MessageForm = MessageForm()) -> list[Message]:  # noqa: B008
-    """The messages in a form, with a known role and content that is text. Raises UserError for others."""
+    """The messages in a form, with a known role and content that is text.
+
+    Raises UserError for others.
+    """
     if not isinstance(messages, list | tuple) or not messages:
         raise UserError("expected a list of messages, each with role and content")
     typed = []
@@ -74,41 +92,64 @@ def validate_messages(messages: Sequence[Any], form: MessageForm = MessageForm()
 
 
 def training_flag(message: dict[str, Any]) -> bool | None:
-    """Whether a message says that it is scored; None where it does not say. Raises UserError unless it says yes or no."""
+    """Whether a message says that it is scored; None where it does not say.
+
+    Raises UserError unless it says yes or no.
+    """
     if partial := next(filter(message.get, PARTIAL_FLAGS), None):
-        raise UserError(f'"{partial}": parts of a turn are not scored apart; write them as turns, or leave it out')
+        raise UserError(
+            f'"{partial}": parts of a turn are not scored apart; write them as turns, or leave'
+            " it out"
+        )
     flags = {name: message[name] for name in TRAINING_FLAGS if message.get(name) is not None}
     for name, value in flags.items():
         if value not in (0, 1):
-            raise UserError(f'"{name}" is {quoted(value)}: expected 0 or 1, false or true; a turn is scored or not')
+            raise UserError(
+                f'"{name}" is {quoted(value)}: expected 0 or 1, false or true; a turn is scored'
+                " or not"
+            )
     return all(flags.values()) if flags else None
 
 
 def check_encodable(text: str) -> str:
-    """The text itself. Raises UserError if it has half of a surrogate pair, which UTF-8 cannot hold."""
+    """The text itself.
+
+    Raises UserError if it has half of a surrogate pair, which UTF-8 cannot hold.
+    """
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise UserError("the text has half of a surrogate pair, which UTF-8 cannot encode") from None
+        raise UserError(
+            "the text has half of a surrogate pair, which UTF-8 cannot encode"
+        ) from None
     return text
 
 
 def parse_embedded_json(text: Any, source: str) -> Any:
-    """JSON that is kept as a string within a record or message; `source` names it. Raises UserError if it is not JSON."""
+    """JSON that is kept as a string within a record or message; `source` names it.
+
+    Raises UserError if it is not JSON.
+    """
     if not isinstance(text, str):
         raise UserError(f"{source}: expected JSON in a string, got {type(text).__name__}")
     return parse_json(check_encodable(text).encode(), object, source)
 
 
 def decode_json_text(value: Any, source: str) -> Any:
-    """What a value is that is kept as JSON text, as some columns of Parquet are; another value itself."""
+    """What a value is that is kept as JSON text, as some columns of Parquet are; another value
+    itself.
+    """
     return parse_embedded_json(value, source) if isinstance(value, str) else value
 
 
 def _validate_message(message: Any, form: MessageForm) -> Message:
     if not isinstance(message, dict) or "role" not in message:
         raise UserError("expected an object with role and content")
-    role, content, calls = message["role"], message.get("content"), message.get("tool_calls") or None
+    role, content, calls = (
+        message["role"],
+        message.get("content"),
+        message.get("tool_calls") or None,
+    )
     if role not in get_args(Role):
         raise UserError(f"role {cut(repr(role))}: expected one of {', '.join(get_args(Role))}")
     calls = decode_json_text(calls, "tool_calls")
@@ -116,18 +157,25 @@ def _validate_message(message: Any, form: MessageForm) -> Message:
         raise UserError(f"tool_calls are not a list but {type(calls).__name__}")
     calls = [*(calls or ()), *filter(None, [message.get("function_call")])]
     if message.get("refusal"):
-        raise UserError('"refusal": what the assistant says is read from its content; write it there')
+        raise UserError(
+            '"refusal": what the assistant says is read from its content; write it there'
+        )
     if content is None and (calls or any(map(message.get, REASONING_FIELDS))):
         content = ""
     left_out = ("tool_calls", "function_call", *TRAINING_FLAGS, *PARTIAL_FLAGS)
-    typed = {key: value for key, value in message.items() if value is not None and key not in left_out}
+    typed = {
+        key: value for key, value in message.items() if value is not None and key not in left_out
+    }
     typed["content"] = _content(content, form)
     training_flag(message)
     if form.rename_roles:
         typed["role"] = COMMON_ROLES.get(role, role)
     if reasoning := [typed[field] for field in REASONING_FIELDS if typed.get(field)]:
         if any(other != reasoning[0] for other in reasoning):
-            raise UserError(f"has different texts under {' and '.join(filter(typed.get, REASONING_FIELDS))}; keep one")
+            raise UserError(
+                f"has different texts under {' and '.join(filter(typed.get, REASONING_FIELDS))};"
+                " keep one"
+            )
         typed |= {"thinking": reasoning[0], "reasoning_content": reasoning[0]}
     if calls:
         typed["tool_calls"] = [_validate_tool_call(call, form) for call in calls]
@@ -144,7 +192,9 @@ def _content(content: Any, form: MessageForm) -> str | list[dict[str, Any]]:
     ):
         raise UserError(f"the content is not text but {type(content).__name__}")
     if any(training_flag(part) is False for part in content):
-        raise UserError("parts of a turn are not scored apart; write them as turns, or leave their weight out")
+        raise UserError(
+            "parts of a turn are not scored apart; write them as turns, or leave their weight out"
+        )
     return "".join(part["text"] for part in content) if form.content == "text" else content
 
 
@@ -152,13 +202,21 @@ def _validate_tool_call(call: Any, form: MessageForm) -> dict[str, Any]:
     function = None
     with suppress(UserError):  # it is said below what is expected
         call = decode_json_text(call, "a tool call")
-        function = decode_json_text(call.get("function", call), "a tool call") if isinstance(call, dict) else None
+        function = (
+            decode_json_text(call.get("function", call), "a tool call")
+            if isinstance(call, dict)
+            else None
+        )
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise UserError('a tool call is an object such as {"function": {"name": "...", "arguments": {}}}')
+        raise UserError(
+            'a tool call is an object such as {"function": {"name": "...", "arguments": {}}}'
+        )
     # Streams of OpenAI's API give no arguments as "".
     given = arguments = function.get("arguments") or {}
     if isinstance(given, str):
-        arguments = parse_embedded_json(given, f"the arguments of the call of {cut(function['name'])}")
+        arguments = parse_embedded_json(
+            given, f"the arguments of the call of {cut(function['name'])}"
+        )
     if form.arguments == "text":
         arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
     identity = {"id": call["id"]} if "id" in call else {}
@@ -166,15 +224,25 @@ def _validate_tool_call(call: Any, form: MessageForm) -> dict[str, Any]:
 
 
 def read_messages(value: Any, left_out: Collection[str]) -> Any:
-    """The messages in a field, also those that are kept as JSON text, as some columns of Parquet are, without the fields
-    `left_out`. Other values stay as they are."""
+    """The messages in a field, also those that are kept as JSON text, as some columns of Parquet
+    are, without the fields `left_out`. Other values stay as they are.
+    """
     decoded = [value] if isinstance(value, str) else value
     with suppress(UserError):
-        if decoded and isinstance(decoded, list) and all(isinstance(each, str) and each[:1] in ("[", "{") for each in decoded):
+        if (
+            decoded
+            and isinstance(decoded, list)
+            and all(isinstance(each, str) and each[:1] in ("[", "{") for each in decoded)
+        ):
             decoded = [parse_embedded_json(each, "") for each in decoded]
             decoded = decoded[0] if isinstance(value, str) else decoded
-            if isinstance(decoded, list) and all(isinstance(each, dict) and {"role", "from"} & each.keys() for each in decoded):
+            if isinstance(decoded, list) and all(
+                isinstance(each, dict) and {"role", "from"} & each.keys() for each in decoded
+            ):
                 value = decoded
     if not (left_out and isinstance(value, list)):
         return value
-    return [{k: v for k, v in each.items() if k not in left_out} if isinstance(each, dict) else each for each in value]
+    return [
+        {k: v for k, v in each.items() if k not in left_out} if isinstance(each, dict) else each
+        for each in value
+    ]

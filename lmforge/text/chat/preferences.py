@@ -1,6 +1,8 @@
-"""Files of preferences and of prompts: pairs of completions, completions with a label, and prompts to be answered.
+"""Files of preferences and of prompts: pairs of completions, completions with a label, and prompts
+to be answered.
 
-What an objective makes of them is in `post/objectives/`. A completion is everything after the prompt; a prompt is never scored.
+What an objective makes of them is in `post/objectives/`. A completion is everything after the
+prompt; a prompt is never scored.
 """
 
 import sys
@@ -33,7 +35,8 @@ from lmforge.text.chat.messages import Message, validate_messages
 from lmforge.text.chat.templates import ChatExample, one_layout
 from lmforge.text.sources.records import Record, UnusableRecords, require_fields
 
-# The text before the last answer in a conversation that is written as one string (Anthropic's hh-rlhf).
+# The text before the last answer in a conversation that is written as one string (Anthropic's
+# hh-rlhf).
 HH_RLHF_ANSWER_MARKER = "\n\nAssistant:"
 # The fields that may hold a prompt; all other fields of its record are columns.
 PROMPT_FIELDS = ("prompt", "messages")
@@ -41,7 +44,9 @@ RENAMING_HINT = ": name it with fields"
 
 
 class PreferencePair(NamedTuple):
-    """Two completions of one prompt, each with the prompt before it. margin: by how much the chosen one is better, or 0."""
+    """Two completions of one prompt, each with the prompt before it. margin: by how much the chosen
+    one is better, or 0.
+    """
 
     chosen: TokenizedExample
     rejected: TokenizedExample
@@ -56,7 +61,9 @@ class UnpairedPreference(NamedTuple):
 
 
 class TokenizedPrompt(NamedTuple):
-    """A prompt to be answered: `tokens` int32 [length] up to where the answer begins, its text or messages, and its columns."""
+    """A prompt to be answered: `tokens` int32 [length] up to where the answer begins, its text or
+    messages, and its columns.
+    """
 
     tokens: np.ndarray
     prompt: str | list[Message]
@@ -87,18 +94,24 @@ def read_preference_pairs(
     fields: Mapping[str, str] | None = None,
     unusable: UnusableRecords | None = None,
 ) -> Iterator[PreferencePair]:
-    """Records {prompt, chosen, rejected}, or {chosen, rejected} of whole conversations with the same beginning.
+    """Records {prompt, chosen, rejected}, or {chosen, rejected} of whole conversations with the
+    same beginning.
 
-    Strings are encoded as they are and end with the end-of-text token, unless `apply_chat_template` makes messages of them.
-    `with_margins` keeps the number in a record's `margin`. Pairs of equal sides are left out. Raises UserError naming a record
-    without a prompt or an answer, unless `unusable` leaves it out. The rest as in `read_conversations`.
+    Strings are encoded as they are and end with the end-of-text token, unless `apply_chat_template`
+    makes messages of them. `with_margins` keeps the number in a record's `margin`. Pairs of equal
+    sides are left out. Raises UserError naming a record without a prompt or an answer, unless
+    `unusable` leaves it out. The rest as in `read_conversations`.
     """
     unusable = unusable or UnusableRecords()
-    encoder = RecordEncoder(tokenizer, fields, apply_chat_template, ignore_media, unusable, parse_special_tokens)
+    encoder = RecordEncoder(
+        tokenizer, fields, apply_chat_template, ignore_media, unusable, parse_special_tokens
+    )
 
     def lay_out(record: Record) -> LaidOut[PreferencePair]:
         margin = _parse_margin(record) if with_margins else 0.0
-        return lambda chosen, rejected: [PreferencePair(chosen, rejected, margin)], _pair_layouts(record, encoder)
+        return lambda chosen, rejected: [PreferencePair(chosen, rejected, margin)], _pair_layouts(
+            record, encoder
+        )
 
     return encoder.encode_file(path, lay_out)
 
@@ -113,9 +126,13 @@ def read_unpaired_preferences(
     fields: Mapping[str, str] | None = None,
     unusable: UnusableRecords | None = None,
 ) -> Iterator[UnpairedPreference]:
-    """Records {prompt, completion, label} with true or false labels, as for KTO; the rest as in `read_preference_pairs`."""
+    """Records {prompt, completion, label} with true or false labels, as for KTO; the rest as in
+    `read_preference_pairs`.
+    """
     unusable = unusable or UnusableRecords()
-    encoder = RecordEncoder(tokenizer, fields, apply_chat_template, ignore_media, unusable, parse_special_tokens)
+    encoder = RecordEncoder(
+        tokenizer, fields, apply_chat_template, ignore_media, unusable, parse_special_tokens
+    )
 
     def lay_out(record: Record) -> LaidOut[UnpairedPreference]:
         require_fields(record, "prompt", "completion", "label", hint=RENAMING_HINT)
@@ -140,9 +157,11 @@ def read_prompts(
     unusable: UnusableRecords | None = None,
     tools_of: Callable[[Record], list[Any]] | None = None,
 ) -> Iterator[TokenizedPrompt]:
-    """Records {prompt, ...columns}: a string as it is, or with `apply_chat_template` as a user's message; or messages, of which
-    a last answer is left out. Prompts of more than `max_prompt_length` tokens are dropped, and counted in `counts`. With
-    `tools_of`, which gives the tools of a record's environment, all are messages, and one without a prompt has an empty one.
+    """Records {prompt, ...columns}: a string as it is, or with `apply_chat_template` as a user's
+    message; or messages, of which a last answer is left out. Prompts of more than
+    `max_prompt_length` tokens are dropped, and counted in `counts`. With `tools_of`, which gives
+    the tools of a record's environment, all are messages, and one without a prompt has an empty
+    one.
 
     Raises UserError naming the record without a prompt.
     """
@@ -153,11 +172,15 @@ def read_prompts(
         tokens = None
         with unusable.leave_out(place):
             check_media(record, ignore_media)
-            if tools_of is not None and not any(record.get(name) is not None for name in PROMPT_FIELDS):
+            if tools_of is not None and not any(
+                record.get(name) is not None for name in PROMPT_FIELDS
+            ):
                 record = {**record, "prompt": [{"role": "user", "content": ""}]}
             prompt = _parse_prompt(record, apply_chat_template or tools_of is not None)
             if isinstance(prompt, str):
-                [example] = encode_layouts(tokenizer, [encoder.plain_text_layout([(prompt, False)], add_eos=False)])
+                [example] = encode_layouts(
+                    tokenizer, [encoder.plain_text_layout([(prompt, False)], add_eos=False)]
+                )
                 tokens = example.tokens
             else:
                 given = record_variables(record, encoder.chat_template)
@@ -174,13 +197,20 @@ def read_prompts(
 
 
 def encode_completions(
-    tokenizer: Tokenizer, prompts: Sequence[Any], completions: Sequence[str], records: Sequence[Record] | None = None
+    tokenizer: Tokenizer,
+    prompts: Sequence[Any],
+    completions: Sequence[str],
+    records: Sequence[Record] | None = None,
 ) -> list[list[int]]:
-    """The ids of each prompt, a text or messages, with its completion, to the end of that turn or text; `records` have what
-    each prompt offered beside its messages. Raises UserError."""
+    """The ids of each prompt, a text or messages, with its completion, to the end of that turn or
+    text; `records` have what each prompt offered beside its messages. Raises UserError.
+    """
     encoder = RecordEncoder(tokenizer)
     records = records or [{}] * len(prompts)
-    layouts = [_completion_layout(*each, encoder) for each in zip(prompts, completions, records, strict=True)]
+    layouts = [
+        _completion_layout(*each, encoder)
+        for each in zip(prompts, completions, records, strict=True)
+    ]
     finished = map(one_layout, encoder.finish_layouts(layouts))
     return [example.tokens.tolist() for example in encode_layouts(tokenizer, list(finished))]
 
@@ -222,17 +252,28 @@ def _pair_layouts(record: Record, encoder: RecordEncoder) -> list[Layout | ChatE
             # Both sides are whole conversations, whether or not the prompt has a field of its own.
             shared = sum(takewhile(bool, map(eq, *sides)))
             beside, prompt, sides = prompt, sides[0][:shared], [side[shared:] for side in sides]
-            if not shared or any(not side or validate_messages(side)[0]["role"] != "assistant" for side in sides):
-                raise UserError("chosen and rejected must have the same turns before the last message of the assistant")
+            if not shared or any(
+                not side or validate_messages(side)[0]["role"] != "assistant" for side in sides
+            ):
+                raise UserError(
+                    "chosen and rejected must have the same turns before the last message of the"
+                    " assistant"
+                )
             contents = [message["content"] for message in validate_messages(prompt)]
             given = validate_messages(to_messages(beside, "user")) if beside else []
             if any(message["content"] not in contents for message in given):
-                raise UserError("the prompt is not in chosen and rejected, whole conversations; leave it out, or add it")
+                raise UserError(
+                    "the prompt is not in chosen and rejected, whole conversations; leave it out,"
+                    " or add it"
+                )
     elif prompt is None and all(isinstance(side, str) for side in sides):
         marker = HH_RLHF_ANSWER_MARKER
         starts = {side[: side.rfind(marker) + len(marker)] for side in sides if marker in side}
         if len(starts) != 1:
-            raise UserError(f"no prompt: expected a field 'prompt', or texts that are alike up to the last {marker!r}")
+            raise UserError(
+                "no prompt: expected a field 'prompt', or texts that are alike up to the last"
+                f" {marker!r}"
+            )
         [prompt] = starts
         sides = [side[len(prompt) :] for side in sides]
     return [_completion_layout(prompt, side, record, encoder) for side in sides]
@@ -243,17 +284,26 @@ def _parse_margin(record: Record) -> float:
     if margin is None:
         return 0.0
     # A whole number of hundreds of digits is none of a float.
-    if isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) <= sys.float_info.max:
+    if (
+        isinstance(margin, bool)
+        or not isinstance(margin, int | float)
+        or not abs(margin) <= sys.float_info.max
+    ):
         raise UserError(f"the margin is {quoted(margin)}: expected a number")
     return float(margin)
 
 
-def _completion_layout(prompt: Any, completion: Any, record: Record, encoder: RecordEncoder) -> Layout | ChatExample:
+def _completion_layout(
+    prompt: Any, completion: Any, record: Record, encoder: RecordEncoder
+) -> Layout | ChatExample:
     """A prompt, which must be given, and its completion, which is scored."""
     if prompt in ("", None) and isinstance(completion, str) and not encoder.apply_chat_template:
         raise UserError("the prompt is empty")
     if prompt is None:
         raise UserError("no field 'prompt', and no conversation that both sides share")
-    if isinstance(completion, list) and validate_messages(to_messages(completion, "assistant"))[0]["role"] != "assistant":
+    if (
+        isinstance(completion, list)
+        and validate_messages(to_messages(completion, "assistant"))[0]["role"] != "assistant"
+    ):
         raise UserError("what follows the prompt does not begin with the assistant's turn")
     return encoder.completion_layout(prompt, completion, record)

@@ -1,8 +1,10 @@
-"""Conversations as layouts (texts, special tokens and what is scored of them) by a tokenizer's chat template or lmforge's.
+"""Conversations as layouts (texts, special tokens and what is scored of them) by a tokenizer's chat
+template or lmforge's.
 
-A template's text is cut at the special tokens that the template wrote, and the text between them is encoded as plain text: a
-message that spells a special token does not become one. A prompt and its answer never share a token. All that a conversation
-says must be in its text. Files of conversations are read in `conversations.py`.
+A template's text is cut at the special tokens that the template wrote, and the text between them is
+encoded as plain text: a message that spells a special token does not become one. A prompt and its
+answer never share a token. All that a conversation says must be in its text. Files of conversations
+are read in `conversations.py`.
 """
 
 import re
@@ -47,19 +49,25 @@ FoundPiece = tuple[Piece, list[int]]
 LossMaskMode = Literal["assistant", "last", "all"]
 
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\b")
-DIFFERENT_PROMPT = "its prompt for message %s differs from what precedes it in the whole conversation"
+DIFFERENT_PROMPT = (
+    "its prompt for message %s differs from what precedes it in the whole conversation"
+)
 REWRITTEN_HINT = (
-    'score the last turn alone (data.mask = "last"), or train each turn as an example of its own (data.split_turns)'
+    'score the last turn alone (data.mask = "last"), or train each turn as an example of its own'
+    " (data.split_turns)"
 )
 
 
 @dataclass(frozen=True)
 class ChatExample:
-    """A valid conversation, to be rendered by `template`. `scored`: the numbers of its answers that are; None if all of it is.
+    """A valid conversation, to be rendered by `template`.
 
-    With `split_turns` it becomes an example for each scored answer where the template rewrites earlier turns. A prompt ends
-    before an answer, or with `continues` in it; of answers in it the template may leave out what it likes, and the names of
-    turns if it `is_request` of a client. `variables` are given to the template.
+    `scored`: the numbers of its answers that are; None if all of it is.
+
+    With `split_turns` it becomes an example for each scored answer where the template rewrites
+    earlier turns. A prompt ends before an answer, or with `continues` in it; of answers in it the
+    template may leave out what it likes, and the names of turns if it `is_request` of a client.
+    `variables` are given to the template.
     """
 
     template: "ChatTemplate"
@@ -74,20 +82,26 @@ class ChatExample:
 
 
 class _Draft:
-    """An example in one of the forms of its messages, escaped, as it is rendered: without and with marks in its pieces."""
+    """An example in one of the forms of its messages, escaped, as it is rendered: without and with
+    marks in its pieces.
+    """
 
     def __init__(self, example: ChatExample, form: MessageForm):
         # Its own template takes what it does not know for a system message.
         form = form._replace(rename_roles=form.rename_roles or example.template.is_own)
         messages = validate_messages(example.messages, form)
-        self.example, self.roles = example, [*(message["role"] for message in messages), ""]  # the last for tools
+        # The last for tools.
+        self.example, self.roles = example, [*(message["role"] for message in messages), ""]
         self.escaper = TextEscaper(example.template.escaped_pattern)
         prefixes = [(len(messages), example.is_prompt and not example.continues)]
         if not example.template.is_own:
-            for at in example.scored or ():  # what comes before an answer, and what there is with it
+            # What comes before an answer, and what there is with it.
+            for at in example.scored or ():
                 prefixes += [*([(at, True)] if at else []), (at + 1, False)]
         escape = self.escaper.escape
-        self.conversation = Conversation(escape(messages), escape(example.tools), prefixes, escape(example.variables))
+        self.conversation = Conversation(
+            escape(messages), escape(example.tools), prefixes, escape(example.variables)
+        )
         self.mark(PLACEMENTS[0])
 
     def mark(self, placement: float) -> None:
@@ -95,47 +109,79 @@ class _Draft:
         said = self.conversation
         marked = MarkedConversation(said.messages, said.tools, said.variables or {}, placement)
         self.pieces = marked.pieces
-        self.marked = Conversation(marked.messages, marked.tools, said.prefixes[:1], marked.variables)
+        self.marked = Conversation(
+            marked.messages, marked.tools, said.prefixes[:1], marked.variables
+        )
 
     def layout(self, text: str, spans: list[Span]) -> Layout:
         """The text that was rendered, with its scored spans."""
         parts, unescape = self.example.template.specials.cut(text, spans), self.escaper.unescape
-        return [part if isinstance(part, tuple) else [(unescape(words), scores) for words, scores in part] for part in parts]
+        return [
+            (
+                part
+                if isinstance(part, tuple)
+                else [(unescape(words), scores) for words, scores in part]
+            )
+            for part in parts
+        ]
 
 
 class ChatTemplate:
-    """A template over a tokenizer's special tokens. `stop_ids` end an answer or any text; `files` as transformers has them."""
+    """A template over a tokenizer's special tokens.
+
+    `stop_ids` end an answer or any text; `files` as transformers has them.
+    """
 
     def __init__(
-        self, tokenizer: Tokenizer, source: str, location: str = "the chat template", probe_tools: list[Any] | None = None
+        self,
+        tokenizer: Tokenizer,
+        source: str,
+        location: str = "the chat template",
+        probe_tools: list[Any] | None = None,
     ):
-        """`source` is Jinja; `location` names it in messages. `build_layouts` checks what only training needs. `probe_tools`
-        are given to a template that needs tools to be opened.
+        """`source` is Jinja; `location` names it in messages.
 
-        Raises UserError where a template cannot be compiled, or refuses the small conversations of `probe_template`.
+        `build_layouts` checks what only training needs. `probe_tools` are given to a template that
+        needs tools to be opened.
+
+        Raises UserError where a template cannot be compiled, or refuses the small conversations of
+        `probe_template`.
         """
-        self.tokenizer, self.jinja_source, self.files = tokenizer, source, {"chat_template.jinja": source}
+        self.tokenizer, self.jinja_source, self.files = (
+            tokenizer,
+            source,
+            {"chat_template.jinja": source},
+        )
         self._location = location
         self.is_own = source == LMFORGE_TEMPLATE
         self._template = JinjaTemplate(source, template_variables(tokenizer), location)
         self._open_tool_template: Callable[[], ChatTemplate] = lambda: self
         self._has_generation_tags = GENERATION_TAG.search(source) is not None
         self.specials = SpecialTokens(tokenizer)
-        self.escaped_pattern = re.compile(f"{self.specials.pattern.pattern}|{PRIVATE_USE_CHARACTERS}")
+        self.escaped_pattern = re.compile(
+            f"{self.specials.pattern.pattern}|{PRIVATE_USE_CHARACTERS}"
+        )
         self._probe = probe_template(self._template, self.specials.pattern, location, probe_tools)
         ids = (self.specials.by_text[stop].id for stop in self._probe.stops)
         self.stop_ids = frozenset([tokenizer.eos_token_id, *ids])
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Tokenizer) -> Self:
-        """The template that came with a tokenizer, else lmforge's own if its tokens exist. Raises UserError otherwise.
+        """The template that came with a tokenizer, else lmforge's own if its tokens exist.
 
-        Where there are several, conversations with tools are rendered by the one for these, as in transformers.
+        Raises UserError otherwise.
+
+        Where there are several, conversations with tools are rendered by the one for these, as in
+        transformers.
         """
         sources, location = find_template_sources(tokenizer)
         template = cls(tokenizer, sources.pop(DEFAULT_TEMPLATE), location)
-        named = {name: source for name, source in sources.items() if re.fullmatch(r"\w[\w.-]*", name)}
-        template.files |= {f"{ADDITIONAL_TEMPLATES}/{name}.jinja": source for name, source in named.items()}
+        named = {
+            name: source for name, source in sources.items() if re.fullmatch(r"\w[\w.-]*", name)
+        }
+        template.files |= {
+            f"{ADDITIONAL_TEMPLATES}/{name}.jinja": source for name, source in named.items()
+        }
         if TOOL_TEMPLATE in sources:
             template._open_tool_template = partial(
                 cls, tokenizer, sources[TOOL_TEMPLATE], f"{location}, {TOOL_TEMPLATE}", PROBE_TOOLS
@@ -157,27 +203,43 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         is_request: bool = False,
     ) -> list[int]:
-        """The ids after which the assistant's answer begins. They are also the first ids of these messages with an answer.
+        """The ids after which the assistant's answer begins.
 
-        With `continue_final_message` the last message is the beginning of the answer. `variables` are given to the template.
-        Raises UserError where the template leaves out a message or a tool, or a name unless it `is_request` of a client.
+        They are also the first ids of these messages with an answer.
+
+        With `continue_final_message` the last message is the beginning of the answer. `variables`
+        are given to the template. Raises UserError where the template leaves out a message or a
+        tool, or a name unless it `is_request` of a client.
         """
         template = self._for_tools(tools)
-        kind = {"is_prompt": True, "is_request": is_request, "continues": continue_final_message, "variables": variables}
+        kind = {
+            "is_prompt": True,
+            "is_request": is_request,
+            "continues": continue_final_message,
+            "variables": variables,
+        }
         text, draft = template._prompt_text(ChatExample(template, messages, tools, [], **kind))  # type: ignore[arg-type]
         [example] = encode_layouts(self.tokenizer, [draft.layout(text, [])])
         return example.tokens.tolist()
 
-    def render_prompt(self, messages: Sequence[Any], *, continue_final_message: bool = False) -> str:
-        """The text of `encode_prompt`, in which messages that spell special tokens cannot be told from the template's."""
+    def render_prompt(
+        self, messages: Sequence[Any], *, continue_final_message: bool = False
+    ) -> str:
+        """The text of `encode_prompt`, in which messages that spell special tokens cannot be told
+        from the template's.
+        """
         continues = continue_final_message
-        text, draft = self._prompt_text(ChatExample(self, messages, None, [], is_prompt=True, continues=continues))
+        text, draft = self._prompt_text(
+            ChatExample(self, messages, None, [], is_prompt=True, continues=continues)
+        )
         return draft.escaper.unescape(text)
 
     def layout_sampled(self, messages: Sequence[Any], tools: list[Any] | None = None) -> Layout:
-        """A prompt in which answers are scored as they were sampled: each from where it was prompted to what ended its turn.
+        """A prompt in which answers are scored as they were sampled: each from where it was
+        prompted to what ended its turn.
 
-        Raises UserError where the template prompts for one otherwise, or writes it otherwise now that more follow.
+        Raises UserError where the template prompts for one otherwise, or writes it otherwise now
+        that more follow.
         """
         example = replace(self.chat_example(messages, tools=tools), is_prompt=True)
         return one_layout(next(example.template.build([example])))
@@ -186,14 +248,22 @@ class ChatTemplate:
         last, continues = validate_messages(example.messages)[-1], example.continues
         if (last["role"] == "assistant") != continues:
             reason = "the last message is the assistant's: a prompt ends with another role's"
-            raise UserError("the last message is not the assistant's, so it is not continued" if continues else reason)
+            raise UserError(
+                "the last message is not the assistant's, so it is not continued"
+                if continues
+                else reason
+            )
         if continues and not last["content"].strip():
-            raise UserError("the last message is empty, so there is nothing to continue; leave it out")
+            raise UserError(
+                "the last message is empty, so there is nothing to continue; leave it out"
+            )
         problems: list[UserError] = []
         for form in message_forms(example.messages):
             draft = _Draft(example, form)
             try:
-                text = without_tags(next(self._template.render(draft.conversation)), self._location)[0]
+                text = without_tags(
+                    next(self._template.render(draft.conversation)), self._location
+                )[0]
                 self._check_pieces(draft, self._find_pieces(draft, text), {})
                 break
             except UserError as problem:
@@ -206,11 +276,18 @@ class ChatTemplate:
         content = draft.escaper.escape(last["content"]).lstrip()
         at = text.rfind(content.rstrip())
         if at < 0:
-            raise UserError(f"{self._location}: changes the last message, so it cannot be continued")
-        return text[: at + len(content if text.startswith(content, at) else content.rstrip())], draft
+            raise UserError(
+                f"{self._location}: changes the last message, so it cannot be continued"
+            )
+        return (
+            text[: at + len(content if text.startswith(content, at) else content.rstrip())],
+            draft,
+        )
 
     def check_stop_token(self) -> None:
-        """Raises UserError unless a plain answer ends with a special token: otherwise generation could not detect its end."""
+        """Raises UserError unless a plain answer ends with a special token: otherwise generation
+        could not detect its end.
+        """
         if not self._probe.plain.token:
             raise self._endless()
 
@@ -218,22 +295,41 @@ class ChatTemplate:
         return self._tool_template if tools else self
 
     def chat_example(
-        self, messages: Sequence[Any], mask: LossMaskMode = "assistant", tools: list[Any] | None = None, first_scored: int = 0
+        self,
+        messages: Sequence[Any],
+        mask: LossMaskMode = "assistant",
+        tools: list[Any] | None = None,
+        first_scored: int = 0,
     ) -> ChatExample:
-        """A conversation for `build_layouts`. No answer before `first_scored` is scored, nor one that says so itself. Raises
-        UserError if it is none."""
+        """A conversation for `build_layouts`.
+
+        No answer before `first_scored` is scored, nor one that says so itself. Raises UserError if
+        it is none.
+        """
         roles = [message["role"] for message in validate_messages(messages)]
-        answers = [at for at, role in enumerate(roles) if role == "assistant" and at >= first_scored]
+        answers = [
+            at for at, role in enumerate(roles) if role == "assistant" and at >= first_scored
+        ]
         if not answers and mask != "all":
             raise UserError("no assistant turn: there is nothing to learn from")
         flags = [training_flag(message) for message in messages]
         for number, (role, flag) in enumerate(zip(roles, flags, strict=True), start=1):
             if flag is False and mask == "all":
-                raise UserError(f'message {number}: is not to be scored, and data.mask = "all" scores all; use another mask')
+                raise UserError(
+                    f'message {number}: is not to be scored, and data.mask = "all" scores all; use'
+                    " another mask"
+                )
             if flag and mask != "all" and role != "assistant":
-                raise UserError(f"message {number}: is to be scored, and only the assistant's are; remove that field")
-        scored = [at for at in (answers[-1:] if mask == "last" else answers) if flags[at] is not False]
-        return ChatExample(self._for_tools(tools), messages, tools, None if mask == "all" else scored)
+                raise UserError(
+                    f"message {number}: is to be scored, and only the assistant's are; remove that"
+                    " field"
+                )
+        scored = [
+            at for at in (answers[-1:] if mask == "last" else answers) if flags[at] is not False
+        ]
+        return ChatExample(
+            self._for_tools(tools), messages, tools, None if mask == "all" else scored
+        )
 
     def build(self, examples: Sequence[ChatExample]) -> Iterator[list[Layout] | UserError]:
         """`build_layouts` of this template's examples."""
@@ -248,8 +344,12 @@ class ChatTemplate:
             except UserError as problem:
                 yield self._build_otherwise(example, problem)
 
-    def _build_otherwise(self, example: ChatExample, problem: UserError) -> list[Layout] | UserError:
-        """The layouts of an example in another form than that which has the `problem`, or of its turns; or what is wrong."""
+    def _build_otherwise(
+        self, example: ChatExample, problem: UserError
+    ) -> list[Layout] | UserError:
+        """The layouts of an example in another form than that which has the `problem`, or of its
+        turns; or what is wrong.
+        """
         problems = [problem]
         for form in islice(message_forms(example.messages), 1, None):
             try:
@@ -258,9 +358,14 @@ class ChatTemplate:
                 problems.append(other)
         if not (example.split_turns and example.scored):
             return _of_best_form(problems)
-        turns = [replace(example, messages=example.messages[: at + 1], scored=[at], split_turns=False) for at in example.scored]
+        turns = [
+            replace(example, messages=example.messages[: at + 1], scored=[at], split_turns=False)
+            for at in example.scored
+        ]
         built = list(self.build(turns))
-        return next((each for each in built if isinstance(each, UserError)), None) or list(map(one_layout, built))
+        return next((each for each in built if isinstance(each, UserError)), None) or list(
+            map(one_layout, built)
+        )
 
     def _finish(self, draft: _Draft) -> Layout:
         texts = self._template.render(draft.conversation)
@@ -277,7 +382,11 @@ class ChatTemplate:
             for at in scored:
                 answer, limit = self._answer_span(draft, at, text, found, prefixes)
                 # Tags may begin before the answer, with its header, and there may be several.
-                parts = [(max(a, answer[0]), min(b, limit)) for a, b in tagged] if is_tagged else [answer]
+                parts = (
+                    [(max(a, answer[0]), min(b, limit)) for a, b in tagged]
+                    if is_tagged
+                    else [answer]
+                )
                 if not any(a < answer[1] <= b for a, b in parts):
                     raise self._endless()
                 answers.append(answer)
@@ -286,7 +395,10 @@ class ChatTemplate:
         return draft.layout(text, spans)
 
     def _find_pieces(self, draft: _Draft, text: str) -> list[FoundPiece]:
-        """Each piece, and where it is in the text. Raises UserError where the template reads these messages as others."""
+        """Each piece, and where it is in the text.
+
+        Raises UserError where the template reads these messages as others.
+        """
         for placement in PLACEMENTS:
             if placement != PLACEMENTS[0]:
                 draft.mark(placement)
@@ -301,40 +413,71 @@ class ChatTemplate:
         bare = [piece._replace(text=MARK.sub("", piece.text), mark="") for piece in draft.pieces]
         return list(zip(bare, find_pieces(bare, text), strict=True))
 
-    def _check_pieces(self, draft: _Draft, found: list[FoundPiece], answers: dict[int, Span]) -> None:
-        """Raises UserError unless all pieces are in the text: those of the scored `answers` in these, others not."""
+    def _check_pieces(
+        self, draft: _Draft, found: list[FoundPiece], answers: dict[int, Span]
+    ) -> None:
+        """Raises UserError unless all pieces are in the text: those of the scored `answers` in
+        these, others not.
+        """
         example, rewritten = draft.example, []
         for piece, places in found:
             own = answers.get(piece.message)
             if piece.field == "name" and (places or example.is_request):
-                continue  # of a turn's header, which clients of a server may fill though a template has none
-            if not places and draft.roles[piece.message] == "assistant" and example.scored is not None and own is None:
-                # What the template does to an answer that is not scored, it does when it is asked for another one.
+                # Of a turn's header, which clients of a server may fill though a template has none.
+                continue
+            if (
+                not places
+                and draft.roles[piece.message] == "assistant"
+                and example.scored is not None
+                and own is None
+            ):
+                # What the template does to an answer that is not scored, it does when it is asked
+                # for another one.
                 rewritten += [] if example.is_prompt and piece.field != "tool calls" else [piece]
             elif not places:
-                raise self._refusal(draft, piece, "leaves out the", "correct the template, or the record")
+                raise self._refusal(
+                    draft, piece, "leaves out the", "correct the template, or the record"
+                )
             elif own and piece.mark and not any(own[0] <= place <= own[1] for place in places):
-                raise self._refusal(draft, piece, "writes outside of the answer the", "correct the template")
-            elif not own and piece.mark and all(any(a < place < b for a, b in answers.values()) for place in places):
-                raise self._refusal(draft, piece, "writes into a scored answer the", "correct the template")
+                raise self._refusal(
+                    draft, piece, "writes outside of the answer the", "correct the template"
+                )
+            elif (
+                not own
+                and piece.mark
+                and all(any(a < place < b for a, b in answers.values()) for place in places)
+            ):
+                raise self._refusal(
+                    draft, piece, "writes into a scored answer the", "correct the template"
+                )
         if rewritten:  # but where it is the last answer, it must be there
             draft.mark(PLACEMENTS[0])
             ends = [(piece.message + 1, False) for piece in rewritten]
             texts = self._template.render(draft.marked._replace(prefixes=ends))
             for piece, text in zip(rewritten, texts, strict=True):
                 if find_pieces([piece], without_tags(text, self._location)[0]) == [[]]:
-                    raise self._refusal(draft, piece, "leaves out the", "correct the template, or the record")
+                    raise self._refusal(
+                        draft, piece, "leaves out the", "correct the template, or the record"
+                    )
 
     def _refusal(self, draft: _Draft, piece: Piece, does: str, advice: str) -> UserError:
-        of = f" of message {piece.message + 1} ({draft.roles[piece.message]})" if piece.message >= 0 else ""
+        of = (
+            f" of message {piece.message + 1} ({draft.roles[piece.message]})"
+            if piece.message >= 0
+            else ""
+        )
         advice = "it knows no tools" if piece.field.startswith("tool") else advice
         if piece.field in ("name", "documents") and not draft.example.is_request:
             advice = f'data.fields = ["{piece.field}="] does without it'
         return UserError(f"{self._location}: {does} {piece.field}{of}; {advice}")
 
-    def _find_end(self, draft: _Draft, index: int, until: str, start: int, text: str) -> re.Match[str]:
-        """The token in `text` that ends message `index`, an answer that begins at `start`. `until` has the text of the messages
-        up to it. Raises UserError if there is none."""
+    def _find_end(
+        self, draft: _Draft, index: int, until: str, start: int, text: str
+    ) -> re.Match[str]:
+        """The token in `text` that ends message `index`, an answer that begins at `start`.
+
+        `until` has the text of the messages up to it. Raises UserError if there is none.
+        """
         has_calls = bool(draft.conversation.messages[index].get("tool_calls"))
         if (end := self._probe.find_end(until, start, text, has_calls)) is None:
             raise self._endless()
@@ -342,16 +485,18 @@ class ChatTemplate:
 
     def _endless(self) -> UserError:
         return UserError(
-            f"{self._location}: never scores the end of turn: no special token ends the assistant's answer, so a model "
-            "trained on it would not learn to stop: correct the template"
+            f"{self._location}: never scores the end of turn: no special token ends the assistant's"
+            " answer, so a model trained on it would not learn to stop: correct the template"
         )
 
     def _answer_span(
         self, draft: _Draft, index: int, text: str, found: list[FoundPiece], prefixes: Iterator[str]
     ) -> tuple[Span, int]:
-        """The span of message `index`, an answer, in the text of the whole conversation; and the offset up to which this text
-        also begins the text of the messages up to the answer. `prefixes` has the texts of the messages before it, if any, with
-        the prompt for it, and of those up to it."""
+        """The span of message `index`, an answer, in the text of the whole conversation; and the
+        offset up to which this text also begins the text of the messages up to the answer.
+        `prefixes` has the texts of the messages before it, if any, with the prompt for it, and of
+        those up to it.
+        """
         before = next(prefixes) if index else text[: self._first_answer(text, found)]
         until = next(prefixes)
         sampled = draft.example.is_prompt
@@ -366,25 +511,45 @@ class ChatTemplate:
         if sampled:  # it stays as it was, whatever the template writes of it now
             end = self._find_end(draft, index, until, len(before), until)
             begin = end.start() if text.startswith(until[: end.start()]) else len(before)
-            now = next((each for each in specials.finditer(text, begin) if each[0] in {end[0], *self._probe.ends}), None)
+            now = next(
+                (
+                    each
+                    for each in specials.finditer(text, begin)
+                    if each[0] in {end[0], *self._probe.ends}
+                ),
+                None,
+            )
             if now is None or now[0] != end[0]:
-                ends = f"ends message {index + 1} with {end[0]}, and with {now[0] if now else 'nothing'} if more follow"
+                ends = (
+                    f"ends message {index + 1} with {end[0]}, and with"
+                    f" {now[0] if now else 'nothing'} if more follow"
+                )
                 raise UserError(f"{self._location}: {ends}")
             return (len(before), now.end()), len(text)
         same = common_prefix_length(until, text)
-        same = next((each.start() for each in specials.finditer(until) if each.start() < same < each.end()), same)
-        # Special tokens that end the whole text may be missing when more messages follow, or be others.
+        same = next(
+            (each.start() for each in specials.finditer(until) if each.start() < same < each.end()),
+            same,
+        )
+        # Special tokens that end the whole text may be missing when more messages follow, or be
+        # others.
         if specials.sub("", until[same:]).strip():
             raise UserError(
-                f"{self._location}: the first {index + 1} messages change when more follow ({first_difference(until, text)}): "
-                f"{REWRITTEN_HINT}, or use a template that keeps earlier turns"
+                f"{self._location}: the first {index + 1} messages change when more follow"
+                f" ({first_difference(until, text)}): {REWRITTEN_HINT}, or use a template that"
+                " keeps earlier turns"
             )
         stop = self._find_end(draft, index, until, len(before), text).end()
         return (len(before), stop), max(stop, same)
 
     def _first_answer(self, text: str, found: list[FoundPiece]) -> int:
-        """Where an answer begins that no message comes before: no template is asked to render no message."""
-        piece, places = next(((piece, places) for piece, places in found if piece.message == 0 and places), (None, [0]))
+        """Where an answer begins that no message comes before: no template is asked to render no
+        message.
+        """
+        piece, places = next(
+            ((piece, places) for piece, places in found if piece.message == 0 and places),
+            (None, [0]),
+        )
         header = text.rfind(self._probe.header, 0, places[0])
         if self._probe.header and header >= 0:
             return header + len(self._probe.header)
@@ -392,11 +557,13 @@ class ChatTemplate:
 
 
 def build_layouts(examples: Sequence[ChatExample]) -> Iterator[list[Layout] | UserError]:
-    """Conversations for `encode_layouts`, which takes many at once as this does; several layouts of one that is split by turns.
+    """Conversations for `encode_layouts`, which takes many at once as this does; several layouts of
+    one that is split by turns.
 
-    An error for each that cannot be trained on: all that it says must be in the text, and what it scores in an answer; what
-    comes before a scored answer must be what the template prompts with, and stay the same when more turns follow; and an answer
-    must end with a special token, or a model never learns to stop.
+    An error for each that cannot be trained on: all that it says must be in the text, and what it
+    scores in an answer; what comes before a scored answer must be what the template prompts with,
+    and stay the same when more turns follow; and an answer must end with a special token, or a
+    model never learns to stop.
     """
     for template, group in groupby(examples, lambda example: example.template):
         yield from template.build(list(group))
@@ -404,7 +571,9 @@ def build_layouts(examples: Sequence[ChatExample]) -> Iterator[list[Layout] | Us
 
 def _of_best_form(problems: list[UserError]) -> UserError:
     """Of what is wrong with each form, the first that is not the form itself."""
-    return next((problem for problem in problems if f": {REFUSES}: " not in str(problem)), problems[0])
+    return next(
+        (problem for problem in problems if f": {REFUSES}: " not in str(problem)), problems[0]
+    )
 
 
 def one_layout(built: list[Layout] | UserError) -> Layout:

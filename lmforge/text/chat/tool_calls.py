@@ -1,7 +1,7 @@
 """Tool calls in the text of an answer, in the formats that models are trained to write.
 
-A template's own format is found by letting it render a call. What is written is a stranger's: a call that cannot be read is
-text.
+A template's own format is found by letting it render a call. What is written is a stranger's: a
+call that cannot be read is text.
 """
 
 import ast
@@ -22,7 +22,8 @@ MAX_CALL_CHARACTERS = 2**16
 # Special tokens of some tokenizers, which are part of calls.
 MARKERS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>")
 
-# Possessive, so that no text is gone through more than once. Python's parser takes quadratic time for strings with an f.
+# Possessive, so that no text is gone through more than once. Python's parser takes quadratic time
+# for strings with an f.
 NEXT_VALUE = re.compile(r"\s*+;?+\s*+(?=\S)")
 STRING = re.compile(r"""(?s)(?<!\w)(\w{0,2})('{3}|"{3}|['"])(?:\\.|(?!\2).)*+(?:\2|\Z)|\#[^\n]*+""")
 
@@ -40,7 +41,8 @@ class UnreadableCall(Exception):
 
 @dataclass(frozen=True)
 class ToolCallFormat:
-    """marker: what every call comes after. bare: what an answer begins with that is nothing but calls, without a marker.
+    """marker: what every call comes after. bare: what an answer begins with that is nothing but
+    calls, without a marker.
 
     read: the calls in the text from there on. Raises UnreadableCall.
     """
@@ -50,8 +52,9 @@ class ToolCallFormat:
     read: Callable[[str], list[ToolCall]]
 
     def find(self, text: str, ended: bool = True, begun: bool = False) -> int:
-        """Where calls begin, or the length of the text; if it has not `ended`, where they may begin. `begun`: content came
-        before it."""
+        """Where calls begin, or the length of the text; if it has not `ended`, where they may
+        begin. `begun`: content came before it.
+        """
         if self.bare and not begun:
             begin = len(text) - len(text.lstrip())
             if text.startswith(self.bare, begin):
@@ -59,24 +62,35 @@ class ToolCallFormat:
         start = text.find(self.marker)
         if start >= 0 or ended:
             return start if start >= 0 else len(text)
-        sizes = (size for size in range(len(self.marker) - 1, 0, -1) if text.endswith(self.marker[:size]))
+        sizes = (
+            size for size in range(len(self.marker) - 1, 0, -1) if text.endswith(self.marker[:size])
+        )
         return len(text) - next(sizes, 0)
 
     def split(self, text: str, begun: bool = False) -> tuple[str, list[ToolCall]]:
         """An answer as its content and its calls; without calls where one cannot be read."""
         start = self.find(text, begun=begun)
         try:
-            calls = self.read(text[start : start + MAX_CALL_CHARACTERS]) if start < len(text) else []
+            calls = (
+                self.read(text[start : start + MAX_CALL_CHARACTERS]) if start < len(text) else []
+            )
         except UnreadableCall:
             calls = []
         return (text[:start].rstrip(), calls) if calls else (text, [])
 
 
 def tool_call_format(template: ChatTemplate) -> ToolCallFormat:
-    """The format of the calls that a template renders. Raises UserError where it renders none, or in no form that is known."""
+    """The format of the calls that a template renders.
+
+    Raises UserError where it renders none, or in no form that is known.
+    """
     probe = ToolCall("probe_tool", '{"probe_key": "a value"}')
     function = {"name": probe.name, "arguments": json.loads(probe.arguments)}
-    call = {"role": "assistant", "content": "", "tool_calls": [{"id": "call00000", "type": "function", "function": function}]}
+    call = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "call00000", "type": "function", "function": function}],
+    }
     example = template.chat_example([{"role": "user", "content": "a"}, call], tools=PROBE_TOOLS)
     names = {special.id: text for text, special in template.specials.by_text.items()}
     parts = [""]
@@ -93,7 +107,10 @@ def tool_call_format(template: ChatTemplate) -> ToolCallFormat:
 
 
 class AnswerReader:
-    """The text of an answer as it comes, cut into content and, at its end, tool calls. Without a format all is content."""
+    """The text of an answer as it comes, cut into content and, at its end, tool calls.
+
+    Without a format all is content.
+    """
 
     def __init__(self, call_format: ToolCallFormat | None) -> None:
         self._format = call_format
@@ -102,18 +119,23 @@ class AnswerReader:
         self._calls = False  # what is held are calls, if they can be read
 
     def add(self, text: str, ended: bool) -> tuple[str, list[ToolCall]]:
-        """The content that is certain with this text, and, once the answer has `ended`, its calls."""
+        """The content that is certain with this text, and, once the answer has `ended`, its
+        calls.
+        """
         if self._format is None:
             return text, []
         self._held.append(text)
-        if not ended and (self._calls or not (self._begun or text.strip())):  # calls may follow white space
+        # Calls may follow white space.
+        if not ended and (self._calls or not (self._begun or text.strip())):
             return "", []
         held = "".join(self._held)
         if ended:
             return self._format.split(held, self._begun)
         start = self._format.find(held, False, self._begun)
         self._held = [held[start:]]
-        self._calls = held.startswith(tuple(filter(None, (self._format.marker, self._format.bare))), start)
+        self._calls = held.startswith(
+            tuple(filter(None, (self._format.marker, self._format.bare))), start
+        )
         self._begun |= bool(held[:start].strip())
         return held[:start], []
 
@@ -129,9 +151,11 @@ def _call(value: Any, *keys: str) -> ToolCall:
     if isinstance(value, dict) and isinstance(name := value.get("name"), str) and name:
         arguments: Any = next((value[key] for key in keys if key in value), {})
         if isinstance(arguments, dict):
-            try:  # neither half of a surrogate pair nor a number that is not finite, which no JSON holds
+            # Neither half of a surrogate pair nor a number that is not finite, which no JSON holds.
+            try:
                 return ToolCall(
-                    check_encodable(name), check_encodable(json.dumps(arguments, ensure_ascii=False, allow_nan=False))
+                    check_encodable(name),
+                    check_encodable(json.dumps(arguments, ensure_ascii=False, allow_nan=False)),
                 )
             except (UserError, TypeError, ValueError) as problem:
                 raise UnreadableCall from problem
@@ -140,13 +164,17 @@ def _call(value: Any, *keys: str) -> ToolCall:
 
 def _json(text: str) -> Any:
     try:
-        return parse_json(text.encode(), object, "a call", max_bytes=4 * MAX_CALL_CHARACTERS, error=UnreadableCall)
+        return parse_json(
+            text.encode(), object, "a call", max_bytes=4 * MAX_CALL_CHARACTERS, error=UnreadableCall
+        )
     except (UserError, UnicodeEncodeError) as problem:
         raise UnreadableCall from problem
 
 
 def _read_hermes(text: str) -> list[ToolCall]:
-    """<tool_call>{"name": …, "arguments": {…}}</tool_call>, one after another (Hermes 2, Qwen 2.5 and 3)."""
+    """<tool_call>{"name": …, "arguments": {…}}</tool_call>, one after another (Hermes 2, Qwen 2.5
+    and 3).
+    """
     blocks = re.split(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, flags=re.S)
     if any(between.strip() for between in blocks[::2]):
         raise UnreadableCall
@@ -154,7 +182,9 @@ def _read_hermes(text: str) -> list[ToolCall]:
 
 
 def _read_mistral(text: str) -> list[ToolCall]:
-    """[TOOL_CALLS][{"name": …, "arguments": {…}}, …], or since 2025 [TOOL_CALLS]name[ARGS]{…} for each."""
+    """[TOOL_CALLS][{"name": …, "arguments": {…}}, …], or since 2025 [TOOL_CALLS]name[ARGS]{…} for
+    each.
+    """
     calls: list[ToolCall] = []
     for block in text.split("[TOOL_CALLS]")[1:]:
         header, brace, arguments = block.partition("{")
@@ -163,13 +193,21 @@ def _read_mistral(text: str) -> list[ToolCall]:
             calls.append(_call({"name": name, "arguments": _json(brace + arguments)}, "arguments"))
             continue
         values = _json(block)
-        calls += [_call(value, "arguments") for value in (values if isinstance(values, list) else [values])]
+        calls += [
+            _call(value, "arguments")
+            for value in (values if isinstance(values, list) else [values])
+        ]
     return calls
 
 
 def _read_llama(text: str) -> list[ToolCall]:
-    """{"name": …, "parameters": {…}}, several with semicolons or line ends between them (Llama 3)."""
-    return [_call(value, "parameters", "arguments") for value in _json_values(text.removeprefix("<|python_tag|>"))]
+    """{"name": …, "parameters": {…}}, several with semicolons or line ends between them (Llama
+    3).
+    """
+    return [
+        _call(value, "parameters", "arguments")
+        for value in _json_values(text.removeprefix("<|python_tag|>"))
+    ]
 
 
 def _json_values(text: str) -> Iterator[Any]:
@@ -195,7 +233,11 @@ def _read_pythonic(text: str) -> list[ToolCall]:
 
 
 def _keywords(call: ast.expr) -> dict[str, Any]:
-    if not isinstance(call, ast.Call) or call.args or any(each.arg is None for each in call.keywords):
+    if (
+        not isinstance(call, ast.Call)
+        or call.args
+        or any(each.arg is None for each in call.keywords)
+    ):
         raise UnreadableCall
     arguments = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
     return {"name": ast.unparse(call.func), "arguments": arguments}

@@ -1,8 +1,10 @@
-"""Documents that contain a text of an evaluation, found by common runs of words (Brown et al. 2020, arXiv 2005.14165).
+"""Documents that contain a text of an evaluation, found by common runs of words (Brown et al.
 
-Case and punctuation are ignored. A document that has 13 words in a row with an evaluation text in common is contaminated; an
-evaluation text of 8 to 12 words must be contained completely. Shorter texts are ignored, since they occur in too many unrelated
-documents.
+2020, arXiv 2005.14165).
+
+Case and punctuation are ignored. A document that has 13 words in a row with an evaluation text in
+common is contaminated; an evaluation text of 8 to 12 words must be contained completely. Shorter
+texts are ignored, since they occur in too many unrelated documents.
 """
 
 from collections.abc import Sequence
@@ -21,7 +23,9 @@ NGRAM_WORDS, MIN_NGRAM_WORDS = 13, 8
 
 @dataclass(frozen=True)
 class EvaluationNgrams:
-    """The hashes of runs of words of evaluation texts, sorted uint64 by the number of words in a run."""
+    """The hashes of runs of words of evaluation texts, sorted uint64 by the number of words in a
+    run.
+    """
 
     by_length: dict[int, np.ndarray]
 
@@ -38,7 +42,9 @@ class EvaluationNgrams:
     @property
     def digest(self) -> str:
         """A hash that changes with the texts."""
-        content = b"".join(bytes([n]) + hashes.astype("<u8").tobytes() for n, hashes in self.by_length.items())
+        content = b"".join(
+            bytes([n]) + hashes.astype("<u8").tobytes() for n, hashes in self.by_length.items()
+        )
         return xxhash.xxh3_128_hexdigest(content)
 
     def are_in(self, text: str) -> bool:

@@ -1,5 +1,7 @@
-"""The folder that a preparation writes: locked by one process at a time, and for one plan. Its content is described in
-`core/data/shards/folder.py`."""
+"""The folder that a preparation writes: locked by one process at a time, and for one plan.
+
+Its content is described in `core/data/shards/folder.py`.
+"""
 
 import os
 import shutil
@@ -20,30 +22,44 @@ from lmforge.text.sources.records import UNUSABLE
 
 LOCK = ".lock"
 LOCKS = {LOCK, f"{LOCK}.held"}  # the second on a file system without flock
-EVALUATION_NGRAMS = "evaluation-ngrams.npz"  # in the unfinished folder, for the processes of the preparation
+# In the unfinished folder, for the processes of the preparation.
+EVALUATION_NGRAMS = "evaluation-ngrams.npz"
 
 
 @contextmanager
 def lock_output_folder(out: Path, plan: dict[str, Any], overwrite: bool) -> Iterator[bool]:
     """Lock a folder for one plan. Yields whether it is finished already."""
-    if out.is_dir() and not (out / UNFINISHED).is_dir() and set(os.listdir(out)) - LOCKS and not _is_preparation(out):
-        check_output(out, kind="a preparation", other="folder")  # before the lock, which may have the name of a file there
+    if (
+        out.is_dir()
+        and not (out / UNFINISHED).is_dir()
+        and set(os.listdir(out)) - LOCKS
+        and not _is_preparation(out)
+    ):
+        # Before the lock, which may have the name of a file there.
+        check_output(out, kind="a preparation", other="folder")
     with lock_folder(out):
         yield _open_plan(out, plan, overwrite)
 
 
 @contextmanager
 def lock_folder(out: Path) -> Iterator[None]:
-    """Lock a folder, which is created if missing, so that no other process writes to it. Raises UserError if another process
-    holds the lock."""
+    """Lock a folder, which is created if missing, so that no other process writes to it.
+
+    Raises UserError if another process holds the lock.
+    """
     with ExitStack() as stack:
         try:
             out.mkdir(parents=True, exist_ok=True)
             is_held = stack.enter_context(hold_lock(out / LOCK))
         except OSError as error:
-            raise UserError(f"{out}: cannot be created as a token folder: {error.strerror}; choose another folder") from None
+            raise UserError(
+                f"{out}: cannot be created as a token folder: {error.strerror}; choose another"
+                " folder"
+            ) from None
         if not is_held:
-            raise UserError(f"{out}: another preparation is writing here; wait for it, or name another folder")
+            raise UserError(
+                f"{out}: another preparation is writing here; wait for it, or name another folder"
+            )
         try:
             yield
         finally:
@@ -51,7 +67,10 @@ def lock_folder(out: Path) -> Iterator[None]:
 
 
 def _open_plan(out: Path, plan: dict[str, Any], overwrite: bool) -> bool:
-    """Write this plan to a folder, and return whether it is finished. Raises UserError if it holds anything else."""
+    """Write this plan to a folder, and return whether it is finished.
+
+    Raises UserError if it holds anything else.
+    """
     path = out / UNFINISHED / "plan.json"
     finished = _is_preparation(out)
     begun = finished or (path.is_file() and _has_results(out))
@@ -59,17 +78,25 @@ def _open_plan(out: Path, plan: dict[str, Any], overwrite: bool) -> bool:
         _remove_preparation(out)
         finished = begun = False
     elif not begun:
-        # A preparation that ended before it wrote more than its plan, or while it was removed, leaves nothing usable.
+        # A preparation that ended before it wrote more than its plan, or while it was removed,
+        # leaves nothing usable.
         if _is_interrupted_preparation(out / UNFINISHED):
             _remove_preparation(out)
         if set(os.listdir(out)) - LOCKS:
             check_output(out, kind="a preparation", other="folder")
     if begun:
-        written = TokenFolder.open(out).manifest.plan if finished else read_json(path, dict[str, Any], hint=RESTORE_HINT)
+        written = (
+            TokenFolder.open(out).manifest.plan
+            if finished
+            else read_json(path, dict[str, Any], hint=RESTORE_HINT)
+        )
         changed = [name for name in plan if written.get(name) != plan[name]]
         if changed:
             names = ", ".join(changed)
-            raise UserError(f"{out}: holds a preparation with other {names}; name another folder, or add --overwrite")
+            raise UserError(
+                f"{out}: holds a preparation with other {names}; name another folder, or add"
+                " --overwrite"
+            )
         _remove_partial_files(out)
     else:
         path.parent.mkdir()
@@ -78,7 +105,9 @@ def _open_plan(out: Path, plan: dict[str, Any], overwrite: bool) -> bool:
 
 
 def _is_preparation(out: Path) -> bool:
-    """Whether a folder has the manifest of a preparation; a damaged one counts if there are shards beside it."""
+    """Whether a folder has the manifest of a preparation; a damaged one counts if there are shards
+    beside it.
+    """
     try:
         read_token_folder_manifest(LocalStorage(out))
     except FileNotFoundError:
@@ -89,7 +118,9 @@ def _is_preparation(out: Path) -> bool:
 
 
 def _has_results(out: Path) -> bool:
-    """Whether a folder holds anything but the plan of a preparation, such as a tokenizer or parts."""
+    """Whether a folder holds anything but the plan of a preparation, such as a tokenizer or
+    parts.
+    """
     return any(
         each.name not in (UNFINISHED, "plan.json", EVALUATION_NGRAMS, *LOCKS)
         for each in (*out.iterdir(), *(out / UNFINISHED).iterdir())
@@ -97,8 +128,17 @@ def _has_results(out: Path) -> bool:
 
 
 def _is_interrupted_preparation(unfinished: Path) -> bool:
-    expected = ("part-", "plan.json", EVALUATION_NGRAMS, ".part-", ".plan.json", f".{EVALUATION_NGRAMS}")
-    return unfinished.is_dir() and all(entry.name.startswith(expected) and entry.is_file() for entry in unfinished.iterdir())
+    expected = (
+        "part-",
+        "plan.json",
+        EVALUATION_NGRAMS,
+        ".part-",
+        ".plan.json",
+        f".{EVALUATION_NGRAMS}",
+    )
+    return unfinished.is_dir() and all(
+        entry.name.startswith(expected) and entry.is_file() for entry in unfinished.iterdir()
+    )
 
 
 def _remove_preparation(folder: Path) -> None:
@@ -110,7 +150,10 @@ def _remove_preparation(folder: Path) -> None:
     for suffix in SHARD_SUFFIXES:
         for file in folder.glob(f"*-[0-9][0-9][0-9][0-9][0-9]{suffix}"):
             file.unlink()
-    for file in (*folder.glob("*-[0-9][0-9][0-9][0-9][0-9].best-fit-*"), *folder.glob("best-fit-*.json")):
+    for file in (
+        *folder.glob("*-[0-9][0-9][0-9][0-9][0-9].best-fit-*"),
+        *folder.glob("best-fit-*.json"),
+    ):
         file.unlink()
     _remove_partial_files(folder)
     for name in ("tokenizer", UNFINISHED):
@@ -118,7 +161,10 @@ def _remove_preparation(folder: Path) -> None:
 
 
 def _remove_partial_files(folder: Path) -> None:
-    """Delete leftovers of interrupted atomic writes. The folder is locked, so no other process writes to it."""
+    """Delete leftovers of interrupted atomic writes.
+
+    The folder is locked, so no other process writes to it.
+    """
     for pattern in (f".*{PARTIAL_SUFFIX}", f"{UNFINISHED}/.*{PARTIAL_SUFFIX}"):
         for file in folder.glob(pattern):
             file.unlink()

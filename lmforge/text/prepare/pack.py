@@ -1,6 +1,8 @@
-"""Best-fit packing of a finished folder: an index beside each training shard, by all processes and ranks, then the manifests.
+"""Best-fit packing of a finished folder: an index beside each training shard, by all processes and
+ranks, then the manifests.
 
-Packing needs no tokens, only where documents end. It writes the same bytes again, whatever an interrupted packing left.
+Packing needs no tokens, only where documents end. It writes the same bytes again, whatever an
+interrupted packing left.
 """
 
 from contextlib import ExitStack, suppress
@@ -27,24 +29,38 @@ MIN_DOCUMENTS_PER_WORKER = 1 << 20
 
 
 def pack_folder(
-    location: str, sequence_length: int, *, workers: int | None, progress: ProgressCallback, dist_ctx: DistContext
+    location: str,
+    sequence_length: int,
+    *,
+    workers: int | None,
+    progress: ProgressCallback,
+    dist_ctx: DistContext,
 ) -> BestFitIndex:
-    """Pack a token folder for sequences of `sequence_length` tokens, and return its index; see `prepare` for the others.
+    """Pack a token folder for sequences of `sequence_length` tokens, and return its index; see
+    `prepare` for the others.
 
-    Raises UserError where it is no finished folder of this machine, one of its shards is damaged, or the disk is full.
+    Raises UserError where it is no finished folder of this machine, one of its shards is damaged,
+    or the disk is full.
     """
     path = parse_location(location)
     with dist_ctx.raise_on_all():
         if not is_local(path):
-            raise UserError(f"{location}: packing writes files: pack the folder that was uploaded, and upload what it adds")
+            raise UserError(
+                f"{location}: packing writes files: pack the folder that was uploaded, and upload"
+                " what it adds"
+            )
         TokenFolder.open(path)
     with ExitStack() as stack:
         dist_ctx.decide_on_rank0(lambda: stack.enter_context(lock_folder(path)))
-        return write_best_fit_index(path, sequence_length, workers=workers, progress=progress, dist_ctx=dist_ctx)
+        return write_best_fit_index(
+            path, sequence_length, workers=workers, progress=progress, dist_ctx=dist_ctx
+        )
 
 
 def is_packed(path: Path, sequence_length: int) -> bool:
-    """Whether a folder is packed for this length, and no file of the index is missing or truncated."""
+    """Whether a folder is packed for this length, and no file of the index is missing or
+    truncated.
+    """
     folder = TokenFolder.open(path)
     with suppress(UserError):
         BestFitIndex.open(folder, sequence_length)
@@ -53,7 +69,12 @@ def is_packed(path: Path, sequence_length: int) -> bool:
 
 
 def write_best_fit_index(
-    path: Path, sequence_length: int, *, workers: int | None, progress: ProgressCallback, dist_ctx: DistContext
+    path: Path,
+    sequence_length: int,
+    *,
+    workers: int | None,
+    progress: ProgressCallback,
+    dist_ctx: DistContext,
 ) -> BestFitIndex:
     """As `pack_folder`, for a locked folder."""
     with dist_ctx.raise_on_all():
@@ -71,7 +92,9 @@ def write_best_fit_index(
                 entries.append(entry)
                 show("packing", len(entries), len(mine), 0, 0)
     gathered = dist_ctx.gather(entries)
-    dist_ctx.decide_on_rank0(lambda: _write_manifests(folder, sequence_length, list(chain.from_iterable(gathered or ()))))
+    dist_ctx.decide_on_rank0(
+        lambda: _write_manifests(folder, sequence_length, list(chain.from_iterable(gathered or ())))
+    )
     with dist_ctx.raise_on_all():
         return BestFitIndex.open(TokenFolder.open(path), sequence_length)
 
@@ -95,4 +118,6 @@ def _write_manifests(folder: TokenFolder, sequence_length: int, entries: list[In
     entries.sort(key=lambda entry: order[entry.name])
     digest = write_index_manifest(folder, sequence_length, entries)
     best_fit = folder.manifest.best_fit | {str(sequence_length): digest}
-    atomic_write_json(folder.path / SHARDS_MANIFEST, asdict(replace(folder.manifest, best_fit=best_fit)))
+    atomic_write_json(
+        folder.path / SHARDS_MANIFEST, asdict(replace(folder.manifest, best_fit=best_fit))
+    )

@@ -1,13 +1,17 @@
-"""Documents → shards, once: in parallel, restartable, and with the same bytes even after interruptions.
+"""Documents → shards, once: in parallel, restartable, and with the same bytes even after
+interruptions.
 
     1. plan       what is requested, written down; a folder holds one plan
     2. tokenizer  trained on a sample of the training documents, or copied
-    3. parts      each unit of the source tokenized by whichever process is free, written atomically as one part
+    3. parts      each unit of the source tokenized by whichever process is free, written atomically
+                  as one part
     4. shards     the documents of each split in the order of a keyed permutation
     5. manifest   written last
-    6. packing    with `best_fit_length`: an index of the shards (pack.py); a finished folder is given one too
+    6. packing    with `best_fit_length`: an index of the shards (pack.py); a finished folder is
+                  given one too
 
-A step leaves what an earlier run finished. No result depends on which process or rank did what, or on how many there were.
+A step leaves what an earlier run finished. No result depends on which process or rank did what, or
+on how many there were.
 """
 
 import shutil
@@ -31,7 +35,13 @@ from lmforge.text.prepare.dist_context import DistContext, SingleProcessContext
 from lmforge.text.prepare.hook import DocumentHook
 from lmforge.text.prepare.output_folder import lock_output_folder
 from lmforge.text.prepare.pack import is_packed, write_best_fit_index
-from lmforge.text.prepare.steps import CHARACTERS, Preparation, PreparationPlan, ProgressCallback, Source
+from lmforge.text.prepare.steps import (
+    CHARACTERS,
+    Preparation,
+    PreparationPlan,
+    ProgressCallback,
+    Source,
+)
 from lmforge.text.sources.folders import content_suffix, list_files
 from lmforge.text.sources.hf_dataset import is_dataset, open_dataset_source
 from lmforge.text.sources.plugin_unit import NO_READERS, PluginReaders
@@ -43,11 +53,13 @@ BYTES = "bytes"  # a tokenizer that is built in
 
 @dataclass(frozen=True)
 class PreparationSummary:
-    """The result of a preparation; tokens, documents and bytes of text by split, files that were left out by suffix or split.
+    """The result of a preparation; tokens, documents and bytes of text by split, files that were
+    left out by suffix or split.
 
-    `removed_documents` counts those that were left out, by reason: "hook", "contaminated", "unusable", "duplicate";
-    `special_text` those that spell special tokens, encoded as text. `best_fit` describes the best-fit packing for each sequence
-    length that there is one for, or its damage.
+    `removed_documents` counts those that were left out, by reason: "hook", "contaminated",
+    "unusable", "duplicate"; `special_text` those that spell special tokens, encoded as text.
+    `best_fit` describes the best-fit packing for each sequence length that there is one for, or its
+    damage.
     """
 
     folder: Path
@@ -67,19 +79,27 @@ class PreparationSummary:
 class PreparationOptions:
     """How a corpus is prepared. Bounds are checked by `PrepareOptions` of the command.
 
-    tokenizer         a tokenizer.json, a folder with one, "bytes", or "characters" (of the documents);
+    tokenizer         a tokenizer.json, a folder with one, "bytes", or "characters" (of the
+                      documents);
                       by default one of `vocab_size` ids is trained
-    hook              FILE.py:FUNCTION that gets each document and returns it, or None to leave it out (see `DocumentHook`)
-    deduplicate       "exact" keeps the first of equal documents, "near" also of nearly equal ones (see `near_duplicates`)
+    hook              FILE.py:FUNCTION that gets each document and returns it, or None to leave it
+                      out (see `DocumentHook`)
+    deduplicate       "exact" keeps the first of equal documents, "near" also of nearly equal ones
+                      (see `near_duplicates`)
     evaluation_texts  documents that contain one of these are left out (see `EvaluationNgrams`)
-    validation_ratio  the fraction of documents for validation, from 0 to below 1. Documents are chosen by their content
-                      alone, so copies of a text are on one side and another seed changes nothing. Each side has at least
-                      one document; of a single document the tail is for validation; 0 sets nothing aside
+    validation_ratio  the fraction of documents for validation, from 0 to below 1. Documents are
+                      chosen by their content
+                      alone, so copies of a text are on one side and another seed changes nothing.
+                      Each side has at least one document; of a single document the tail is for
+                      validation; 0 sets nothing aside
     shard_tokens      a shard is complete with the document that reaches this, at least 1
-    best_fit_length   pack the training documents for sequences of so many tokens, for best-fit packing
-    workers           processes of this rank, at least 1; by default as many as it has processors and work for them
+    best_fit_length   pack the training documents for sequences of so many tokens, for best-fit
+                      packing
+    workers           processes of this rank, at least 1; by default as many as it has processors
+                      and work for them
     parse_special_tokens  text that spells a special token is this token
-    skip_invalid      documents that cannot be read or tokenized are left out, counted and listed, instead of raising
+    skip_invalid      documents that cannot be read or tokenized are left out, counted and listed,
+                      instead of raising
     readers           the plugins that read documents of further kinds, with their options
     """
 
@@ -103,15 +123,26 @@ class PreparationOptions:
     skip_invalid: bool = False
     readers: PluginReaders = NO_READERS
 
-    def open(self, source: str, out: Path, progress: ProgressCallback, dist_ctx: DistContext) -> Preparation:
+    def open(
+        self, source: str, out: Path, progress: ProgressCallback, dist_ctx: DistContext
+    ) -> Preparation:
         """Open what the corpus and the options name, and write down the plan. Raises UserError."""
         given = _open_tokenizer(self.tokenizer)
         ngrams = EvaluationNgrams.of(self.evaluation_texts) if self.evaluation_texts else None
         document_hook = DocumentHook.open(self.hook, self.text_field) if self.hook else None
         corpus = self.open_source(source, given)
-        of_text = [document_hook, ngrams, self.deduplicate == "near", self.parse_special_tokens, self.skip_invalid]
+        of_text = [
+            document_hook,
+            ngrams,
+            self.deduplicate == "near",
+            self.parse_special_tokens,
+            self.skip_invalid,
+        ]
         if isinstance(corpus, TokenSource) and any(of_text):
-            needs = "a hook, near duplicates, decontamination, parse_special_tokens and skip_invalid need text; leave them out"
+            needs = (
+                "a hook, near duplicates, decontamination, parse_special_tokens and skip_invalid"
+                " need text; leave them out"
+            )
             raise UserError(f"{source}: tokens: {needs}")
         plan = PreparationPlan(
             corpus.fingerprint(),
@@ -133,27 +164,38 @@ class PreparationOptions:
     def open_source(self, spec: str, tokenizer: Tokenizer | None) -> Source:
         """The corpus that `spec` names: text, tokens of other tools, or a Hugging Face dataset.
 
-        Tokens need the tokenizer that made them; without one, .bin files in a folder of text are not taken for tokens. Raises
-        UserError if there is nothing to read, or for an option that is of no use with this source.
+        Tokens need the tokenizer that made them; without one, .bin files in a folder of text are
+        not taken for tokens. Raises UserError if there is nothing to read, or for an option that is
+        of no use with this source.
         """
         dataset = is_dataset(spec, self.split, self.subset)
         if not dataset and (self.split or self.subset):
-            raise UserError(f"{spec}: split and subset are of a Hugging Face dataset, which this is not; leave them out")
+            raise UserError(
+                f"{spec}: split and subset are of a Hugging Face dataset, which this is not; leave"
+                " them out"
+            )
         tokens = [] if dataset else find_token_files(spec, self.readers)
         texts = [] if not tokens or expand_home(spec).is_file() else _find_text(expand_home(spec))
         if tokens and texts and tokenizer is None:
             tokens = []
         if self.separator_id is not None and not tokens:
-            raise UserError(f"{spec}: separator_id is of tokens that are imported, and this is text; leave it out")
+            raise UserError(
+                f"{spec}: separator_id is of tokens that are imported, and this is text; leave"
+                " it out"
+            )
         if dataset:
             return open_dataset_source(spec, self.text_field, self.split, self.subset)
         if not tokens:
             return open_text_source(spec, self.text_field, self.text_suffixes, self.readers)
         if tokenizer is None:
-            raise UserError(f"{spec}: token ids, and nothing says which tokenizer made them; name it with --tokenizer")
+            raise UserError(
+                f"{spec}: token ids, and nothing says which tokenizer made them; name it with"
+                " --tokenizer"
+            )
         if texts:
             raise UserError(
-                f"{spec}: holds both tokens ({tokens[0].name}) and text ({texts[0].name}); name a file, or part them"
+                f"{spec}: holds both tokens ({tokens[0].name}) and text ({texts[0].name}); name a"
+                " file, or part them"
             )
         return open_token_source(spec, tokens, tokenizer, self.separator_id, self.readers)
 
@@ -166,41 +208,68 @@ def prepare(
     dist_ctx: DistContext | None = None,
     **options: Any,
 ) -> PreparationSummary:
-    """Turn the corpus that `source` names (see `PreparationOptions.open_source`) into a token folder.
+    """Turn the corpus that `source` names (see `PreparationOptions.open_source`) into a token
+    folder.
 
-    progress  called as progress(step, done, total, bytes of the source done, of how many); the steps are "tokenizer",
-              "tokens", "shards" and "packing"; bytes are those on the disk, and 0 of 0 where none are read
-    dist_ctx  the ranks that call this together, on one file system; by default this process is alone
+    progress  called as progress(step, done, total, bytes of the source done, of how many); the
+              steps are "tokenizer",
+              "tokens", "shards" and "packing"; bytes are those on the disk, and 0 of 0 where none
+              are read
+    dist_ctx  the ranks that call this together, on one file system; by default this process is
+              alone
     options   those of `PreparationOptions`
 
-    Called again after it was stopped in any way, it continues; called again when done, it does nothing but say so.
-    Raises UserError for invalid input, for a folder that holds another plan (unless `overwrite`), and for a full disk;
-    RunFailed when one of its processes was killed.
+    Called again after it was stopped in any way, it continues; called again when done, it does
+    nothing but say so. Raises UserError for invalid input, for a folder that holds another plan
+    (unless `overwrite`), and for a full disk; RunFailed when one of its processes was killed.
     """
-    out, dist_ctx, chosen = Path(out), dist_ctx or SingleProcessContext(), PreparationOptions(**options)
+    out, dist_ctx, chosen = (
+        Path(out),
+        dist_ctx or SingleProcessContext(),
+        PreparationOptions(**options),
+    )
     show = progress if progress and dist_ctx.rank_info.is_rank0 else lambda *step: None
     with dist_ctx.raise_on_all():
         preparation = chosen.open(source, out, show, dist_ctx)
     for rank, other in enumerate(plans := dist_ctx.all_gather(preparation.plan)):
         if other != plans[0]:
-            raise UserError(f"{source}: rank {rank} has other files or options than rank 0; make them the same on all ranks")
+            raise UserError(
+                f"{source}: rank {rank} has other files or options than rank 0; make them the same"
+                " on all ranks"
+            )
     with ExitStack() as stack:
         lock = lock_output_folder(out, asdict(preparation.plan), chosen.overwrite)
         finished = dist_ctx.decide_on_rank0(lambda: stack.enter_context(lock))
         if not finished:
             manifest = preparation.write(chosen.workers)
-            dist_ctx.decide_on_rank0(lambda: atomic_write_json(out / SHARDS_MANIFEST, asdict(manifest)) if manifest else None)
+            dist_ctx.decide_on_rank0(
+                lambda: (
+                    atomic_write_json(out / SHARDS_MANIFEST, asdict(manifest)) if manifest else None
+                )
+            )
         dist_ctx.decide_on_rank0(lambda: shutil.rmtree(out / UNFINISHED, ignore_errors=True))
         length = chosen.best_fit_length
         if length and not dist_ctx.decide_on_rank0(lambda: is_packed(out, length)):
-            write_best_fit_index(out, length, workers=chosen.workers, progress=show, dist_ctx=dist_ctx)
+            write_best_fit_index(
+                out, length, workers=chosen.workers, progress=show, dist_ctx=dist_ctx
+            )
         return dist_ctx.decide_on_rank0(lambda: _summary(out, finished, preparation.corpus))
 
 
 def _find_text(folder: Path) -> list[Path]:
-    """Text files in a folder, sorted, except the document counts that fms-fsdp stores with its tokens."""
-    files = (path for path in list_files(folder) if content_suffix(path.name) in known_suffixes() and path.suffix != ".json")
-    return sorted(path for path in files if not (path.parent.name == "meta" and path.name.endswith("counts.csv")))
+    """Text files in a folder, sorted, except the document counts that fms-fsdp stores with its
+    tokens.
+    """
+    files = (
+        path
+        for path in list_files(folder)
+        if content_suffix(path.name) in known_suffixes() and path.suffix != ".json"
+    )
+    return sorted(
+        path
+        for path in files
+        if not (path.parent.name == "meta" and path.name.endswith("counts.csv"))
+    )
 
 
 def _open_tokenizer(name: str | Path | None) -> Tokenizer | None:
@@ -215,8 +284,14 @@ def _summary(out: Path, already_done: bool, corpus: Source) -> PreparationSummar
     manifest = folder.manifest
     return PreparationSummary(
         folder=out,
-        tokens={split: sum(entry.tokens for entry in entries) for split, entries in manifest.splits.items()},
-        documents={split: sum(entry.documents for entry in entries) for split, entries in manifest.splits.items()},
+        tokens={
+            split: sum(entry.tokens for entry in entries)
+            for split, entries in manifest.splits.items()
+        },
+        documents={
+            split: sum(entry.documents for entry in entries)
+            for split, entries in manifest.splits.items()
+        },
         text_bytes={split: manifest.text_bytes.get(split, 0) for split in manifest.splits},
         empty_documents=manifest.empty_documents,
         removed_documents=manifest.removed_documents,

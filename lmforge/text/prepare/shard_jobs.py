@@ -1,7 +1,8 @@
 """What the processes of a preparation do: a unit of text into a part, parts into a shard.
 
-A part is the tokens of one unit, in its own order, with a list of its documents. It is kept in the unfinished folder until the
-shards are written, so a preparation that was stopped repeats at most the units that were being read.
+A part is the tokens of one unit, in its own order, with a list of its documents. It is kept in the
+unfinished folder until the shards are written, so a preparation that was stopped repeats at most
+the units that were being read.
 """
 
 from array import array
@@ -23,7 +24,12 @@ from lmforge.core.files.atomic_files import atomic_write
 from lmforge.core.records.manifests import UNFINISHED, ShardEntry
 from lmforge.text.chat.layout import SpecialTokens
 from lmforge.text.prepare.decontaminate import EvaluationNgrams
-from lmforge.text.prepare.deduplicate import BANDS, exact_duplicates, near_duplicate_keys, near_duplicates
+from lmforge.text.prepare.deduplicate import (
+    BANDS,
+    exact_duplicates,
+    near_duplicate_keys,
+    near_duplicates,
+)
 from lmforge.text.prepare.hook import DocumentHook
 from lmforge.text.prepare.output_folder import EVALUATION_NGRAMS
 from lmforge.text.prepare.worker_pool import Report
@@ -36,8 +42,11 @@ ENCODE_BATCH_CHARACTERS = 1 << 20
 
 @dataclass(frozen=True)
 class UnitReader:
-    """How a unit is read. `tail_fraction` is cut off as a document of its own when the corpus has only one document; with
-    `skip_invalid`, documents that cannot be used are left out."""
+    """How a unit is read.
+
+    `tail_fraction` is cut off as a document of its own when the corpus has only one document; with
+    `skip_invalid`, documents that cannot be used are left out.
+    """
 
     unit: SourceUnit | TokenUnit
     hook: DocumentHook | None = None
@@ -90,8 +99,9 @@ def validation_threshold(ratio: float) -> int:
 
 
 def _split_position(text: str, target: int) -> int:
-    """The position at which to cut a text in two, at the end of a line if possible, with text other than blanks on both
-    sides."""
+    """The position at which to cut a text in two, at the end of a line if possible, with text other
+    than blanks on both sides.
+    """
     first = len(text) - len(text.lstrip()) + 1
     target = max(first, min(target, len(text.rstrip()) - 1))
     line = text.rfind("\n", first, target) + 1
@@ -116,8 +126,10 @@ def _open_tokenizer_cached(folder: Path, tokenizer_hash: str) -> Tokenizer:
 
 @dataclass(frozen=True)
 class PartSettings:
-    """What a part depends on besides its unit. `evaluation_digest` is the digest of the evaluation texts for
-    decontamination."""
+    """What a part depends on besides its unit.
+
+    `evaluation_digest` is the digest of the evaluation texts for decontamination.
+    """
 
     out: Path
     tokenizer_hash: str
@@ -131,7 +143,11 @@ class _PartList:
 
     def __init__(self, settings: PartSettings) -> None:
         self.settings = settings
-        self._columns: dict[str, Any] = {"lengths": array("q"), "hashes": array("Q"), "text_bytes": array("q")}
+        self._columns: dict[str, Any] = {
+            "lengths": array("q"),
+            "hashes": array("Q"),
+            "text_bytes": array("q"),
+        }
         self._near_keys: list[np.ndarray] = []
         self.removed = dict.fromkeys(REMOVED_IN_PARTS, 0)
         self.unusable = UnusableRecords()
@@ -150,7 +166,9 @@ class _PartList:
             # Each band is a separate column, so that it can be read without the others.
             keys = np.array(self._near_keys, np.uint64).reshape(-1, BANDS)
             columns |= {near_column(band): keys[:, band] for band in range(BANDS)}
-        columns["unusable"] = np.frombuffer("".join(f"{line}\n" for line in self.unusable.problems).encode(), np.uint8)
+        columns["unusable"] = np.frombuffer(
+            "".join(f"{line}\n" for line in self.unusable.problems).encode(), np.uint8
+        )
         columns["special_text"] = self.unusable.with_special_text
         with atomic_write(path) as file:
             np.savez(file, **columns, **self.removed)  # type: ignore[arg-type]
@@ -165,7 +183,8 @@ def near_column(band: int) -> str:
 
 
 def write_part(job: tuple[int, UnitReader], report: Report, *, settings: PartSettings) -> None:
-    """Write one unit, given with its number, as a part of that number, and report the bytes of it that are done.
+    """Write one unit, given with its number, as a part of that number, and report the bytes of it
+    that are done.
 
     The list of its documents is written last: its presence marks the part as complete.
     """
@@ -178,22 +197,36 @@ def write_part(job: tuple[int, UnitReader], report: Report, *, settings: PartSet
     listed.write(part_path(settings.out, number, ".npz"))
 
 
-def _copy_tokens(reader: UnitReader, tokenizer: Tokenizer, file: BinaryIO, listed: _PartList, report: Report) -> None:
+def _copy_tokens(
+    reader: UnitReader, tokenizer: Tokenizer, file: BinaryIO, listed: _PartList, report: Report
+) -> None:
     """Write the documents of a tokenized unit, each with the end-of-text token."""
-    progress, dtype, sizes = ReadProgress(), token_dtype(tokenizer.vocab_size), tokenizer.token_byte_lengths()
+    progress, dtype, sizes = (
+        ReadProgress(),
+        token_dtype(tokenizer.vocab_size),
+        tokenizer.token_byte_lengths(),
+    )
     for ids, digest in reader.hashed_tokens(progress):
         file.write(np.append(ids, tokenizer.eos_token_id).astype(dtype).data)
         listed.add(len(ids) + 1, digest, int(sizes[ids].sum()))
         report(progress.bytes)
 
 
-def _tokenize(reader: UnitReader, tokenizer: Tokenizer, file: BinaryIO, listed: _PartList, report: Report) -> None:
+def _tokenize(
+    reader: UnitReader, tokenizer: Tokenizer, file: BinaryIO, listed: _PartList, report: Report
+) -> None:
     """Tokenize the documents of a unit and write them, each with the end-of-text token."""
     progress, dtype, tokens = ReadProgress(), token_dtype(tokenizer.vocab_size), 0
-    texts, settings, special = reader.hashed_texts(progress), listed.settings, SpecialTokens(tokenizer).pattern
+    texts, settings, special = (
+        reader.hashed_texts(progress),
+        listed.settings,
+        SpecialTokens(tokenizer).pattern,
+    )
     parse, listed.unusable = settings.parse_special_tokens, progress.unusable
     if settings.evaluation_digest is not None:
-        ngrams = EvaluationNgrams.load(settings.out / UNFINISHED / EVALUATION_NGRAMS, settings.evaluation_digest)
+        ngrams = EvaluationNgrams.load(
+            settings.out / UNFINISHED / EVALUATION_NGRAMS, settings.evaluation_digest
+        )
         texts = _without_contaminated(texts, ngrams, listed.removed)
     for batch, position in _batch_pieces(texts, tokenizer, progress, parse):
         encoded = tokenizer.encode_batch([piece for piece, _ in batch], parse_special_tokens=parse)
@@ -226,23 +259,30 @@ def _without_contaminated(
             yield text, digest
 
 
-# A piece of a document; the last piece of each comes with the document's (text, hash), the others with None.
+# A piece of a document; the last piece of each comes with the document's (text, hash), the others
+# with None.
 TextPiece = tuple[str, tuple[str, int] | None]
 
 
 def _batch_pieces(
-    texts: Iterator[tuple[str, int]], tokenizer: Tokenizer, progress: ReadProgress, parse_special_tokens: bool
+    texts: Iterator[tuple[str, int]],
+    tokenizer: Tokenizer,
+    progress: ReadProgress,
+    parse_special_tokens: bool,
 ) -> Iterator[tuple[list[TextPiece], int]]:
     """Pieces of (text, hash) in batches of a megabyte, so that memory does not grow with the unit.
 
-    With each batch comes its end in bytes of the unit; of a document that was read at once, in proportion to its pieces.
+    With each batch comes its end in bytes of the unit; of a document that was read at once, in
+    proportion to its pieces.
     """
     batch: list[TextPiece] = []
     size = position = 0
     for text, digest in texts:
         *others, last = tokenizer.split_long_text(text, parse_special_tokens=parse_special_tokens)
         start, step = position, (progress.bytes - position) / (len(others) + 1)
-        for number, (piece, document) in enumerate([*zip(others, repeat(None)), (last, (text, digest))], start=1):
+        for number, (piece, document) in enumerate(
+            [*zip(others, repeat(None)), (last, (text, digest))], start=1
+        ):
             batch.append((piece, document))
             size, position = size + len(piece), start + int(number * step)
             if size >= ENCODE_BATCH_CHARACTERS:
@@ -271,7 +311,9 @@ class DocumentIndex:
         for number in range(num_parts):
             with np.load(part_path(out, number, ".npz")) as part:
                 parts.append({name: part[name] for name in ("lengths", "hashes", "text_bytes")})
-                removed.update({name: int(part.get(name, 0)) for name in (*REMOVED_IN_PARTS, "special_text")})
+                removed.update(
+                    {name: int(part.get(name, 0)) for name in (*REMOVED_IN_PARTS, "special_text")}
+                )
                 unusable += bytes(part.get("unusable", b"")).decode()
         return cls(
             part_numbers=np.repeat(np.arange(num_parts), [len(part["lengths"]) for part in parts]),
@@ -279,7 +321,10 @@ class DocumentIndex:
             special_text=removed.pop("special_text"),
             removed={**removed, "unusable": unusable.count("\n")},
             unusable=unusable,
-            **{name: np.concatenate([part[name] for part in parts]) for name in ("lengths", "hashes", "text_bytes")},
+            **{
+                name: np.concatenate([part[name] for part in parts])
+                for name in ("lengths", "hashes", "text_bytes")
+            },
         )
 
     def mark_duplicates(self, out: Path, how: Literal["exact", "near"]) -> np.ndarray:
@@ -317,14 +362,17 @@ class ShardJob(NamedTuple):
 
 
 def assemble_shard(job: ShardJob, *, out: Path, dtype: np.dtype, tokenizer_hash: str) -> ShardEntry:
-    """Gather the documents of one shard, unless an earlier run did, and return its entry in the manifest."""
+    """Gather the documents of one shard, unless an earlier run did, and return its entry in the
+    manifest.
+    """
     name = f"{job.split}-{job.number:05d}"
     finished = finished_shard_entry(out, name)
     if finished is not None:
         return finished
     stops = np.cumsum(job.lengths)
     tokens = np.empty(int(stops[-1]), dtype)
-    # Part by part rather than document by document: each is opened once and read in the order on the disk.
+    # Part by part rather than document by document: each is opened once and read in the order on
+    # the disk.
     by_part = np.lexsort((job.starts, job.part_numbers))
     for of_part in np.split(by_part, np.flatnonzero(np.diff(job.part_numbers[by_part])) + 1):
         with open(part_path(out, int(job.part_numbers[of_part[0]]), ".tokens"), "rb") as file:

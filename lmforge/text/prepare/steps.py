@@ -1,4 +1,7 @@
-"""The steps of a preparation, from a source with a written plan to shards. `prepare.py` begins and ends a preparation."""
+"""The steps of a preparation, from a source with a written plan to shards.
+
+`prepare.py` begins and ends a preparation.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -15,7 +18,12 @@ from lmforge.core.data.tokenizer import Tokenizer, character_tokenizer, train_to
 from lmforge.core.distributed.rank_info import threads_per_rank
 from lmforge.core.errors import UserError
 from lmforge.core.files.atomic_files import atomic_write_text
-from lmforge.core.records.manifests import FORMAT_VERSION, UNFINISHED, ShardEntry, TokenFolderManifest
+from lmforge.core.records.manifests import (
+    FORMAT_VERSION,
+    UNFINISHED,
+    ShardEntry,
+    TokenFolderManifest,
+)
 from lmforge.text.prepare.decontaminate import EvaluationNgrams
 from lmforge.text.prepare.dist_context import DistContext, divide_units
 from lmforge.text.prepare.hook import DocumentHook
@@ -41,7 +49,8 @@ from lmforge.text.sources.token_files import TokenSource
 MIN_BYTES_PER_WORKER = 2 << 20
 CHARACTERS = "characters"  # a tokenizer that is built in, of the documents' characters
 
-Source = TextSource | TokenSource | DatasetSource  # each has `units()`, all units of work in a fixed order
+# Each has `units()`, all units of work in a fixed order.
+Source = TextSource | TokenSource | DatasetSource
 ProgressCallback = Callable[[str, int, int, int, int], None]
 
 
@@ -49,8 +58,9 @@ ProgressCallback = Callable[[str, int, int, int, int], None]
 class PreparationPlan:
     """What the bytes of a preparation depend on.
 
-    `tokenizer` is the hash of a given one or "characters", or one of `vocab_size` is trained. `hook` and `decontaminate` are
-    hashes of a file and of texts; `files` covers what is read of the source.
+    `tokenizer` is the hash of a given one or "characters", or one of `vocab_size` is trained.
+    `hook` and `decontaminate` are hashes of a file and of texts; `files` covers what is read of the
+    source.
     """
 
     files: str
@@ -69,7 +79,9 @@ class PreparationPlan:
 
 
 class _UnitProgress:
-    """Bytes of units that have been read: all bytes of finished units, and for the others what their jobs report."""
+    """Bytes of units that have been read: all bytes of finished units, and for the others what
+    their jobs report.
+    """
 
     def __init__(self, sizes: list[int], update: Callable[[int, int, int, int], None]) -> None:
         self._sizes, self._update = sizes, update
@@ -100,7 +112,9 @@ class Selection:
 
 @dataclass(frozen=True)
 class Preparation:
-    """A preparation of `corpus` in the folder `out`, with the tokenizer `given`, or one made from the documents."""
+    """A preparation of `corpus` in the folder `out`, with the tokenizer `given`, or one made from
+    the documents.
+    """
 
     out: Path
     corpus: Source
@@ -112,14 +126,30 @@ class Preparation:
     dist_ctx: DistContext
 
     def write(self, workers: int | None) -> TokenFolderManifest | None:
-        """Write tokenizer, parts and shards, and return the manifest to write; None on ranks other than 0."""
-        corpus, plan, dist_ctx, info = self.corpus, self.plan, self.dist_ctx, self.dist_ctx.rank_info
+        """Write tokenizer, parts and shards, and return the manifest to write; None on ranks other
+        than 0.
+        """
+        corpus, plan, dist_ctx, info = (
+            self.corpus,
+            self.plan,
+            self.dist_ctx,
+            self.dist_ctx.rank_info,
+        )
         with dist_ctx.raise_on_all():
-            readers = [UnitReader(unit, self.hook, skip_invalid=bool(plan.skip_invalid)) for unit in corpus.units()]
-        one_document = dist_ctx.decide_on_rank0(lambda: _is_one_document(corpus.spec, readers)) and bool(plan.validation_ratio)
+            readers = [
+                UnitReader(unit, self.hook, skip_invalid=bool(plan.skip_invalid))
+                for unit in corpus.units()
+            ]
+        one_document = dist_ctx.decide_on_rank0(
+            lambda: _is_one_document(corpus.spec, readers)
+        ) and bool(plan.validation_ratio)
         if one_document:
             readers = [replace(reader, tail_fraction=plan.validation_ratio) for reader in readers]
-        num_workers = min(threads_per_rank(info.local_world_size), len(readers), 1 + corpus.size // MIN_BYTES_PER_WORKER)
+        num_workers = min(
+            threads_per_rank(info.local_world_size),
+            len(readers),
+            1 + corpus.size // MIN_BYTES_PER_WORKER,
+        )
         with WorkerPool(workers or num_workers) as pool:
             tokenizer = self._write_tokenizer(readers, pool)
             self._write_parts(readers, tokenizer.hash, pool)
@@ -140,7 +170,10 @@ class Preparation:
             dtype="uint16" if token_dtype(tokenizer.vocab_size).itemsize == 2 else "uint32",
             skipped_files=sum(count for _, count in corpus.left_out),
             empty_documents=index.removed["empty"],
-            text_bytes={split: int(index.text_bytes[documents].sum()) for split, documents in members.items()},
+            text_bytes={
+                split: int(index.text_bytes[documents].sum())
+                for split, documents in members.items()
+            },
             splits=splits,
             tokenizer_files=hash_tokenizer_files(tokenizer),
             removed_documents=selection.removed,
@@ -152,7 +185,9 @@ class Preparation:
         if not self.dist_ctx.decide_on_rank0(lambda: (folder / "tokenizer.json").exists()):
             self.progress("tokenizer", 0, 1, 0, size)
             tokenizer = self.given or self._learn_tokenizer(readers, pool)
-            self.dist_ctx.decide_on_rank0(lambda: tokenizer.save(folder) if tokenizer is not None else None)
+            self.dist_ctx.decide_on_rank0(
+                lambda: tokenizer.save(folder) if tokenizer is not None else None
+            )
             self.progress("tokenizer", 1, 1, size, size)
         with self.dist_ctx.raise_on_all():
             return Tokenizer.open(folder)
@@ -162,7 +197,9 @@ class Preparation:
         plan, dist_ctx = self.plan, self.dist_ctx
         mine = [readers[number] for number in self._my_units(readers, range(len(readers)))]
         sizes = [reader.unit.size for reader in mine]
-        read = _UnitProgress(sizes, lambda done, total, *read: self.progress("tokenizer", 0, 1, *read))
+        read = _UnitProgress(
+            sizes, lambda done, total, *read: self.progress("tokenizer", 0, 1, *read)
+        )
         if plan.tokenizer == CHARACTERS:
             characters = find_characters(mine, pool, dist_ctx, on_progress=read.report)
             return character_tokenizer(characters)
@@ -183,22 +220,41 @@ class Preparation:
         """The units among these that this rank reads."""
         numbers, info = list(numbers), self.dist_ctx.rank_info
         units = [readers[number].unit for number in numbers]
-        by_rank = divide_units([unit.file for unit in units], [unit.size for unit in units], info.world_size)
+        by_rank = divide_units(
+            [unit.file for unit in units], [unit.size for unit in units], info.world_size
+        )
         return [numbers[index] for index in by_rank[info.rank]]
 
-    def _write_parts(self, readers: list[UnitReader], tokenizer_hash: str, pool: WorkerPool) -> None:
+    def _write_parts(
+        self, readers: list[UnitReader], tokenizer_hash: str, pool: WorkerPool
+    ) -> None:
         unfinished, ngrams = self.out / UNFINISHED, self.ngrams
-        self.dist_ctx.decide_on_rank0(lambda: ngrams.save(unfinished / EVALUATION_NGRAMS) if ngrams else None)
-        # The folder is listed, since some network file systems cache for a while that a file does not exist.
-        finished = self.dist_ctx.decide_on_rank0(lambda: {path.stem for path in unfinished.glob("part-*.npz")})
-        todo = [number for number in range(len(readers)) if part_path(self.out, number, ".npz").stem not in finished]
+        self.dist_ctx.decide_on_rank0(
+            lambda: ngrams.save(unfinished / EVALUATION_NGRAMS) if ngrams else None
+        )
+        # The folder is listed, since some network file systems cache for a while that a file does
+        # not exist.
+        finished = self.dist_ctx.decide_on_rank0(
+            lambda: {path.stem for path in unfinished.glob("part-*.npz")}
+        )
+        todo = [
+            number
+            for number in range(len(readers))
+            if part_path(self.out, number, ".npz").stem not in finished
+        ]
         mine = self._my_units(readers, todo)
-        done = _UnitProgress([readers[number].unit.size for number in mine], partial(self.progress, "tokens"))
+        done = _UnitProgress(
+            [readers[number].unit.size for number in mine], partial(self.progress, "tokens")
+        )
         plan, parse = self.plan, bool(self.plan.parse_special_tokens)
-        settings = PartSettings(self.out, tokenizer_hash, plan.deduplicate == "near", plan.decontaminate, parse)
+        settings = PartSettings(
+            self.out, tokenizer_hash, plan.deduplicate == "near", plan.decontaminate, parse
+        )
         write = partial(write_part, settings=settings)
         with self.dist_ctx.raise_on_all():
-            for index, _ in pool.map_unordered(write, [(number, readers[number]) for number in mine], done.report):
+            for index, _ in pool.map_unordered(
+                write, [(number, readers[number]) for number in mine], done.report
+            ):
                 done.finish(index)
 
     def _select(self, num_parts: int, one_document: bool) -> Selection:
@@ -212,12 +268,20 @@ class Preparation:
             reasons = ", ".join(f"{reason} {count:,}" for reason, count in removed.items() if count)
             raise UserError(f"{self.corpus.spec}: no document is left ({reasons})")
         removed["duplicate"] = len(index.hashes) - len(kept)
-        splits = split_documents(index.hashes[kept], index.text_bytes[kept], self.plan.validation_ratio, one_document)
+        splits = split_documents(
+            index.hashes[kept], index.text_bytes[kept], self.plan.validation_ratio, one_document
+        )
         members = {split: kept[documents] for split, documents in splits.items()}
-        return Selection(index, members, {reason: count for reason, count in removed.items() if count})
+        return Selection(
+            index, members, {reason: count for reason, count in removed.items() if count}
+        )
 
-    def _write_shards(self, selection: Selection | None, tokenizer: Tokenizer, pool: WorkerPool) -> dict[str, list[ShardEntry]]:
-        """Write the documents of each split, and return the shards' entries in the manifest by split, on rank 0."""
+    def _write_shards(
+        self, selection: Selection | None, tokenizer: Tokenizer, pool: WorkerPool
+    ) -> dict[str, list[ShardEntry]]:
+        """Write the documents of each split, and return the shards' entries in the manifest by
+        split, on rank 0.
+        """
         dist_ctx, size = self.dist_ctx, self.dist_ctx.rank_info.world_size
         jobs = [] if selection is None else self._shard_jobs(selection)
         mine = dist_ctx.scatter([jobs[rank::size] for rank in range(size)])
@@ -229,9 +293,13 @@ class Preparation:
             for job, entry in pool.map_unordered(assemble, mine):
                 written.append((mine[job].split, mine[job].number, entry))
                 self.progress("shards", len(written), len(mine), 0, 0)
-        splits: dict[str, list[ShardEntry]] = {split: [] for split in (selection.members if selection else ())}
+        splits: dict[str, list[ShardEntry]] = {
+            split: [] for split in (selection.members if selection else ())
+        }
         # By number within each split; the splits keep the order that they have in the selection.
-        for split, _, entry in sorted(chain.from_iterable(dist_ctx.gather(written) or ()), key=lambda each: each[1]):
+        for split, _, entry in sorted(
+            chain.from_iterable(dist_ctx.gather(written) or ()), key=lambda each: each[1]
+        ):
             splits[split].append(entry)
         return splits
 
@@ -239,8 +307,12 @@ class Preparation:
         """The shards of each split, with their documents in the order of a keyed permutation."""
         index, jobs = selection.index, []
         for split, documents in selection.members.items():
-            order = permutation(len(documents), derive_key(self.plan.seed, "documents", split))(np.arange(len(documents)))
-            for number, chosen in enumerate(index.split_into_shards(documents[order], self.plan.shard_tokens)):
+            order = permutation(len(documents), derive_key(self.plan.seed, "documents", split))(
+                np.arange(len(documents))
+            )
+            for number, chosen in enumerate(
+                index.split_into_shards(documents[order], self.plan.shard_tokens)
+            ):
                 slices = index.part_numbers[chosen], index.starts[chosen], index.lengths[chosen]
                 jobs.append(ShardJob(split, number, *slices))
         return jobs
@@ -248,22 +320,28 @@ class Preparation:
 
 def _is_one_document(source: str, readers: Sequence[UnitReader]) -> bool:
     progress = ReadProgress()
-    first = list(islice((document for reader in readers for document in reader.documents(progress)), 2))
+    first = list(
+        islice((document for reader in readers for document in reader.documents(progress)), 2)
+    )
     if not first:
         reason = (
-            "no document is left: the hook leaves out all" if readers and readers[0].hook else "empty: there is no text in it"
+            "no document is left: the hook leaves out all"
+            if readers and readers[0].hook
+            else "empty: there is no text in it"
         )
         raise UserError(f"{source}: {reason}{progress.unusable}")
     return len(first) == 1
 
 
-def split_documents(hashes: np.ndarray, sizes: np.ndarray, ratio: float, one_document: bool) -> dict[str, np.ndarray]:
+def split_documents(
+    hashes: np.ndarray, sizes: np.ndarray, ratio: float, one_document: bool
+) -> dict[str, np.ndarray]:
     """The documents of each split, by the hashes and sizes of all.
 
-    Documents with hashes below a threshold are for validation. If there are none, or they are more than half of the text though
-    less was requested, it is the document with the smallest hash among those that leave half of the text to train on. The tail
-    of a single document is for validation, whatever its size. (Examples are fewer, and are chosen by rank:
-    `select_validation`.)
+    Documents with hashes below a threshold are for validation. If there are none, or they are more
+    than half of the text though less was requested, it is the document with the smallest hash among
+    those that leave half of the text to train on. The tail of a single document is for validation,
+    whatever its size. (Examples are fewer, and are chosen by rank: `select_validation`.)
     """
     validation = hashes < np.uint64(validation_threshold(ratio))
     too_much = not one_document and ratio < 0.5 and sizes[validation].sum() > sizes.sum() / 2

@@ -1,5 +1,6 @@
-"""The texts that a tokenizer is trained on: the pieces with the smallest hashes of all training documents. So they depend only
-on the texts and the seed, not on the order of the documents, their files, or the number of processes.
+"""The texts that a tokenizer is trained on: the pieces with the smallest hashes of all training
+documents. So they depend only on the texts and the seed, not on the order of the documents, their
+files, or the number of processes.
 """
 
 import heapq
@@ -18,7 +19,8 @@ from lmforge.text.sources.records import ReadProgress
 SAMPLE_CHARACTERS = 16_000_000  # more than the standard library has; training on it takes seconds
 # A longer document is sampled in pieces, so that one of them is not the whole sample.
 PIECE_CHARACTERS = 1 << 14
-# Processes return pieces that may be in the sample: at first a few times its size, counting one byte as a character.
+# Processes return pieces that may be in the sample: at first a few times its size, counting one
+# byte as a character.
 OVERSAMPLING, NEXT_OVERSAMPLING = 4, 64
 
 
@@ -56,13 +58,20 @@ def sample_texts(
     seed: int,
     on_progress: OnProgress,
 ) -> list[str]:
-    """Texts to learn merges from, of at most SAMPLE_CHARACTERS, without those for validation unless there are no others.
+    """Texts to learn merges from, of at most SAMPLE_CHARACTERS, without those for validation unless
+    there are no others.
 
-    Each rank has its own `readers`. Rank 0 gets the texts of all ranks, other ranks those of their readers.
+    Each rank has its own `readers`. Rank 0 gets the texts of all ranks, other ranks those of their
+    readers.
     """
-    least, fraction = LeastTexts(SAMPLE_CHARACTERS), min(1.0, OVERSAMPLING * SAMPLE_CHARACTERS / max(1, source_bytes))
+    least, fraction = (
+        LeastTexts(SAMPLE_CHARACTERS),
+        min(1.0, OVERSAMPLING * SAMPLE_CHARACTERS / max(1, source_bytes)),
+    )
     while True:
-        read = partial(sample_unit, ratio=ratio, key=derive_key(seed, "sample"), below=int(fraction * 2**64))
+        read = partial(
+            sample_unit, ratio=ratio, key=derive_key(seed, "sample"), below=int(fraction * 2**64)
+        )
         with dist_ctx.raise_on_all():
             for _, items in pool.map_unordered(read, readers, on_progress):
                 least.add_all(items)
@@ -73,7 +82,15 @@ def sample_texts(
             break
         least, fraction = LeastTexts(SAMPLE_CHARACTERS), min(1.0, NEXT_OVERSAMPLING * fraction)
     if not characters and ratio:
-        return sample_texts(readers, pool, dist_ctx, source_bytes=source_bytes, ratio=0, seed=seed, on_progress=on_progress)
+        return sample_texts(
+            readers,
+            pool,
+            dist_ctx,
+            source_bytes=source_bytes,
+            ratio=0,
+            seed=seed,
+            on_progress=on_progress,
+        )
     texts = [text for _, text in least.items()]
     if (excess := least.characters - SAMPLE_CHARACTERS) > 0:
         texts[-1] = texts[-1][:-excess]
@@ -81,7 +98,11 @@ def sample_texts(
 
 
 def find_characters(
-    readers: Sequence[UnitReader], pool: WorkerPool, dist_ctx: DistContext, *, on_progress: OnProgress
+    readers: Sequence[UnitReader],
+    pool: WorkerPool,
+    dist_ctx: DistContext,
+    *,
+    on_progress: OnProgress,
 ) -> set[str]:
     """The characters of all documents of the readers of all ranks, on every rank."""
     result = set[str]()
@@ -99,8 +120,12 @@ def _characters_of_unit(reader: UnitReader, report: Report) -> set[str]:
     return result
 
 
-def sample_unit(reader: UnitReader, report: Report, *, ratio: float, key: int, below: int) -> list[tuple[int, str]]:
-    """(hash, text) of the pieces of a unit that may be in the sample: with hashes below `below`, and no more than fill it."""
+def sample_unit(
+    reader: UnitReader, report: Report, *, ratio: float, key: int, below: int
+) -> list[tuple[int, str]]:
+    """(hash, text) of the pieces of a unit that may be in the sample: with hashes below `below`,
+    and no more than fill it.
+    """
     least, progress = LeastTexts(SAMPLE_CHARACTERS), ReadProgress()
     for text, digest in reader.hashed_texts(progress):
         if digest >= validation_threshold(ratio):
@@ -112,7 +137,9 @@ def sample_unit(reader: UnitReader, report: Report, *, ratio: float, key: int, b
 
 
 def _split_into_pieces(text: str) -> Iterator[str]:
-    """A document in pieces of about PIECE_CHARACTERS that end with a line, if lines are no longer than that."""
+    """A document in pieces of about PIECE_CHARACTERS that end with a line, if lines are no longer
+    than that.
+    """
     start = 0
     while len(text) - start > 2 * PIECE_CHARACTERS:
         middle = start + PIECE_CHARACTERS

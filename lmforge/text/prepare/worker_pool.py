@@ -1,4 +1,6 @@
-"""Worker processes for tokenizing, which also end when the process that started them is stopped or killed."""
+"""Worker processes for tokenizing, which also end when the process that started them is stopped or
+killed.
+"""
 
 import multiprocessing
 import os
@@ -29,10 +31,12 @@ WORKER_SIGNALS = {signal.SIGINT, signal.SIGTERM}
 
 
 class WorkerPool:
-    """`num_workers` processes, started when there is work for them; with one, the work is done in this process.
+    """`num_workers` processes, started when there is work for them; with one, the work is done in
+    this process.
 
-    They are spawned, since a fork would copy the locks of the caller's threads. Use it in a `with`: within, SIGTERM raises
-    SystemExit where it would end this process at once and leave its processes' semaphores behind.
+    They are spawned, since a fork would copy the locks of the caller's threads. Use it in a `with`:
+    within, SIGTERM raises SystemExit where it would end this process at once and leave its
+    processes' semaphores behind.
     """
 
     def __init__(self, num_workers: int):
@@ -41,21 +45,36 @@ class WorkerPool:
         self._handles_sigterm = False
 
     def map_unordered(
-        self, function: Callable[..., Result], jobs: Sequence[Job], on_progress: OnProgress | None = None
+        self,
+        function: Callable[..., Result],
+        jobs: Sequence[Job],
+        on_progress: OnProgress | None = None,
     ) -> Iterator[tuple[int, Result]]:
-        """(index of the job, its result) as jobs finish, of `function(job)`. An exception of a job is raised here.
+        """(index of the job, its result) as jobs finish, of `function(job)`.
 
-        With `on_progress` it is `function(job, report)`; what a job reports reaches `on_progress(index, amount)` a few times a
-        second. Raises RunFailed when a process was killed from outside.
+        An exception of a job is raised here.
+
+        With `on_progress` it is `function(job, report)`; what a job reports reaches
+        `on_progress(index, amount)` a few times a second. Raises RunFailed when a process was
+        killed from outside.
         """
         if self._num_workers == 1 or len(jobs) <= 1:
             for index, job in enumerate(jobs):
-                yield index, function(job, *([] if on_progress is None else [_Throttled(partial(on_progress, index))]))
+                yield (
+                    index,
+                    function(
+                        job,
+                        *([] if on_progress is None else [_Throttled(partial(on_progress, index))]),
+                    ),
+                )
             return
         finished: queue.SimpleQueue[Future[Result]] = queue.SimpleQueue()
         reporting = on_progress is not None
         indices = self._submit(
-            [(_run_with_report, function, index, job) if reporting else (function, job) for index, job in enumerate(jobs)]
+            [
+                (_run_with_report, function, index, job) if reporting else (function, job)
+                for index, job in enumerate(jobs)
+            ]
         )
         for future in indices:
             future.add_done_callback(finished.put)
@@ -70,10 +89,13 @@ class WorkerPool:
             ) from None
 
     def _submit(self, calls: Sequence[tuple[Any, ...]]) -> dict[Future[Any], int]:
-        """Start the processes, unless they run, and give them calls: functions with their arguments. Returns their indices."""
-        # Ctrl-C reaches every process of a terminal, and a SIGTERM often every process of a group; only the caller may act on
-        # it, and then ends the others. A blocked signal stays blocked across spawning, so a starting process cannot print a
-        # traceback. Python's resource tracker, which the pool starts, unblocks it: that one has to run before.
+        """Start the processes, unless they run, and give them calls: functions with their
+        arguments. Returns their indices.
+        """
+        # Ctrl-C reaches every process of a terminal, and a SIGTERM often every process of a group;
+        # only the caller may act on it, and then ends the others. A blocked signal stays blocked
+        # across spawning, so a starting process cannot print a traceback. Python's resource
+        # tracker, which the pool starts, unblocks it: that one has to run before.
         ensure_running()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, WORKER_SIGNALS)
         try:
@@ -81,12 +103,16 @@ class WorkerPool:
                 context = multiprocessing.get_context("spawn")
                 held, self._lifeline = context.Pipe(duplex=False)
                 self._reports, reports = context.Pipe(duplex=False)
-                self._pool = ProcessPoolExecutor(self._num_workers, context, _init_worker, (held, reports))
+                self._pool = ProcessPoolExecutor(
+                    self._num_workers, context, _init_worker, (held, reports)
+                )
             return {self._pool.submit(*call): index for index, call in enumerate(calls)}
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    def _wait(self, finished: "queue.SimpleQueue[Future[Result]]", on_progress: OnProgress | None) -> Future[Result]:
+    def _wait(
+        self, finished: "queue.SimpleQueue[Future[Result]]", on_progress: OnProgress | None
+    ) -> Future[Result]:
         """The next job that is finished. Meanwhile, what jobs report is passed on."""
         while True:
             if on_progress is not None:
@@ -96,15 +122,18 @@ class WorkerPool:
                 return finished.get(timeout=None if on_progress is None else REPORT_SECONDS)
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        if (
+            threading.current_thread() is threading.main_thread()
+            and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        ):
             signal.signal(signal.SIGTERM, _exit_on_sigterm)
             self._handles_sigterm = True
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         if self._pool is not None:
-            # Closing the lifeline ends the processes at once: after an interruption a large file need not be finished, and
-            # after success they have nothing to do.
+            # Closing the lifeline ends the processes at once: after an interruption a large file
+            # need not be finished, and after success they have nothing to do.
             self._lifeline.close()
             self._pool.shutdown(cancel_futures=True)
         if self._handles_sigterm:
@@ -129,7 +158,8 @@ class _Throttled:
             self._function(amount)
 
 
-_worker_reports: Connection | None = None  # in a worker process: where to send (index of the job, amount)
+# In a worker process: where to send (index of the job, amount).
+_worker_reports: Connection | None = None
 
 
 def _run_with_report(function: Callable[[Any, Report], Result], index: int, job: Any) -> Result:
@@ -137,13 +167,16 @@ def _run_with_report(function: Callable[[Any, Report], Result], index: int, job:
 
     def report(amount: int) -> None:
         assert _worker_reports is not None
-        _worker_reports.send((index, amount))  # so short that writes of several processes do not mix
+        # So short that writes of several processes do not mix.
+        _worker_reports.send((index, amount))
 
     return function(job, _Throttled(report))
 
 
 def _init_worker(lifeline: Connection, reports: Connection) -> None:
-    """In a new process: end when the other end of the lifeline is closed, which the kernel does when its owner ends."""
+    """In a new process: end when the other end of the lifeline is closed, which the kernel does
+    when its owner ends.
+    """
     global _worker_reports
     _worker_reports = reports
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one of many processes needs no thread pool

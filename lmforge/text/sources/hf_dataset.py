@@ -1,4 +1,7 @@
-"""Hugging Face datasets as sources of text: by name, streamed from the hub, or a local folder. They need the extra `hf`."""
+"""Hugging Face datasets as sources of text: by name, streamed from the hub, or a local folder.
+
+They need the extra `hf`.
+"""
 
 import os
 from collections.abc import Iterator
@@ -33,7 +36,10 @@ UNIT_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class DatasetLocation:
-    """The arguments that open one split of a dataset again in another process. `revision` is a commit of the hub, else None."""
+    """The arguments that open one split of a dataset again in another process.
+
+    `revision` is a commit of the hub, else None.
+    """
 
     spec: str
     subset: str | None
@@ -54,7 +60,9 @@ class DatasetLocation:
             loaded = datasets.load_from_disk(str(path))
             if isinstance(loaded, datasets.DatasetDict):
                 if self.split not in loaded:
-                    raise UserError(f"{self.spec}: no split {self.split!r}: there are {list_names(loaded)}")
+                    raise UserError(
+                        f"{self.spec}: no split {self.split!r}: there are {list_names(loaded)}"
+                    )
                 loaded = loaded[self.split]
             return loaded
         if path.is_dir():
@@ -62,13 +70,19 @@ class DatasetLocation:
         assert self.revision is not None
         name = parse_model_name(self.spec)[0]
         if downloaded := find_cached_dataset(name, self.revision):  # no network is needed
-            return datasets.load_dataset(str(downloaded), self.subset, split=self.split, streaming=True)
-        return datasets.load_dataset(name, self.subset, split=self.split, revision=self.revision, streaming=True)
+            return datasets.load_dataset(
+                str(downloaded), self.subset, split=self.split, streaming=True
+            )
+        return datasets.load_dataset(
+            name, self.subset, split=self.split, revision=self.revision, streaming=True
+        )
 
 
 @contextmanager
 def _library_errors(spec: str) -> Iterator[None]:
-    """Turns the dozens of exceptions that `datasets` and the hub raise into a UserError of one line."""
+    """Turns the dozens of exceptions that `datasets` and the hub raise into a UserError of one
+    line.
+    """
     try:
         yield
     except UserError:
@@ -99,23 +113,38 @@ class DatasetUnit(SourceUnit):
             if not all_fields and part.column_names is not None:
                 part = part.select_columns([self.text_field])
             for number, row in enumerate(part):
-                place = partial("{}, row {} of part {}".format, self.location.spec, number + 1, self.shard + 1)
+                place = partial(
+                    "{}, row {} of part {}".format, self.location.spec, number + 1, self.shard + 1
+                )
                 yield from record_documents(row, self.text_field, place, progress)
 
 
 @dataclass(frozen=True)
 class DatasetSource(FileSource):
-    """One split of a dataset. `files` are those of a local folder; of one on the hub the revision says what is in it."""
+    """One split of a dataset.
+
+    `files` are those of a local folder; of one on the hub the revision says what is in it.
+    """
 
     location: DatasetLocation
     text_field: str
 
     def _identity(self, files: list[tuple[str, int, int]]) -> list[Any]:
         where = self.location
-        return [self.text_field, where.spec if not files else "", where.subset, where.split, where.revision, files]
+        return [
+            self.text_field,
+            where.spec if not files else "",
+            where.subset,
+            where.split,
+            where.revision,
+            files,
+        ]
 
     def units(self) -> list[SourceUnit]:
-        """All units of work, in a fixed order. Raises UserError for a dataset without the column."""
+        """All units of work, in a fixed order.
+
+        Raises UserError for a dataset without the column.
+        """
         dataset = self.location.open()
         with _library_errors(self.spec):
             names = dataset.column_names or sorted(next(iter(dataset), {}))
@@ -123,24 +152,40 @@ class DatasetSource(FileSource):
                 there_are = f"there are {list_names(names)}{TEXT_FIELD_HINT}"
                 raise UserError(f"{self.spec}: no column {self.text_field!r}: {there_are}")
             # A streamed dataset is divided by its files.
-            shards = getattr(dataset, "num_shards", None) or max(1, min(len(dataset), -(-self.size // UNIT_BYTES)))
+            shards = getattr(dataset, "num_shards", None) or max(
+                1, min(len(dataset), -(-self.size // UNIT_BYTES))
+            )
         size = self.size // shards
-        return [DatasetUnit(self.location, shard, shards, size, self.text_field) for shard in range(shards)]
+        return [
+            DatasetUnit(self.location, shard, shards, size, self.text_field)
+            for shard in range(shards)
+        ]
 
 
 def is_dataset(spec: str, split: str | None, subset: str | None) -> bool:
-    """Whether `spec` is a Hugging Face dataset: saved by `save_to_disk`, a name on the hub, or a folder with a split named."""
+    """Whether `spec` is a Hugging Face dataset: saved by `save_to_disk`, a name on the hub, or a
+    folder with a split named.
+    """
     path = expand_home(spec)
     if path.is_dir():
-        return bool(split or subset) or (path / SAVED_DATASETS).is_file() or (path / SAVED_DATASET).is_file()
+        return (
+            bool(split or subset)
+            or (path / SAVED_DATASETS).is_file()
+            or (path / SAVED_DATASET).is_file()
+        )
     return is_hub_name(spec)
 
 
-def open_dataset_source(spec: str, text_field: str, split: str | None, subset: str | None) -> DatasetSource:
-    """One split of a dataset that `is_dataset`, by default "train". Raises UserError if it cannot be found or the extra `hf` is
-    missing."""
+def open_dataset_source(
+    spec: str, text_field: str, split: str | None, subset: str | None
+) -> DatasetSource:
+    """One split of a dataset that `is_dataset`, by default "train". Raises UserError if it cannot
+    be found or the extra `hf` is missing.
+    """
     if find_spec("datasets") is None:
-        raise UserError(f"{spec}: a Hugging Face dataset needs the package datasets: {how_to_install('hf')}")
+        raise UserError(
+            f"{spec}: a Hugging Face dataset needs the package datasets: {how_to_install('hf')}"
+        )
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     path, revision = expand_home(spec), None
     files: tuple[SourceFile, ...] = ()
@@ -151,14 +196,22 @@ def open_dataset_source(spec: str, text_field: str, split: str | None, subset: s
             name, requested = parse_model_name(spec)
             downloaded = find_cached_dataset(name, requested)
             revision = downloaded.name if downloaded else _find_commit(name, requested)
-    return DatasetSource(spec, files, DatasetLocation(spec, subset, split or DEFAULT_SPLIT, revision), text_field)
+    return DatasetSource(
+        spec, files, DatasetLocation(spec, subset, split or DEFAULT_SPLIT, revision), text_field
+    )
 
 
 def _find_commit(name: str, revision: str) -> str:
-    """The commit of a dataset on the hub. Raises UserError where the hub cannot be reached; its other errors are not caught."""
+    """The commit of a dataset on the hub.
+
+    Raises UserError where the hub cannot be reached; its other errors are not caught.
+    """
     from huggingface_hub import HfApi, constants
 
-    if constants.HF_HUB_OFFLINE or os.environ.get("HF_DATASETS_OFFLINE", "").upper() in constants.ENV_VARS_TRUE_VALUES:
+    if (
+        constants.HF_HUB_OFFLINE
+        or os.environ.get("HF_DATASETS_OFFLINE", "").upper() in constants.ENV_VARS_TRUE_VALUES
+    ):
         raise UserError(offline_message(name, revision, "dataset"))
     try:
         return str(HfApi().dataset_info(name, revision=revision, timeout=LOOKUP_SECONDS).sha)
@@ -170,11 +223,18 @@ def _find_commit(name: str, revision: str) -> str:
 
 
 def find_cached_dataset(name: str, revision: str) -> Path | None:
-    """The cache folder that has the complete dataset at a commit, by which it is named, or None. Does not contact the hub."""
+    """The cache folder that has the complete dataset at a commit, by which it is named, or None.
+
+    Does not contact the hub.
+    """
     root = cache_folder() / f"datasets--{name.replace('/', '--')}"
     reference = root / "refs" / revision
     with suppress(OSError):
-        folder = root / "snapshots" / (reference.read_text(encoding="utf-8").strip() if reference.is_file() else revision)
+        folder = (
+            root
+            / "snapshots"
+            / (reference.read_text(encoding="utf-8").strip() if reference.is_file() else revision)
+        )
         if (folder / COMPLETE_MARK).is_file():
             return folder
     return None

@@ -1,7 +1,9 @@
-"""Records of files: JSON lines, one JSON list, or parquet, compressed or not. All other modules read these formats through this
-one.
+"""Records of files: JSON lines, one JSON list, or parquet, compressed or not.
 
-Callers interpret the fields: `text_sources.py` reads one text of each record, `text/chat/` reads conversations.
+All other modules read these formats through this one.
+
+Callers interpret the fields: `text_sources.py` reads one text of each record, `text/chat/` reads
+conversations.
 """
 
 import io
@@ -13,7 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lmforge.core.errors import NothingToLearn, UserError, format_count, prefix_errors
-from lmforge.core.files.untrusted import BYTE_ORDER_MARK, CHUNK_BYTES, expand_home, list_names, parse_json, read_stream
+from lmforge.core.files.untrusted import (
+    BYTE_ORDER_MARK,
+    CHUNK_BYTES,
+    expand_home,
+    list_names,
+    parse_json,
+    read_stream,
+)
 from lmforge.text.sources.folders import COMPRESSION_SUFFIXES, FileSplit, content_suffix, find_files
 
 if TYPE_CHECKING:
@@ -46,41 +55,68 @@ class SourceReader(io.BufferedReader):
 
 
 def find_record_files(path: str | Path, split: FileSplit = "train") -> Sequence[Path]:
-    """The file itself, or the files of records of a split of a folder; `~` is expanded. Raises UserError if there are none, or
-    for a single file of another kind; without a suffix it is taken for JSON lines."""
+    """The file itself, or the files of records of a split of a folder; `~` is expanded.
+
+    Raises UserError if there are none, or for a single file of another kind; without a suffix it is
+    taken for JSON lines.
+    """
     root = expand_home(path)
     if root.is_file():
         if (suffix := content_suffix(root.name)) and suffix not in RECORD_SUFFIXES:
-            raise UserError(f"{path}: {suffix} files are not read; convert the records to .jsonl or .parquet")
+            raise UserError(
+                f"{path}: {suffix} files are not read; convert the records to .jsonl or .parquet"
+            )
         return [root]
     if not root.is_dir():
         raise UserError(f"{path}: no such file or folder")
     files = find_files(root, RECORD_SUFFIXES, split).paths
     if not files:
-        raise UserError(f"{path}: holds no records: looked for .jsonl, .json, .parquet, and these with .gz or .zst")
+        raise UserError(
+            f"{path}: holds no records: looked for .jsonl, .json, .parquet, and these with .gz or"
+            " .zst"
+        )
     return files
 
 
-def describe_folders(paths: Iterable[Path], split: FileSplit = "train", validation_paths: Iterable[Path] = ()) -> str:
-    """For folders among these paths what is left out of them, and which folders within them are read, and what is both for
-    training and for validation: each after `; `."""
+def describe_folders(
+    paths: Iterable[Path], split: FileSplit = "train", validation_paths: Iterable[Path] = ()
+) -> str:
+    """For folders among these paths what is left out of them, and which folders within them are
+    read, and what is both for training and for validation: each after `; `.
+    """
     notes, files = [], []
-    named: tuple[tuple[Iterable[Path], FileSplit], ...] = ((paths, split), (validation_paths, "validation"))
+    named: tuple[tuple[Iterable[Path], FileSplit], ...] = (
+        (paths, split),
+        (validation_paths, "validation"),
+    )
     for members, of_split in named:
         roots = [root for path in members if (root := expand_home(path)).is_dir()]
-        notes += [f"; {root} {note}" for root in roots if (note := find_files(root, RECORD_SUFFIXES, of_split).describe(root))]
-        files.append({file.resolve() for path in members for file in find_record_files(path, of_split)})
+        notes += [
+            f"; {root} {note}"
+            for root in roots
+            if (note := find_files(root, RECORD_SUFFIXES, of_split).describe(root))
+        ]
+        files.append(
+            {file.resolve() for path in members for file in find_record_files(path, of_split)}
+        )
     if shared := sorted(files[0] & files[1]):
-        notes.append(f"; trains and validates on the same {format_count(len(shared), 'file')}, such as {shared[0]}")
+        notes.append(
+            f"; trains and validates on the same {format_count(len(shared), 'file')}, such as"
+            f" {shared[0]}"
+        )
     return "".join(notes)
 
 
 @dataclass
 class UnusableRecords:
-    """Records that cannot be used. The first ends the command, unless `skip`; those without anything to learn do not."""
+    """Records that cannot be used.
+
+    The first ends the command, unless `skip`; those without anything to learn do not.
+    """
 
     skip: bool = False
-    problems: list[str] = field(default_factory=list)  # of those that were left out, with their places
+    # Of those that were left out, with their places.
+    problems: list[str] = field(default_factory=list)
     with_special_text: int = 0  # those used that hold the text of a special token, encoded as text
 
     def add(self, problem: UserError) -> None:
@@ -91,7 +127,9 @@ class UnusableRecords:
 
     @contextmanager
     def leave_out(self, place: str | Callable[[], str] | None = None) -> Iterator[None]:
-        """The record at a place, which `place` gives unless messages name it, is left out if the block raises a UserError."""
+        """The record at a place, which `place` gives unless messages name it, is left out if the
+        block raises a UserError.
+        """
         try:
             with prefix_errors(place) if place else nullcontext():
                 yield
@@ -101,13 +139,17 @@ class UnusableRecords:
     def __str__(self) -> str:
         """Their number and the first, after `; `; empty if there are none."""
         number = len(self.problems)
-        return f"; {number:,} left out that cannot be used, such as {self.problems[0]}" if number else ""
+        return (
+            f"; {number:,} left out that cannot be used, such as {self.problems[0]}"
+            if number
+            else ""
+        )
 
 
 @dataclass
 class ReadProgress:
-    """The progress of a reader: bytes of the file on the disk, which may be compressed. left_out: documents that a hook
-    removed. `unusable` are those that cannot be used.
+    """The progress of a reader: bytes of the file on the disk, which may be compressed. left_out:
+    documents that a hook removed. `unusable` are those that cannot be used.
     """
 
     bytes: int = 0
@@ -116,24 +158,33 @@ class ReadProgress:
 
 
 def describe_special_text(count: int, records: int, option: str) -> str:
-    """That many of the records spell special tokens, which are encoded as text unless `option`, after `; `; empty where few
-    do."""
+    """That many of the records spell special tokens, which are encoded as text unless `option`,
+    after `; `; empty where few do.
+    """
     if count <= SPECIAL_TEXT_RATIO * records:
         return ""
-    return f"; {count:,} spell special tokens in plain text, which is encoded as text ({option} makes tokens of it)"
+    return (
+        f"; {count:,} spell special tokens in plain text, which is encoded as text ({option} makes"
+        " tokens of it)"
+    )
 
 
 def read_records(
     path: str | Path, split: FileSplit = "train", unusable: UnusableRecords | None = None
 ) -> Iterator[tuple[str, Record]]:
-    """("FILE, record N", record) of a file, or of all such files of a split of a folder; N counts from 1 in each file.
+    """("FILE, record N", record) of a file, or of all such files of a split of a folder; N counts
+    from 1 in each file.
 
-    .jsonl, .ndjson and .json (lines, or one list), these with .gz or .zst, and .parquet. Raises UserError naming the place,
-    unless `unusable` leaves the record out.
+    .jsonl, .ndjson and .json (lines, or one list), these with .gz or .zst, and .parquet. Raises
+    UserError naming the place, unless `unusable` leaves the record out.
     """
     unusable = unusable or UnusableRecords()
     for file in find_record_files(path, split):
-        records = parquet_rows(file) if content_suffix(file.name) == ".parquet" else _json_list_or_lines(file)
+        records = (
+            parquet_rows(file)
+            if content_suffix(file.name) == ".parquet"
+            else _json_list_or_lines(file)
+        )
         for number, record in enumerate(records, start=1):
             if isinstance(record, UserError):
                 unusable.add(record)
@@ -146,9 +197,20 @@ def _json_list_or_lines(path: Path) -> Iterator[Record | UserError]:
         if file.peek().removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"["):
             content = read_stream(file, str(path), MAX_LIST_BYTES)
             hint = "a file that begins with [ must be one JSON list of objects"
-            items = parse_json(content, list[object], str(path), max_bytes=MAX_LIST_BYTES, hint=hint, allow_nan=True)
+            items = parse_json(
+                content,
+                list[object],
+                str(path),
+                max_bytes=MAX_LIST_BYTES,
+                hint=hint,
+                allow_nan=True,
+            )
             for number, item in enumerate(items, start=1):
-                yield item if isinstance(item, dict) else UserError(f"{path}, record {number}: not an object; {hint}")
+                yield (
+                    item
+                    if isinstance(item, dict)
+                    else UserError(f"{path}, record {number}: not an object; {hint}")
+                )
             return
     yield from (record for _, record in json_lines(path, 0, None, ReadProgress()))
 
@@ -156,23 +218,29 @@ def _json_list_or_lines(path: Path) -> Iterator[Record | UserError]:
 def json_lines(
     path: str | Path, start: int, stop: int | None, progress: ReadProgress
 ) -> Iterator[tuple[Callable[[], str], Record | UserError]]:
-    """(what gives its place, object) of each line that begins at bytes `start` … `stop` − 1, or to the end. Blank lines are
-    skipped.
+    """(what gives its place, object) of each line that begins at bytes `start` … `stop` − 1, or to
+    the end. Blank lines are skipped.
 
-    A line that is not UTF-8, not a JSON object, or longer than MAX_LINE_BYTES gives a UserError naming file and line.
+    A line that is not UTF-8, not a JSON object, or longer than MAX_LINE_BYTES gives a UserError
+    naming file and line.
     """
     with open_decompressed(path) as file:
         offset = start
         if start:
-            # A line belongs to the range in which it begins; the rest of an earlier line is read with the previous range.
+            # A line belongs to the range in which it begins; the rest of an earlier line is read
+            # with the previous range.
             file.seek(start - 1)
             offset += _skip_line(file) - 1
-        first, number = cache(partial(_line_number, path, offset)), -1  # once, however many lines have to be named
+        # Once, however many lines have to be named.
+        first, number = cache(partial(_line_number, path, offset)), -1
         while (stop is None or offset < stop) and (line := file.readline(MAX_LINE_BYTES + 1)):
             size, content, number = len(line), line.removeprefix(BYTE_ORDER_MARK), number + 1
             place = partial(_line_place, path, first, number)
             if size > MAX_LINE_BYTES:
-                limit = f"a line of more than {MAX_LINE_BYTES:,} bytes; split the record, or leave it out"
+                limit = (
+                    f"a line of more than {MAX_LINE_BYTES:,} bytes; split the record, or leave"
+                    " it out"
+                )
                 yield place, UserError(f"{place()}: {limit}")
                 size += 0 if line.endswith(b"\n") else _skip_line(file)
             elif content and not content.isspace():
@@ -191,7 +259,9 @@ def _skip_line(file: io.BufferedReader) -> int:
     return skipped
 
 
-def _parse_line(line: bytes, path: str | Path, offset: int, place: Callable[[], str]) -> Record | UserError:
+def _parse_line(
+    line: bytes, path: str | Path, offset: int, place: Callable[[], str]
+) -> Record | UserError:
     try:
         return parse_json(line, Record, "", max_bytes=MAX_LINE_BYTES, allow_nan=True)
     except UserError as problem:
@@ -199,7 +269,11 @@ def _parse_line(line: bytes, path: str | Path, offset: int, place: Callable[[], 
             decode_utf8(line, path, offset)  # names the byte, for an encoding error
         except UserError as not_utf8:
             return not_utf8
-        surrogate = ": half of a surrogate pair, which UTF-8 cannot encode" if "of hex escape" in str(problem) else ""
+        surrogate = (
+            ": half of a surrogate pair, which UTF-8 cannot encode"
+            if "of hex escape" in str(problem)
+            else ""
+        )
         return UserError(f"{place()}{problem}{surrogate}")
 
 
@@ -221,18 +295,25 @@ def _line_number(path: str | Path, offset: int) -> int:
 def parquet_rows(
     path: str | Path, columns: list[str] | None = None, row_group: int | None = None
 ) -> Iterator[Record | UserError]:
-    """The rows of a parquet file, or of one row group, as lines of JSON would have them (`_to_json`). Columns that are null
-    stay. Raises UserError if the file cannot be read."""
+    """The rows of a parquet file, or of one row group, as lines of JSON would have them
+    (`_to_json`). Columns that are null stay. Raises UserError if the file cannot be read.
+    """
     of_group = "" if row_group is None else f" of group {row_group + 1}"
     with open_parquet(path) as parquet:
         row_groups = None if row_group is None else [row_group]
         rows = 0
         for batch in parquet.iter_batches(PARQUET_BATCH_ROWS, row_groups, columns):
-            decoders = {field.name: decode for field in batch.schema if (decode := _to_json(field.type))}
+            decoders = {
+                field.name: decode for field in batch.schema if (decode := _to_json(field.type))
+            }
             for row in batch.to_pylist():
                 rows += 1
                 try:
-                    row |= {name: decode(row[name]) for name, decode in decoders.items() if row[name] is not None}
+                    row |= {
+                        name: decode(row[name])
+                        for name, decode in decoders.items()
+                        if row[name] is not None
+                    }
                 except UserError as problem:
                     yield UserError(f"{path}, row {rows}{of_group}: {problem}")
                 else:
@@ -240,10 +321,12 @@ def parquet_rows(
 
 
 def _to_json(kind: "pyarrow.DataType") -> Callable[[Any], Any] | None:
-    """What makes of a value of this type, not null, what JSON has in its place; None where it is that already.
+    """What makes of a value of this type, not null, what JSON has in its place; None where it is
+    that already.
 
-    Arrow gives every struct of a column the same fields, most of them null: nulls in structs are left out, those in lists stay.
-    Declared JSON is parsed, and keeps its nulls. Times become ISO 8601, decimals floats, and bytes that are UTF-8 text.
+    Arrow gives every struct of a column the same fields, most of them null: nulls in structs are
+    left out, those in lists stay. Declared JSON is parsed, and keeps its nulls. Times become ISO
+    8601, decimals floats, and bytes that are UTF-8 text.
     """
     import pyarrow
     from pyarrow import types
@@ -255,7 +338,9 @@ def _to_json(kind: "pyarrow.DataType") -> Callable[[Any], Any] | None:
         return _to_json(kind.value_type)
     if types.is_struct(kind):
         members = {field.name: _to_json(field.type) for field in kind}
-        return lambda row: {name: _decode(row[name], to) for name, to in members.items() if row[name] is not None}
+        return lambda row: {
+            name: _decode(row[name], to) for name, to in members.items() if row[name] is not None
+        }
     if types.is_map(kind):
         to_value = _to_json(kind.item_type)
         return lambda items: {str(key): _decode(value, to_value) for key, value in items}
@@ -266,7 +351,12 @@ def _to_json(kind: "pyarrow.DataType") -> Callable[[Any], Any] | None:
         return lambda value: value.isoformat() if hasattr(value, "isoformat") else str(value)
     if types.is_decimal(kind):
         return float
-    is_binary = (types.is_binary, types.is_large_binary, types.is_binary_view, types.is_fixed_size_binary)
+    is_binary = (
+        types.is_binary,
+        types.is_large_binary,
+        types.is_binary_view,
+        types.is_fixed_size_binary,
+    )
     return _decode_bytes if any(is_kind(kind) for is_kind in is_binary) else None
 
 
@@ -275,7 +365,9 @@ def _decode(value: Any, decode: Callable[[Any], Any] | None) -> Any:
 
 
 def _parse_json_text(text: str) -> Any:
-    return parse_json(text.encode(), object, "a value of a JSON column", max_bytes=MAX_LINE_BYTES, allow_nan=True)
+    return parse_json(
+        text.encode(), object, "a value of a JSON column", max_bytes=MAX_LINE_BYTES, allow_nan=True
+    )
 
 
 def _decode_bytes(value: bytes) -> str | bytes:
@@ -307,7 +399,10 @@ def require_fields(record: Record, *names: str, hint: str = "") -> None:
 
 
 def record_text(record: Record, name: str) -> str:
-    """The text in a field; empty if the field is null or missing. Raises UserError if it is not text."""
+    """The text in a field; empty if the field is null or missing.
+
+    Raises UserError if it is not text.
+    """
     text = record.get(name)
     if not isinstance(text, str | None):
         raise UserError(f"the field {name!r} is not text but {type(text).__name__}")
@@ -336,8 +431,13 @@ def _open_by_suffix(path: str | Path) -> SourceReader:
 
 
 def decode_utf8(content: bytes, path: str | Path, offset: int = 0) -> str:
-    """Bytes of a file, from byte `offset` on, as text without a byte order mark. Raises UserError if they are not UTF-8."""
+    """Bytes of a file, from byte `offset` on, as text without a byte order mark.
+
+    Raises UserError if they are not UTF-8.
+    """
     try:
         return content.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 at byte {offset + error.start}; convert the file, or leave it out") from None
+        raise UserError(
+            f"{path}: not UTF-8 at byte {offset + error.start}; convert the file, or leave it out"
+        ) from None

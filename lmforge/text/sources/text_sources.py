@@ -1,6 +1,7 @@
 """Sources of text: each as a list of units of work that any process can read.
 
-A source has names, sizes and times of files; its units read the text (`units.py`). It does not tokenize, shuffle or write.
+A source has names, sizes and times of files; its units read the text (`units.py`). It does not
+tokenize, shuffle or write.
 """
 
 import sysconfig
@@ -41,7 +42,6 @@ from lmforge.text.sources.units import (
     TextUnit,
 )
 
-# fmt: off The advice for files that are not read.
 CONVERSIONS = {
     "convert its rows to .jsonl or .parquet, with the text in one field": (
         ".xls",
@@ -54,22 +54,48 @@ CONVERSIONS = {
         ".sqlite",
         ".db",
     ),
-    "extract its text to a .txt": (".pdf", ".doc", ".docx", ".odt", ".rtf", ".epub", ".mobi", ".ppt", ".pptx"),
-    "unpack it: of packed files .gz and .zst are read": (".tar", ".zip", ".tgz", ".bz2", ".xz", ".7z", ".rar", ".lz4"),
+    "extract its text to a .txt": (
+        ".pdf",
+        ".doc",
+        ".docx",
+        ".odt",
+        ".rtf",
+        ".epub",
+        ".mobi",
+        ".ppt",
+        ".pptx",
+    ),
+    "unpack it: of packed files .gz and .zst are read": (
+        ".tar",
+        ".zip",
+        ".tgz",
+        ".bz2",
+        ".xz",
+        ".7z",
+        ".rar",
+        ".lz4",
+    ),
 }
-# fmt: on
-OTHER_CONVERSION = "if it is plain text, name its suffix in --text_suffixes; if not, extract its text"
+OTHER_CONVERSION = (
+    "if it is plain text, name its suffix in --text_suffixes; if not, extract its text"
+)
 ROW_SUFFIXES = JSON_SUFFIXES | TABLE_DELIMITERS.keys() | {".parquet"}
 TEXT_UNIT_BYTES = 2 << 20
 JSONL_UNIT_BYTES = 16 << 20
-# A corpus gets about this many units where they can be smaller, since at the end all processes wait for the last unit.
+# A corpus gets about this many units where they can be smaller, since at the end all processes wait
+# for the last unit.
 MANY_UNITS = 1024
 SNIFFED_BYTES = 1 << 16
 
-# Parts of the standard library that do not read as code: encodings and the files below are generated tables, pydoc_data is a
-# manual, and tests are mostly literals. Installed packages are not part of the library.
-STDLIB_EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"})
-STDLIB_EXCLUDED_FILES = frozenset({"html/entities.py", "msilib/schema.py", "msilib/sequence.py", "stringprep.py"})
+# Parts of the standard library that do not read as code: encodings and the files below are
+# generated tables, pydoc_data is a manual, and tests are mostly literals. Installed packages are
+# not part of the library.
+STDLIB_EXCLUDED_FOLDERS = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
+)
+STDLIB_EXCLUDED_FILES = frozenset(
+    {"html/entities.py", "msilib/schema.py", "msilib/sequence.py", "stringprep.py"}
+)
 
 
 @dataclass(frozen=True)
@@ -82,7 +108,10 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class FileSource(ABC):
-    """The files of a corpus, sorted by name. `left_out` counts those of a folder that are not read, by split or suffix."""
+    """The files of a corpus, sorted by name.
+
+    `left_out` counts those of a folder that are not read, by split or suffix.
+    """
 
     spec: str
     files: tuple[SourceFile, ...]
@@ -94,13 +123,17 @@ class FileSource(ABC):
         return sum(file.size for file in self.files)
 
     def fingerprint(self) -> str:
-        """A hash that changes when a file is added, removed, resized or touched, or when it is read in another way."""
+        """A hash that changes when a file is added, removed, resized or touched, or when it is read
+        in another way.
+        """
         files = [(file.name, file.size, file.modified_ns) for file in self.files]
         return hash_json(self._identity(files))
 
     @abstractmethod
     def _identity(self, files: list[tuple[str, int, int]]) -> list[Any]:
-        """Everything that the documents depend on, as JSON; `files` say which version of each file it is."""
+        """Everything that the documents depend on, as JSON; `files` say which version of each file
+        it is.
+        """
 
 
 @dataclass(frozen=True)
@@ -129,7 +162,10 @@ class TextSource(FileSource):
         """Raise UserError where a package is missing that its files need."""
         page = next((file for file in self.files if self._is_page(file)), None)
         if page is not None and find_spec("trafilatura") is None:
-            raise UserError(f"{page.path}: a page of HTML needs the package trafilatura; {how_to_install('html')}")
+            raise UserError(
+                f"{page.path}: a page of HTML needs the package trafilatura;"
+                f" {how_to_install('html')}"
+            )
 
     def units(self) -> list[SourceUnit]:
         """All units of work, in a fixed order."""
@@ -139,7 +175,9 @@ class TextSource(FileSource):
         for file in self.files:
             suffix = content_suffix(file.name)
             if self.readers.reads(suffix):
-                units.append(PluginUnit(file.path, file.size, self.text_field, suffix[1:], self.readers))
+                units.append(
+                    PluginUnit(file.path, file.size, self.text_field, suffix[1:], self.readers)
+                )
             elif suffix == ".parquet":
                 units.extend(_parquet_units(file, self.text_field))
             elif suffix in TABLE_DELIMITERS:
@@ -167,7 +205,9 @@ class TextSource(FileSource):
 
 def known_suffixes() -> frozenset[str]:
     """Suffixes of files whose documents can be read as text, those of plugins included."""
-    return frozenset(f".{entry.name}" for entry in registry.entries("document_source") if not gives_tokens(entry))
+    return frozenset(
+        f".{entry.name}" for entry in registry.entries("document_source") if not gives_tokens(entry)
+    )
 
 
 def open_text_source(
@@ -179,23 +219,36 @@ def open_text_source(
 ) -> TextSource:
     """The corpus that `spec` names: "stdlib", a file, or a folder searched to any depth.
 
-    "stdlib" is the standard library of the running Python. A text file is one document, of HTML the page's text; a line of
-    a .jsonl or a row of a .parquet, .csv or .tsv holds one in `text_field`. .gz and .zst are decompressed.
-    Files with `text_suffixes` are text too; `readers` read those of plugins. Of a folder with files of several splits those of
-    `split` are read. Raises UserError if there is nothing to read, or for a single file of another kind.
+    "stdlib" is the standard library of the running Python. A text file is one document, of HTML the
+    page's text; a line of a .jsonl or a row of a .parquet, .csv or .tsv holds one in `text_field`.
+    .gz and .zst are decompressed. Files with `text_suffixes` are text too; `readers` read those of
+    plugins. Of a folder with files of several splits those of `split` are read. Raises UserError if
+    there is nothing to read, or for a single file of another kind.
     """
     suffixes = {suffix.lower() for suffix in text_suffixes}
     left_out, known = Counter[str](), known_suffixes() | suffixes
     if spec == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
-        paths = [path for path in list_files(root, STDLIB_EXCLUDED_FOLDERS) if _is_library_code(path.relative_to(root))]
+        paths = [
+            path
+            for path in list_files(root, STDLIB_EXCLUDED_FOLDERS)
+            if _is_library_code(path.relative_to(root))
+        ]
     elif (root := expand_home(spec)).is_dir():
         every = list(list_files(root))
         # Among other files a .json is more often a settings file than a corpus.
-        paths = [path for path in every if content_suffix(path.name) in known and path.suffix != ".json"]
-        left_out.update(content_suffix(path.name) or "without a suffix" for path in sorted(set(every).difference(paths)))
+        paths = [
+            path for path in every if content_suffix(path.name) in known and path.suffix != ".json"
+        ]
+        left_out.update(
+            content_suffix(path.name) or "without a suffix"
+            for path in sorted(set(every).difference(paths))
+        )
         if not paths:
-            raise UserError(f"{spec}: holds no text: looked for files such as .txt, .md, .py, .jsonl, .jsonl.gz, .parquet")
+            raise UserError(
+                f"{spec}: holds no text: looked for files such as .txt, .md, .py, .jsonl,"
+                " .jsonl.gz, .parquet"
+            )
         paths, others = _documents_of_split(paths, root, split, {".txt", *suffixes})
         left_out.update(others + Counter(unread_configs(root)))
     elif root.is_file():
@@ -215,11 +268,16 @@ def open_text_source(
 def _documents_of_split(
     paths: list[Path], root: Path, split: FileSplit, plain_suffixes: Collection[str]
 ) -> tuple[list[Path], Counter[str]]:
-    """The files of a split, and how many others there are. Code and pages are of no split, and plain texts only where the names
-    of all tell one: "test-drive.txt" may be a document of many."""
+    """The files of a split, and how many others there are.
+
+    Code and pages are of no split, and plain texts only where the names of all tell one:
+    "test-drive.txt" may be a document of many.
+    """
     rows = [path for path in paths if content_suffix(path.name) in ROW_SUFFIXES]
     texts = [path for path in paths if content_suffix(path.name) in plain_suffixes]
-    of_splits = {path for members in find_splits([*rows, *texts], root).values() for path in members}
+    of_splits = {
+        path for members in find_splits([*rows, *texts], root).values() for path in members
+    }
     members = rows + texts if of_splits.issuperset(texts) else rows
     splits = find_splits(members, root)
     if not splits or (split not in splits and len(members) < len(paths)):
@@ -230,9 +288,14 @@ def _documents_of_split(
 
 
 def _check_is_text(path: Path) -> None:
-    """Raise UserError, with what to do, for a file of an unknown kind. Without a suffix it is text, unless binary."""
+    """Raise UserError, with what to do, for a file of an unknown kind.
+
+    Without a suffix it is text, unless binary.
+    """
     suffix = content_suffix(path.name)
-    way = next((way for way, suffixes in CONVERSIONS.items() if suffix in suffixes), OTHER_CONVERSION)
+    way = next(
+        (way for way, suffixes in CONVERSIONS.items() if suffix in suffixes), OTHER_CONVERSION
+    )
     if suffix:
         raise UserError(f"{path}: {suffix} files are not read; {way}")
     with open_decompressed(path) as file:
@@ -244,7 +307,9 @@ def stat_files(paths: Iterable[Path], root: Path) -> tuple[SourceFile, ...]:
     """The files of a corpus that is in the folder `root`, sorted by name."""
     stats = [(path, path.stat()) for path in paths]
     files = [
-        SourceFile(str(path.absolute()), path.relative_to(root).as_posix(), stat.st_size, stat.st_mtime_ns)
+        SourceFile(
+            str(path.absolute()), path.relative_to(root).as_posix(), stat.st_size, stat.st_mtime_ns
+        )
         for path, stat in stats
     ]
     return tuple(sorted(files, key=lambda file: file.name))
@@ -261,9 +326,14 @@ def _parquet_units(file: SourceFile, name: str) -> list[SourceUnit]:
     with open_parquet(file.path) as parquet:
         schema, metadata = parquet.schema_arrow, parquet.metadata
     if name not in schema.names:
-        raise UserError(f"{file.path}: no field {name!r}: there are {list_names(schema.names)}{TEXT_FIELD_HINT}")
+        raise UserError(
+            f"{file.path}: no field {name!r}: there are {list_names(schema.names)}{TEXT_FIELD_HINT}"
+        )
     dtype = schema.field(name).type
     if not (pyarrow.types.is_string(dtype) or pyarrow.types.is_large_string(dtype)):
         raise UserError(f"{file.path}: the field {name!r} is not text but {cut(str(dtype))}")
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-    return [ParquetUnit(file.path, group.total_byte_size, name, number, group.num_rows) for number, group in enumerate(groups)]
+    return [
+        ParquetUnit(file.path, group.total_byte_size, name, number, group.num_rows)
+        for number, group in enumerate(groups)
+    ]

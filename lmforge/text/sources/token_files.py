@@ -1,11 +1,14 @@
 """Corpora that other tools have tokenized, read as documents of ids.
 
-    .arrow        fms-fsdp: an Arrow file whose record batches are documents, in a column `tokens`; or rows of lists of ids
+    .arrow        fms-fsdp: an Arrow file whose record batches are documents, in a column `tokens`;
+                  or rows of lists of ids
     .bin          nanoGPT: uint16 ids and nothing else
-    any suffix    that a plugin registers with gives="tokens", such as those of examples/token_files/
+    any suffix    that a plugin registers with gives="tokens", such as those of
+                  examples/token_files/
 
-nanoGPT's say nowhere where documents end. In all of them an end-of-text or beginning-of-text id is a boundary: it is left out,
-and `prepare` ends each document with the tokenizer's own end-of-text id.
+nanoGPT's say nowhere where documents end. In all of them an end-of-text or beginning-of-text id is
+a boundary: it is left out, and `prepare` ends each document with the tokenizer's own end-of-text
+id.
 """
 
 from abc import ABC, abstractmethod
@@ -43,8 +46,9 @@ PLUGIN_HINT = "which a plugin reads: --plugins examples/token_files/"
 
 @dataclass(frozen=True)
 class TokenUnit(ABC):
-    """A part of a file that one process reads: the items that begin at `start` … `stop` − 1; the kind of file determines the
-    items."""
+    """A part of a file that one process reads: the items that begin at `start` … `stop` − 1; the
+    kind of file determines the items.
+    """
 
     path: str
     start: int
@@ -60,7 +64,8 @@ class TokenUnit(ABC):
     def documents(self, progress: ReadProgress) -> Iterator[np.ndarray]:
         """The ids of each document, int [tokens], without separators; none is empty.
 
-        Raises UserError naming file and place for an id beyond the vocabulary, or if the file cannot be read.
+        Raises UserError naming file and place for an id beyond the vocabulary, or if the file
+        cannot be read.
         """
         try:
             for document, read in self._stored_documents():
@@ -72,10 +77,15 @@ class TokenUnit(ABC):
 
     @abstractmethod
     def _stored_documents(self) -> Iterator[tuple[np.ndarray, float]]:
-        """The stored ids of each document, after a check, and the fraction of the unit that has been read."""
+        """The stored ids of each document, after a check, and the fraction of the unit that has
+        been read.
+        """
 
     def _split(self, document: np.ndarray) -> Iterator[np.ndarray]:
-        """The parts between separators that are not empty. A document may be a whole file, so it is searched in chunks."""
+        """The parts between separators that are not empty.
+
+        A document may be a whole file, so it is searched in chunks.
+        """
         start = 0
         for first in range(0, len(document), CHUNK_TOKENS):
             found = np.isin(document[first : first + CHUNK_TOKENS], self.separators)
@@ -87,12 +97,15 @@ class TokenUnit(ABC):
             yield document[start:]
 
     def _check(self, ids: np.ndarray, part: str, first: int) -> np.ndarray:
-        """`ids`, which begin with number `first` of `part`. Raises UserError if one is beyond the vocabulary."""
+        """`ids`, which begin with number `first` of `part`.
+
+        Raises UserError if one is beyond the vocabulary.
+        """
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
             at = int(np.flatnonzero((ids < 0) | (ids >= self.vocab_size))[0])
             raise UserError(
-                f"{self.path}: id {first + at:,} of {part} is {int(ids[at]):,}, beyond the vocabulary of {self.vocab_size:,}: "
-                "name the tokenizer that made these tokens"
+                f"{self.path}: id {first + at:,} of {part} is {int(ids[at]):,}, beyond the"
+                f" vocabulary of {self.vocab_size:,}: name the tokenizer that made these tokens"
             )
         return ids
 
@@ -102,7 +115,8 @@ class FlatUnit(TokenUnit):
 
     def _stored_documents(self) -> Iterator[tuple[np.ndarray, float]]:
         with open(self.path, "rb") as file:
-            begins = self.start == 0  # else the first document begins after a separator, which may be the id before
+            # Else the first document begins after a separator, which may be the id before.
+            begins = self.start == 0
             at = max(0, self.start - 1)
             file.seek(at * np.dtype(FLAT_DTYPE).itemsize)
             pieces: list[np.ndarray] = []
@@ -136,9 +150,13 @@ class ArrowUnit(TokenUnit):
                 read = (number + 1 - self.start) / (self.stop - self.start)
                 is_list = hasattr(values.type, "value_type")
                 if values.null_count or (is_list and values.flatten().null_count):
-                    raise UserError(f"{self.path}: record batch {number:,} has rows or ids that are null")
+                    raise UserError(
+                        f"{self.path}: record batch {number:,} has rows or ids that are null"
+                    )
                 for row in values if is_list else [values]:
-                    ids = (row.values if hasattr(row, "values") else row).to_numpy(zero_copy_only=False)
+                    ids = (row.values if hasattr(row, "values") else row).to_numpy(
+                        zero_copy_only=False
+                    )
                     yield self._check(ids, f"record batch {number:,}", 0), read
 
 
@@ -153,20 +171,31 @@ class PluginTokenUnit(TokenUnit):
         number = 0
         try:
             for given in self.readers.documents(self.kind, Path(self.path)):
-                if not isinstance(given, np.ndarray) or given.ndim != 1 or given.dtype.kind not in "iu":
-                    raise UserError(f"{self.path}, document {number:,}: the plugin gave no array of whole numbers")
+                if (
+                    not isinstance(given, np.ndarray)
+                    or given.ndim != 1
+                    or given.dtype.kind not in "iu"
+                ):
+                    raise UserError(
+                        f"{self.path}, document {number:,}: the plugin gave no array of whole"
+                        " numbers"
+                    )
                 yield self._check(given, f"document {number:,}", 0), 0.0
                 number += 1
         except (UserError, OSError):
             raise
         except Exception as error:
             place = f"{self.path}, after {number:,} documents"
-            raise UserError(f"{place}: document source {self.kind} raised {describe_exception(error)}") from error
+            raise UserError(
+                f"{place}: document source {self.kind} raised {describe_exception(error)}"
+            ) from error
 
 
 @contextmanager
 def _open_arrow(path: str) -> Iterator[tuple["pyarrow.ipc.RecordBatchFileReader", str]]:
-    """An Arrow file, and its column of ids; what pyarrow raises in the block becomes a UserError."""
+    """An Arrow file, and its column of ids; what pyarrow raises in the block becomes a
+    UserError.
+    """
     import pyarrow
 
     try:
@@ -182,11 +211,17 @@ def _arrow_column(schema: "pyarrow.Schema", path: str) -> str:
     for name in ARROW_COLUMNS:
         if name in schema.names:
             kind = schema.field(name).type
-            is_list = pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind) or pyarrow.types.is_fixed_size_list(kind)
+            is_list = (
+                pyarrow.types.is_list(kind)
+                or pyarrow.types.is_large_list(kind)
+                or pyarrow.types.is_fixed_size_list(kind)
+            )
             if pyarrow.types.is_integer(kind.value_type if is_list else kind):
                 return name
             raise UserError(f"{path}: the column {name!r} does not hold ids but {cut(str(kind))}")
-    raise UserError(f"{path}: no column {' or '.join(ARROW_COLUMNS)}: there are {list_names(schema.names)}")
+    raise UserError(
+        f"{path}: no column {' or '.join(ARROW_COLUMNS)}: there are {list_names(schema.names)}"
+    )
 
 
 @dataclass(frozen=True)
@@ -199,10 +234,18 @@ class TokenSource(FileSource):
 
     def _identity(self, files: list[tuple[str, int, int]]) -> list[Any]:
         has_plugins = any(self.readers.reads_tokens(Path(file.name).suffix) for file in self.files)
-        return ["tokens", self.separators, files, *([self.readers.identity()] if has_plugins else [])]
+        return [
+            "tokens",
+            self.separators,
+            files,
+            *([self.readers.identity()] if has_plugins else []),
+        ]
 
     def units(self) -> list[TokenUnit]:
-        """All units of work, in a fixed order. Raises UserError naming a file that is none of these kinds."""
+        """All units of work, in a fixed order.
+
+        Raises UserError naming a file that is none of these kinds.
+        """
         units: list[TokenUnit] = []
         for file in self.files:
             kind, total, options = _detect_kind(Path(file.path), file.size, self.readers)
@@ -210,11 +253,15 @@ class TokenSource(FileSource):
             for start in range(0, total, step):
                 stop = min(start + step, total)
                 size = file.size * stop // total - file.size * start // total
-                units.append(kind(file.path, start, stop, size, self.separators, self.vocab_size, *options))
+                units.append(
+                    kind(file.path, start, stop, size, self.separators, self.vocab_size, *options)
+                )
         return units
 
 
-def _detect_kind(path: Path, size: int, readers: PluginReaders) -> tuple[type[TokenUnit], int, tuple[object, ...]]:
+def _detect_kind(
+    path: Path, size: int, readers: PluginReaders
+) -> tuple[type[TokenUnit], int, tuple[object, ...]]:
     """The kind of a file, its number of items, and further arguments of its units."""
     if readers.reads_tokens(path.suffix):
         return PluginTokenUnit, 1, (path.suffix.removeprefix("."), readers)
@@ -226,12 +273,16 @@ def _detect_kind(path: Path, size: int, readers: PluginReaders) -> tuple[type[To
     if np.fromfile(path, "<i4", 1).tolist() in [[magic] for magic in LLMC_MAGICS]:
         raise UserError(f"{path}: tokens of llm.c, {PLUGIN_HINT}llmc.py")
     if size % 2:
-        raise UserError(f"{path}: no tokens of nanoGPT, which are two bytes each: it has {size:,} bytes")
+        raise UserError(
+            f"{path}: no tokens of nanoGPT, which are two bytes each: it has {size:,} bytes"
+        )
     return FlatUnit, size // 2, ()
 
 
 def find_token_files(spec: str, readers: PluginReaders = NO_READERS) -> list[Path]:
-    """The files of tokens that a path names: itself, or all in a folder; none if it is something else."""
+    """The files of tokens that a path names: itself, or all in a folder; none if it is something
+    else.
+    """
     root = expand_home(spec)
 
     def holds_tokens(path: Path) -> bool:
@@ -251,15 +302,27 @@ def open_token_source(
     separator_id: int | None = None,
     readers: PluginReaders = NO_READERS,
 ) -> TokenSource:
-    """The tokenized corpus in these files, of this tokenizer; those of the split train, where a folder's files name splits.
+    """The tokenized corpus in these files, of this tokenizer; those of the split train, where a
+    folder's files name splits.
 
-    Documents end at the tokenizer's end-of-text id, at `separator_id`, and before a beginning-of-text id.
+    Documents end at the tokenizer's end-of-text id, at `separator_id`, and before a
+    beginning-of-text id.
     """
     if separator_id is not None and separator_id >= tokenizer.vocab_size:
-        raise UserError(f"separator_id {separator_id:,}: the vocabulary has ids up to {tokenizer.vocab_size - 1:,}")
+        raise UserError(
+            f"separator_id {separator_id:,}: the vocabulary has ids up to"
+            f" {tokenizer.vocab_size - 1:,}"
+        )
     separators = sorted({*tokenizer.named_ids, *([] if separator_id is None else [separator_id])})
     root, left_out = expand_home(spec), Counter[str]()
     if root.is_dir():
         paths, left_out = choose_split(paths, root, "train")
     files = stat_files(paths, root if root.is_dir() else root.parent)
-    return TokenSource(spec, files, tuple(separators), tokenizer.vocab_size, readers, left_out=tuple(left_out.most_common()))
+    return TokenSource(
+        spec,
+        files,
+        tuple(separators),
+        tokenizer.vocab_size,
+        readers,
+        left_out=tuple(left_out.most_common()),
+    )

@@ -1,6 +1,9 @@
-"""Units of a source: parts that one process reads, and their documents. `text_sources.py` divides files into units.
+"""Units of a source: parts that one process reads, and their documents.
 
-A unit is small, picklable, and the same on every run. Its documents come one at a time, in an order that never changes.
+`text_sources.py` divides files into units.
+
+A unit is small, picklable, and the same on every run. Its documents come one at a time, in an order
+that never changes.
 """
 
 import csv
@@ -31,7 +34,8 @@ from lmforge.text.sources.records import (
 
 TEXT_FIELD_HINT = "; `lmforge prepare --text_field` names another"
 HTML_SUFFIXES = frozenset({".html", ".htm", ".xhtml"})
-# It would print a line on standard error for each page without text, which is only an empty document.
+# It would print a line on standard error for each page without text, which is only an empty
+# document.
 logging.getLogger("trafilatura").addHandler(logging.NullHandler())
 TABLE_DELIMITERS = {".csv": ",", ".tsv": "\t"}
 MAX_DOCUMENT_BYTES = 2**32  # of a text file, which is one document
@@ -40,8 +44,9 @@ MAX_LINE_CHARACTERS = 2**23
 
 
 class Document(NamedTuple):
-    """A text, other data of its source (fields of a record, or the path of a file), and its location. `location` is for
-    messages: for a line of a compressed file it reads the file up to there.
+    """A text, other data of its source (fields of a record, or the path of a file), and its
+    location. `location` is for messages: for a line of a compressed file it reads the file up to
+    there.
     """
 
     text: str
@@ -61,14 +66,19 @@ class SourceUnit(ABC):
 
     @abstractmethod
     def documents(self, progress: ReadProgress, all_fields: bool) -> Iterator[Document]:
-        """Each document, empty ones included. Raises UserError naming file and place if one cannot be read, unless
-        `progress.unusable` leaves it out.
+        """Each document, empty ones included.
 
-        With each document `progress` says how much of `size` has been read. Without `all_fields`, `fields` may be empty.
+        Raises UserError naming file and place if one cannot be read, unless `progress.unusable`
+        leaves it out.
+
+        With each document `progress` says how much of `size` has been read. Without `all_fields`,
+        `fields` may be empty.
         """
 
     def read(self, progress: ReadProgress | None = None) -> Iterator[str]:
-        """The text of each document, with the same errors, and for lines that are too long to tokenize."""
+        """The text of each document, with the same errors, and for lines that are too long to
+        tokenize.
+        """
         for document in self.documents(progress or ReadProgress(), False):
             check_lines(document.text, document.location)
             yield document.text
@@ -85,10 +95,14 @@ def check_lines(text: str, location: Callable[[], str]) -> None:
 
 
 def extract_text(page: str) -> str:
-    """The main text of a page of HTML by trafilatura, or all its visible text where that finds none; empty without text."""
+    """The main text of a page of HTML by trafilatura, or all its visible text where that finds
+    none; empty without text.
+    """
     import trafilatura
 
-    return trafilatura.extract(page, favor_recall=True, include_comments=False) or trafilatura.html2txt(page)
+    return trafilatura.extract(
+        page, favor_recall=True, include_comments=False
+    ) or trafilatura.html2txt(page)
 
 
 @dataclass(frozen=True)
@@ -106,14 +120,19 @@ class TextUnit(SourceUnit):
         for path in self.paths:
             with open_decompressed(path) as file:
                 with progress.unusable.leave_out():
-                    text = decode_utf8(read_stream(file, path, MAX_DOCUMENT_BYTES, partial(_overlong_text, path)), path)
+                    text = decode_utf8(
+                        read_stream(file, path, MAX_DOCUMENT_BYTES, partial(_overlong_text, path)),
+                        path,
+                    )
                     text = extract_text(text) if content_suffix(path) in HTML_SUFFIXES else text
                     progress.bytes += file.disk_position
                     yield Document(text, {"path": path}, partial(str, path))
 
 
 def _overlong_text(path: str, message: str) -> UserError:
-    return UserError(f"{path}: a text of more than {MAX_DOCUMENT_BYTES:,} bytes is one document here; split it")
+    return UserError(
+        f"{path}: a text of more than {MAX_DOCUMENT_BYTES:,} bytes is one document here; split it"
+    )
 
 
 class PythonUnit(TextUnit):
@@ -129,8 +148,11 @@ class PythonUnit(TextUnit):
 def record_documents(
     record: Record | UserError, text_field: str, location: Callable[[], str], progress: ReadProgress
 ) -> Iterator[Document]:
-    """The document of a record. `progress.unusable` gets a problem in place of a record, which names its place, and a record
-    whose field is missing or not text."""
+    """The document of a record.
+
+    `progress.unusable` gets a problem in place of a record, which names its place, and a record
+    whose field is missing or not text.
+    """
     if isinstance(record, UserError):
         progress.unusable.add(record)
         return
@@ -175,12 +197,15 @@ class ParquetUnit(FileUnit):
         columns = None if all_fields else [self.text_field]
         for number, row in enumerate(parquet_rows(self.path, columns, self.row_group), start=1):
             progress.bytes = self.size * number // self.rows
-            location = partial("{}, row {} of group {}".format, self.path, number, self.row_group + 1)
+            location = partial(
+                "{}, row {} of group {}".format, self.path, number, self.row_group + 1
+            )
             yield from record_documents(row, self.text_field, location, progress)
 
 
 class TableUnit(FileUnit):
-    """A file of comma- or tab-separated values with a header; fields with quotes as RFC 4180 has them.
+    """A file of comma- or tab-separated values with a header; fields with quotes as RFC 4180 has
+    them.
 
     It is one unit, since a quoted field may contain line ends.
     """
@@ -201,11 +226,18 @@ class TableUnit(FileUnit):
                     location = partial("{}, row {}".format, self.path, row_number)
                     record: Record | UserError = dict(zip(header, row, strict=False))
                     if len(row) != len(header):
-                        record = UserError(f"{location()}: {len(row)} fields, but the header names {len(header)}: fix the row")
+                        record = UserError(
+                            f"{location()}: {len(row)} fields, but the header names {len(header)}:"
+                            " fix the row"
+                        )
                     yield from record_documents(record, self.text_field, location, progress)
             except csv.Error as problem:
                 raise UserError(
-                    f"{self.path}, row {row_number + 1}: not a table: {problem}: quote it as RFC 4180 has it"
+                    f"{self.path}, row {row_number + 1}: not a table: {problem}: quote it as RFC"
+                    " 4180 has it"
                 ) from None
             except UnicodeDecodeError:
-                raise UserError(f"{self.path}, after row {row_number}: not UTF-8; convert the file, or leave it out") from None
+                raise UserError(
+                    f"{self.path}, after row {row_number}: not UTF-8; convert the file, or leave"
+                    " it out"
+                ) from None

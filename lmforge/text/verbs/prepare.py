@@ -1,5 +1,6 @@
-"""`lmforge prepare`: text → tokenizer → token shards, with a progress bar and a summary; `--verify`: compare every block of a
-token folder with its checksum."""
+"""`lmforge prepare`: text → tokenizer → token shards, with a progress bar and a summary;
+`--verify`: compare every block of a token folder with its checksum.
+"""
 
 import json
 import time
@@ -38,17 +39,27 @@ REASONS = {
 
 
 def run_prepare(options: PrepareOptions) -> int:
-    """Prepare a corpus, on all ranks where a launcher started several; rank 0 prints a summary. Raises UserError."""
+    """Prepare a corpus, on all ranks where a launcher started several; rank 0 prints a summary.
+
+    Raises UserError.
+    """
     began = time.perf_counter()
     if options.source == "functions":
         counts = write_function_conversations(options.out)
-        print(f"{options.out}: {counts['train']:,} requests for functions to train on, {counts['validation']:,} for validation")
+        print(
+            f"{options.out}: {counts['train']:,} requests for functions to train on,"
+            f" {counts['validation']:,} for validation"
+        )
         return 0
     if options.verify is not None:
         return verify(options.verify)
     if options.pack is not None:
         return _pack(options.pack, options)
-    not_ours = {entry.option_name for entry in registry.entries("document_source") if entry.options is not None}
+    not_ours = {
+        entry.option_name
+        for entry in registry.entries("document_source")
+        if entry.options is not None
+    }
     not_ours |= {"source", "out", "verify", "pack", "decontaminate", "environment", "plugins"}
     chosen = options.model_dump(exclude=not_ours)
     chosen["readers"] = PluginReaders.of_options(options)
@@ -56,12 +67,18 @@ def run_prepare(options: PrepareOptions) -> int:
         with dist_ctx.raise_on_all():
             if options.tokenizer is not None:
                 chosen["tokenizer"] = resolve_model_folder(options.tokenizer, "tokenizer.json")
-            chosen["evaluation_texts"] = [text for path in options.decontaminate for text in load_texts(path)]
+            chosen["evaluation_texts"] = [
+                text for path in options.decontaminate for text in load_texts(path)
+            ]
         try:
             with _progress() as progress:
-                summary = prepare(options.source, options.out, progress=progress, dist_ctx=dist_ctx, **chosen)
+                summary = prepare(
+                    options.source, options.out, progress=progress, dist_ctx=dist_ctx, **chosen
+                )
         except OSError as problem:  # such as a folder in the place of a file
-            raise UserError(f"{describe_os_error(problem, options.out)}; fix that, or name another") from problem
+            raise UserError(
+                f"{describe_os_error(problem, options.out)}; fix that, or name another"
+            ) from problem
         if dist_ctx.rank_info.is_rank0:
             _print_summary(summary, time.perf_counter() - began)
     return 0
@@ -71,7 +88,13 @@ def _pack(location: str, options: PrepareOptions) -> int:
     """Pack a folder that was prepared before."""
     assert options.best_fit_length is not None
     with _join_ranks() as dist_ctx, _progress() as progress:
-        index = pack_folder(location, options.best_fit_length, workers=options.workers, progress=progress, dist_ctx=dist_ctx)
+        index = pack_folder(
+            location,
+            options.best_fit_length,
+            workers=options.workers,
+            progress=progress,
+            dist_ctx=dist_ctx,
+        )
         if dist_ctx.rank_info.is_rank0:
             print(f"{location}: packed for best-fit, {index.describe()}")
     return 0
@@ -80,7 +103,8 @@ def _pack(location: str, options: PrepareOptions) -> int:
 def _join_ranks() -> AbstractContextManager[DistContext]:
     if read_rank_info().world_size == 1:
         return nullcontext(SingleProcessContext())
-    from lmforge.core.distributed.distributed import init_distributed  # it takes torch, and a lone process does not
+    # It takes torch, and a lone process does not.
+    from lmforge.core.distributed.distributed import init_distributed
 
     return init_distributed("cpu")
 
@@ -110,7 +134,10 @@ def _print_summary(summary: PreparationSummary, seconds: float) -> None:
 
 @contextmanager
 def _progress() -> Iterator[ProgressCallback]:
-    """A bar on a terminal; elsewhere a line now and then. Gives the function that `prepare` calls."""
+    """A bar on a terminal; elsewhere a line now and then.
+
+    Gives the function that `prepare` calls.
+    """
     console, printed_at = Console(highlight=False), time.monotonic()
     tasks: dict[str, TaskID] = {}
     began: dict[str, tuple[float, int]] = {}  # when a step began, and how much was done before
@@ -135,12 +162,16 @@ def _progress() -> Iterator[ProgressCallback]:
         TextColumn("{task.percentage:>3.0f}%  {task.fields[amount]}"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
         yield update
 
 
 def verify(path: str) -> int:
-    """Print a line per damaged shard or index and a summary. Returns the exit status: 1 where something is damaged.
+    """Print a line per damaged shard or index and a summary.
+
+    Returns the exit status: 1 where something is damaged.
 
     Raises UserError where the folder's manifest or its tokenizer cannot be used.
     """
@@ -163,6 +194,9 @@ def verify(path: str) -> int:
         words = f"{total:,} shards, every block as it was written{best_fit}"
         print(f"{path}: {words}, in {time.monotonic() - began:.0f}s")
         return 1 if problems else 0
-    print(f"{path}: {len(damaged):,} of {total:,} shards are damaged: restore them, or train without, with this under [data]")
+    print(
+        f"{path}: {len(damaged):,} of {total:,} shards are damaged: restore them, or train without,"
+        " with this under [data]"
+    )
     print(f"quarantine = {json.dumps([entry for shard in damaged for entry in shard.quarantine])}")
     return 1

@@ -1,9 +1,10 @@
 """Run in every rank: `lmforge` with a fault injected into one of them.
 
-FAULTY_RANK names the rank; FAULT is `data` (sleep before the batch of step FAULTY_STEP, by default 7, until the file AWAKE is
-there), `forward` (sleep for SLEEP seconds in every forward pass), `skip` (skip the seventh all-reduce, with a barrier in its
-place), `end` (stop the process when it closes its files), `raise` (an error before the batch of step 3, after which the
-process stays for a while), `kill` or `abort` (end there by SIGKILL or SIGABRT).
+FAULTY_RANK names the rank; FAULT is `data` (sleep before the batch of step FAULTY_STEP, by default
+7, until the file AWAKE is there), `forward` (sleep for SLEEP seconds in every forward pass), `skip`
+(skip the seventh all-reduce, with a barrier in its place), `end` (stop the process when it closes
+its files), `raise` (an error before the batch of step 3, after which the process stays for a
+while), `kill` or `abort` (end there by SIGKILL or SIGABRT).
 With COLLECTIVE_SECONDS all ranks wait no longer for each other.
 """
 
@@ -77,7 +78,9 @@ def ends_at_step_3() -> None:
 
     def batches(self: Any, step: int) -> Any:
         if step == 3 and os.environ["FAULT"] != "raise":
-            os.kill(os.getpid(), signal.SIGKILL if os.environ["FAULT"] == "kill" else signal.SIGABRT)
+            os.kill(
+                os.getpid(), signal.SIGKILL if os.environ["FAULT"] == "kill" else signal.SIGABRT
+            )
         if step == 3:
             raise ValueError("the third batch\x1b[2J is bad")
         return before(self, step)
@@ -90,12 +93,19 @@ def ends_at_step_3() -> None:
     BatchLoader.batches = batches  # type: ignore[method-assign]
 
 
-FAULTS = {"data": sleeps_in_the_data, "forward": sleeps_in_forward, "skip": skips_a_collective, "end": is_stopped_at_the_end}
+FAULTS = {
+    "data": sleeps_in_the_data,
+    "forward": sleeps_in_forward,
+    "skip": skips_a_collective,
+    "end": is_stopped_at_the_end,
+}
 FAULTS |= dict.fromkeys(("raise", "kill", "abort"), ends_at_step_3)
 
 if __name__ == "__main__":
     if "COLLECTIVE_SECONDS" in os.environ:
-        stages.collective_timeout = lambda config: timedelta(seconds=float(os.environ["COLLECTIVE_SECONDS"]))
+        stages.collective_timeout = lambda config: timedelta(
+            seconds=float(os.environ["COLLECTIVE_SECONDS"])
+        )
     if os.environ["RANK"] == os.environ["FAULTY_RANK"]:
         FAULTS[os.environ["FAULT"]]()
     main()

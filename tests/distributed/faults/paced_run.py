@@ -1,7 +1,8 @@
-"""`lmforge`, whose ranks begin a step only when the file PACE allows it: it holds the number of the last step that may begin.
+"""`lmforge`, whose ranks begin a step only when the file PACE allows it: it holds the number of the
+last step that may begin.
 
-Ranks that a launcher starts are forked from it (tests/preloaded.py), and wait too. So a run does not end before the test has
-acted on it.
+Ranks that a launcher starts are forked from it (tests/preloaded.py), and wait too. So a run does
+not end before the test has acted on it.
 """
 
 import os
@@ -19,7 +20,8 @@ def wait_for_permission() -> None:
     before = BatchLoader.batches
 
     def batches(self: Any, step: int) -> Any:
-        while step >= int(PACE.read_text() or 0):  # steps are counted from 0 here; a file that is being written is empty
+        # Steps are counted from 0 here; a file that is being written is empty.
+        while step >= int(PACE.read_text() or 0):
             time.sleep(0.005)
         return before(self, step)
 

@@ -28,7 +28,9 @@ class Leaving(vf.Taskset[Once, vf.TasksetConfig]):
 class Harness(vf.Harness[vf.HarnessConfig]):
     EXECUTES_CODE = NEEDS_CONTAINER = False
 
-    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data) -> vf.ProgramResult:
+    async def launch(
+        self, ctx, trace, runtime, endpoint, secret, mcp_urls, data
+    ) -> vf.ProgramResult:
         act = data.prompt
         if act == "after":  # one that left has its reward
             await left.wait()
@@ -38,5 +40,9 @@ class Harness(vf.Harness[vf.HarnessConfig]):
         body = {"model": ctx.model, "messages": [{"role": "user", "content": act}]}
         with suppress(httpx.ReadTimeout):
             async with httpx.AsyncClient(timeout=5 if act == "leaves" else None) as client:
-                await client.post(f"{endpoint}/chat/completions", json=body, headers={"Authorization": f"Bearer {secret}"})
+                await client.post(
+                    f"{endpoint}/chat/completions",
+                    json=body,
+                    headers={"Authorization": f"Bearer {secret}"},
+                )
         return vf.ProgramResult(0, "", "")

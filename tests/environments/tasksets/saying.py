@@ -22,4 +22,7 @@ class WordTask(vf.Task[WordData]):
 
 class Saying(vf.Taskset[WordTask, vf.TasksetConfig]):
     def load(self) -> list[WordTask]:
-        return [WordTask(WordData(prompt=f"Say {word}", system_prompt="Be brief.", word=word)) for word in WORDS]
+        return [
+            WordTask(WordData(prompt=f"Say {word}", system_prompt="Be brief.", word=word))
+            for word in WORDS
+        ]

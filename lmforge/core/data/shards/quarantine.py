@@ -1,7 +1,9 @@
-"""Parts of shards that are known to be damaged and are not read: a run may continue without them, and reports that.
+"""Parts of shards that are known to be damaged and are not read: a run may continue without them,
+and reports that.
 
-An entry is `SHARD`, all of it, or `SHARD:FIRST` or `SHARD:FIRST-LAST`: blocks of 64 KiB of its tokens, counted from 0. `lmforge
-prepare --verify` prints them. A sequence with a token of them becomes all padding, and is not scored.
+An entry is `SHARD`, all of it, or `SHARD:FIRST` or `SHARD:FIRST-LAST`: blocks of 64 KiB of its
+tokens, counted from 0. `lmforge prepare --verify` prints them. A sequence with a token of them
+becomes all padding, and is not scored.
 """
 
 import re
@@ -17,13 +19,20 @@ from lmforge.core.records.manifests import BLOCK_BYTES, ShardEntry
 Blocks = list[tuple[int, int]]  # (first, after the last)
 
 
-def parse_quarantine(entries: Sequence[str], shards: Mapping[str, ShardEntry], token_bytes: int) -> dict[str, Blocks]:
-    """The blocks of each shard that is named. Raises UserError where there is no such shard or block."""
+def parse_quarantine(
+    entries: Sequence[str], shards: Mapping[str, ShardEntry], token_bytes: int
+) -> dict[str, Blocks]:
+    """The blocks of each shard that is named.
+
+    Raises UserError where there is no such shard or block.
+    """
     blocks: dict[str, Blocks] = {}
     for entry in entries:
         match = re.fullmatch(r"([A-Za-z0-9_-]{1,100})(?::([0-9]{1,18})(?:-([0-9]{1,18}))?)?", entry)
         if not match:
-            raise UserError(f"quarantine: {quoted(entry)}: expected SHARD, SHARD:BLOCK or SHARD:FIRST-LAST")
+            raise UserError(
+                f"quarantine: {quoted(entry)}: expected SHARD, SHARD:BLOCK or SHARD:FIRST-LAST"
+            )
         if match[1] not in shards:
             raise UserError(f"quarantine: {quoted(entry)}: there is no shard of this name")
         count = -(-shards[match[1]].tokens * token_bytes // BLOCK_BYTES)
@@ -47,11 +56,15 @@ def format_entries(shard: str, blocks: Iterable[int]) -> list[str]:
 class QuarantinedSpans:
     """The quarantined tokens of a split."""
 
-    def __init__(self, blocks: Mapping[str, Blocks], shards: Sequence[ShardEntry], token_bytes: int) -> None:
+    def __init__(
+        self, blocks: Mapping[str, Blocks], shards: Sequence[ShardEntry], token_bytes: int
+    ) -> None:
         block_tokens, start, spans = BLOCK_BYTES // token_bytes, 0, []
         for shard in shards:
             for first, stop in blocks.get(shard.name, []):
-                spans.append((start + first * block_tokens, start + min(stop * block_tokens, shard.tokens)))
+                spans.append(
+                    (start + first * block_tokens, start + min(stop * block_tokens, shard.tokens))
+                )
             start += shard.tokens
         merged: list[list[int]] = []
         for first, stop in sorted(spans):

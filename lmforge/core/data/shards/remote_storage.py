@@ -1,4 +1,6 @@
-"""Token shards at an address that fsspec knows, such as s3://bucket/tokens: read in pieces, through a cache on this host."""
+"""Token shards at an address that fsspec knows, such as s3://bucket/tokens: read in pieces, through
+a cache on this host.
+"""
 
 import errno
 import os
@@ -29,7 +31,10 @@ def default_cache_folder() -> Path:
 
 
 class RemoteStorage:
-    """A `ShardStorage`. `path` is a UPath; pieces are kept under the name of the address and its manifest."""
+    """A `ShardStorage`.
+
+    `path` is a UPath; pieces are kept under the name of the address and its manifest.
+    """
 
     read_threads = REMOTE_READ_THREADS
 
@@ -59,7 +64,9 @@ class RemoteStorage:
         piece, first = self._piece(name, number), number * PIECE_BYTES
         out = out[: PIECE_BYTES - start]
         while (size := self._cache.read(piece, out, start)) is None:
-            content = self._cache.fetch(piece, lambda: self._download(name, first, first + PIECE_BYTES))
+            content = self._cache.fetch(
+                piece, lambda: self._download(name, first, first + PIECE_BYTES)
+            )
             if content is not None:
                 size = max(0, min(len(out), len(content) - start))
                 out[:size] = content[start : start + size]
@@ -85,17 +92,24 @@ class RemoteStorage:
         with self._errors(name):
             content: bytes = self._call("cat_file", f"{self._root}/{name}", start=start, end=stop)
         if len(content) > (MAX_MANIFEST_BYTES if start is None or stop is None else stop - start):
-            raise OSError(errno.EIO, "the store sent more bytes than were requested", f"{self.path}/{name}")
+            raise OSError(
+                errno.EIO, "the store sent more bytes than were requested", f"{self.path}/{name}"
+            )
         return content
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """A method of the file system. An asynchronous one gets a time-out, since a connection may hang."""
+        """A method of the file system.
+
+        An asynchronous one gets a time-out, since a connection may hang.
+        """
         if not self._file_system.async_impl:
             return getattr(self._file_system, method)(*args, **kwargs)
         from fsspec.asyn import sync
 
         function = getattr(self._file_system, f"_{method}")
-        return sync(self._file_system.loop, function, *args, timeout=REQUEST_TIMEOUT_SECONDS, **kwargs)
+        return sync(
+            self._file_system.loop, function, *args, timeout=REQUEST_TIMEOUT_SECONDS, **kwargs
+        )
 
     @contextmanager
     def _errors(self, name: str) -> Any:

@@ -1,4 +1,6 @@
-"""What the train split of a token folder holds: documents and their lengths, tokens, bytes of text."""
+"""What the train split of a token folder holds: documents and their lengths, tokens, bytes of
+text.
+"""
 
 from dataclasses import dataclass
 
@@ -16,8 +18,10 @@ BAR_WIDTH = 40
 class SourceReport:
     """The train split of one source.
 
-    text_bytes  of the text that its tokens stand for; 0 where that is not known, as of imported tokens
-    lengths     int64, tokens of each document in the shards that were read, the end-of-text token included
+    text_bytes  of the text that its tokens stand for; 0 where that is not known, as of imported
+                tokens
+    lengths     int64, tokens of each document in the shards that were read, the end-of-text token
+                included
     """
 
     name: str
@@ -33,11 +37,23 @@ class SourceReport:
         return np.bincount(np.frexp(self.lengths)[1] - 1)
 
     def describe_lengths(self) -> list[str]:
-        """Lines: what was counted, its minimum, median and maximum, and a bar for each power of two."""
+        """Lines: what was counted, its minimum, median and maximum, and a bar for each power of
+        two.
+        """
         of = f"{len(self.lengths):,} of {format_count(self.documents, 'document')}"
-        lines = [f"documents  of {self.name}, in tokens; {of} in {self.shards_read:,} of {format_count(self.shards, 'shard')}"]
-        least, median, late, most = np.quantile(self.lengths, [0, 0.5, 0.99, 1], method="inverted_cdf")
-        lines.append(f"  min {least:,}, median {median:,}, mean {self.lengths.mean():,.1f}, p99 {late:,}, max {most:,}")
+        lines = [
+            (
+                f"documents  of {self.name}, in tokens; {of} in {self.shards_read:,} of"
+                f" {format_count(self.shards, 'shard')}"
+            )
+        ]
+        least, median, late, most = np.quantile(
+            self.lengths, [0, 0.5, 0.99, 1], method="inverted_cdf"
+        )
+        lines.append(
+            f"  min {least:,}, median {median:,}, mean {self.lengths.mean():,.1f}, p99 {late:,},"
+            f" max {most:,}"
+        )
         counts = self.histogram()
         for k in range(int(np.flatnonzero(counts)[0]), len(counts)):
             bar = "█" * -(-BAR_WIDTH * int(counts[k]) // int(counts.max()))
@@ -46,9 +62,14 @@ class SourceReport:
 
 
 def read_source(name: str, folder: TokenFolder) -> SourceReport:
-    """At most MAX_SHARDS_READ shards are read, evenly spaced. Raises UserError where there is nothing to read."""
+    """At most MAX_SHARDS_READ shards are read, evenly spaced.
+
+    Raises UserError where there is nothing to read.
+    """
     entries = folder.manifest.splits["train"]
-    readable = [entry for entry in entries if entry.documents and entry.name not in folder.quarantine]
+    readable = [
+        entry for entry in entries if entry.documents and entry.name not in folder.quarantine
+    ]
     if not readable:
         raise UserError(f"{folder.path}: no shard with documents outside quarantine")
     count = min(MAX_SHARDS_READ, len(readable))

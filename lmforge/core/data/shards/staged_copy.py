@@ -1,6 +1,7 @@
-"""Copies of folders on a host's own disk, which is faster than the shared one: made once, then reused. A copy is named after
-its folder and a digest of the content, so another version is another copy. Each file is read back and compared before it is
-renamed; a marker, written last, means that the copy is complete. An interrupted copy is completed.
+"""Copies of folders on a host's own disk, which is faster than the shared one: made once, then
+reused. A copy is named after its folder and a digest of the content, so another version is another
+copy. Each file is read back and compared before it is renamed; a marker, written last, means that
+the copy is complete. An interrupted copy is completed.
 """
 
 import errno
@@ -22,7 +23,12 @@ from lmforge.core.files.atomic_files import PARTIAL_SUFFIX, atomic_write, atomic
 from lmforge.core.files.checksums import DamagedFile
 from lmforge.core.files.locks import hold_lock
 from lmforge.core.files.own_folders import is_trusted_folder
-from lmforge.core.files.untrusted import MAX_MANIFEST_BYTES, describe_os_error, read_bounded, read_json
+from lmforge.core.files.untrusted import (
+    MAX_MANIFEST_BYTES,
+    describe_os_error,
+    read_bounded,
+    read_json,
+)
 from lmforge.core.records.manifests import UNFINISHED
 
 MARKER = ".lmforge-staged.json"
@@ -44,8 +50,9 @@ def find_staged(stage_to: Path | None, source: Path) -> Path:
 
 
 def stage_folder(stage_to: Path, source: Path, report: Callable[[str], None] = print) -> Path:
-    """Make a copy of a local folder in `stage_to`, unless it exists, and return its path. One process makes it; others on this
-    host wait for it.
+    """Make a copy of a local folder in `stage_to`, unless it exists, and return its path.
+
+    One process makes it; others on this host wait for it.
 
     Raises UserError where there is not enough room, or a file cannot be read or written.
     """
@@ -53,32 +60,48 @@ def stage_folder(stage_to: Path, source: Path, report: Callable[[str], None] = p
     try:
         copy.mkdir(parents=True, exist_ok=True)
         if not is_trusted_folder(copy):
-            raise UserError(f"data.stage_to: {copy}: a link, or of another user; name a folder of your own, or leave it out")
-        with hold_lock(copy.with_name(f".{copy.name}.lock"), partial(_is_complete, copy)) as is_held:
+            raise UserError(
+                f"data.stage_to: {copy}: a link, or of another user; name a folder of your own, or"
+                " leave it out"
+            )
+        with hold_lock(
+            copy.with_name(f".{copy.name}.lock"), partial(_is_complete, copy)
+        ) as is_held:
             if is_held and not _is_complete(copy):
                 _fill(copy, source, stage_to, report)
     except OSError as problem:
-        raise UserError(f"data.stage_to: {describe_os_error(problem, copy)}; name another folder, or leave it out") from None
+        raise UserError(
+            f"data.stage_to: {describe_os_error(problem, copy)}; name another folder, or leave"
+            " it out"
+        ) from None
     return copy
 
 
 def _copy_path(stage_to: Path, source: Path) -> Path:
     source = source.absolute()
     manifest = source / SHARDS_MANIFEST
-    if manifest.is_file():  # of a token folder or a checkpoint: it has the checksum of everything else
+    # Of a token folder or a checkpoint: it has the checksum of everything else.
+    if manifest.is_file():
         held: object = xxhash.xxh3_64_hexdigest(read_bounded(manifest, MAX_MANIFEST_BYTES))
     else:
-        held = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in _list_files(source).items()]
+        held = [
+            (name, stat.st_size, stat.st_mtime_ns) for name, stat in _list_files(source).items()
+        ]
     digest = xxhash.xxh3_64_hexdigest(json.dumps([str(source), held]).encode())
     return stage_to.absolute() / f"{source.name}-{digest}"
 
 
 def _list_files(folder: Path) -> dict[str, os.stat_result]:
-    """The files of a folder by their names in it; hidden ones and what is unfinished are left out."""
+    """The files of a folder by their names in it; hidden ones and what is unfinished are left
+    out.
+    """
     files = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
-        left_out = any(part == UNFINISHED or (part.startswith(".") and part not in HIDDEN_PARTS) for part in name.parts)
+        left_out = any(
+            part == UNFINISHED or (part.startswith(".") and part not in HIDDEN_PARTS)
+            for part in name.parts
+        )
         if not left_out and path.is_file():
             files[str(name)] = path.stat()
     return files
@@ -102,8 +125,8 @@ def _fill(copy: Path, source: Path, stage_to: Path, report: Callable[[str], None
     size, free = sum(files[name].st_size for name in missing), shutil.disk_usage(copy).free
     if size + RESERVED_BYTES > free:
         raise UserError(
-            f"data.stage_to: {stage_to}: {format_bytes(size)} of {source} are to be copied and {format_bytes(free)} are free;"
-            " free some space, name another folder, or leave it out"
+            f"data.stage_to: {stage_to}: {format_bytes(size)} of {source} are to be copied and"
+            f" {format_bytes(free)} are free; free some space, name another folder, or leave it out"
         )
     report(f"data.stage_to: {format_bytes(size)} of {source} are copied to {copy}")
     with ThreadPoolExecutor(THREADS, "stage") as threads:
@@ -117,7 +140,10 @@ def _has_size(path: Path, size: int) -> bool:
 
 
 def _copy_file(source: Path, target: Path) -> None:
-    """Copy one file, with its time, and compare what is on the disk with what was read. Raises OSError."""
+    """Copy one file, with its time, and compare what is on the disk with what was read.
+
+    Raises OSError.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     digest = xxhash.xxh3_64()
     with source.open("rb") as reading, atomic_write(target) as writing:

@@ -1,6 +1,6 @@
-"""Access to the files of token shards: bytes by name and position, and which files a process waits for. Files are read with
-`os.preadv`: with mmap an I/O error of a network file system would kill the process; with preadv it is an exception, and the
-read is retried.
+"""Access to the files of token shards: bytes by name and position, and which files a process waits
+for. Files are read with `os.preadv`: with mmap an I/O error of a network file system would kill the
+process; with preadv it is an exception, and the read is retried.
 """
 
 import errno
@@ -37,13 +37,17 @@ class ShardStorage(Protocol):
         """A manifest, whole."""
 
     def pread(self, name: str, out: memoryview, offset: int) -> int:
-        """Fill `out` from a byte position, and return how many bytes were read: perhaps fewer, 0 at the end of the file."""
+        """Fill `out` from a byte position, and return how many bytes were read: perhaps fewer, 0 at
+        the end of the file.
+        """
 
     def sizes(self, names: Sequence[str]) -> list[int]:
         """The size of each file, in bytes."""
 
     def discard(self, name: str, offset: int, size: int) -> None:
-        """Drop the cached bytes of a span of a file that could not be read or verified, so that it is fetched again."""
+        """Drop the cached bytes of a span of a file that could not be read or verified, so that it
+        is fetched again.
+        """
 
 
 class LocalStorage:
@@ -66,26 +70,35 @@ class LocalStorage:
         try:
             return os.preadv(file.fileno(), [out], offset)
         except OSError as error:
-            raise OSError(error.errno, f"reading at byte {offset} failed ({error.strerror})") from error
+            raise OSError(
+                error.errno, f"reading at byte {offset} failed ({error.strerror})"
+            ) from error
 
     def sizes(self, names: Sequence[str]) -> list[int]:
         return [os.stat(f"{self.path}/{name}").st_size for name in names]
 
     def discard(self, name: str, offset: int, size: int) -> None:
-        # A stale network handle stays stale. Files are not closed, since another thread may be reading from them.
+        # A stale network handle stays stale. Files are not closed, since another thread may be
+        # reading from them.
         self._open.cache_clear()
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    # A named pipe in the place of a file would wait for a writer; without, reading it at an offset fails.
+    # A named pipe in the place of a file would wait for a writer; without, reading it at an offset
+    # fails.
     return os.open(path, flags | os.O_NONBLOCK)
 
 
-_reads: dict[int, tuple[Path, str, float]] = {}  # those in progress, by identity: the file, and since when
+# Those in progress, by identity: the file, and since when.
+_reads: dict[int, tuple[Path, str, float]] = {}
 
 
-def read_with_retries(storage: ShardStorage, name: str, span: tuple[int, int], read: Callable[[], T]) -> T:
-    """Call `read`, which reads `span` (offset, size) of a file, until it succeeds. Raises the last OSError.
+def read_with_retries(
+    storage: ShardStorage, name: str, span: tuple[int, int], read: Callable[[], T]
+) -> T:
+    """Call `read`, which reads `span` (offset, size) of a file, until it succeeds.
+
+    Raises the last OSError.
 
     Cached bytes of the span are dropped between attempts. Meanwhile `slow_read` returns the file.
     """
@@ -105,12 +118,17 @@ def read_with_retries(storage: ShardStorage, name: str, span: tuple[int, int], r
 
 
 def read_manifest(storage: ShardStorage, name: str, schema: type[T], xxh3: str, hint: str) -> T:
-    """The manifest that another one names by its checksum. Raises UserError where it is missing, damaged or another."""
+    """The manifest that another one names by its checksum.
+
+    Raises UserError where it is missing, damaged or another.
+    """
 
     def read() -> bytes:
         content = storage.read_file(name)
         if hash_manifest(content) != xxh3:
-            raise DamagedFile(errno.EIO, f"is not the one written for {storage.path}: changed or swapped")
+            raise DamagedFile(
+                errno.EIO, f"is not the one written for {storage.path}: changed or swapped"
+            )
         return content
 
     path = storage.path / name
@@ -124,5 +142,7 @@ def read_manifest(storage: ShardStorage, name: str, schema: type[T], xxh3: str, 
 
 def slow_read(seconds: float) -> str | None:
     """The file that this process has waited for longest, if for at least this many seconds."""
-    folder, name, since = min(_reads.copy().values(), key=lambda read: read[2], default=("", "", float("inf")))
+    folder, name, since = min(
+        _reads.copy().values(), key=lambda read: read[2], default=("", "", float("inf"))
+    )
     return f"{folder}/{name}" if time.monotonic() - since >= seconds else None

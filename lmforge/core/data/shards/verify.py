@@ -1,5 +1,7 @@
-"""Reads every block of a token folder and compares it with its checksum. Returns the damage, and the entries for a
-quarantine."""
+"""Reads every block of a token folder and compares it with its checksum.
+
+Returns the damage, and the entries for a quarantine.
+"""
 
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +22,9 @@ CHECKSUMS_IN_BLOCK = CHECKSUM_BLOCK_BYTES // 8
 
 @dataclass(frozen=True)
 class DamagedShard:
-    """The damage of a shard, in one line, and the quarantine entries for the parts that cannot be read."""
+    """The damage of a shard, in one line, and the quarantine entries for the parts that cannot be
+    read.
+    """
 
     name: str
     problem: str
@@ -44,25 +48,47 @@ def _verify_shard(folder: TokenFolder, entry: ShardEntry) -> DamagedShard | None
             except FileNotFoundError:
                 return DamagedShard(entry.name, f"{suffix} is missing", [entry.name])
             if size > expected:
-                return DamagedShard(entry.name, f"{suffix} is too long: {size} bytes of {expected}", [entry.name])
+                return DamagedShard(
+                    entry.name, f"{suffix} is too long: {size} bytes of {expected}", [entry.name]
+                )
             if size < expected:
                 problems.append(f"{suffix} is truncated: {size} bytes of {expected}")
         checksums = reader.checksums.damaged_blocks()
-        of_checksums = set(_ranges((each * CHECKSUMS_IN_BLOCK, (each + 1) * CHECKSUMS_IN_BLOCK) for each in checksums))
+        of_checksums = set(
+            _ranges(
+                (each * CHECKSUMS_IN_BLOCK, (each + 1) * CHECKSUMS_IN_BLOCK) for each in checksums
+            )
+        )
         tokens = reader.tokens.damaged_blocks(unknown=of_checksums)
         documents = reader.documents.damaged_blocks()
         bounds = [0, *reader.block_first_ends[1:].tolist(), entry.tokens]
         block_tokens = BLOCK_BYTES // folder.dtype.itemsize
-        blocks = {*tokens, *_ranges((bounds[k] // block_tokens, -(-bounds[k + 1] // block_tokens)) for k in documents)}
-        for file, damaged in ((reader.checksums, checksums), (reader.tokens, tokens), (reader.documents, documents)):
+        blocks = {
+            *tokens,
+            *_ranges(
+                (bounds[k] // block_tokens, -(-bounds[k + 1] // block_tokens)) for k in documents
+            ),
+        }
+        for file, damaged in (
+            (reader.checksums, checksums),
+            (reader.tokens, tokens),
+            (reader.documents, documents),
+        ):
             if damaged:
-                block_ranges = ", ".join(each.partition(":")[2] for each in format_entries(entry.name, damaged))
+                block_ranges = ", ".join(
+                    each.partition(":")[2] for each in format_entries(entry.name, damaged)
+                )
                 problems.append(
-                    f"{len(damaged)} of {file.num_blocks} blocks of {file.path.suffix} do not match: {block_ranges}"
+                    f"{len(damaged)} of {file.num_blocks} blocks of {file.path.suffix} do not"
+                    f" match: {block_ranges}"
                 )
     except UserError as problem:
         return DamagedShard(entry.name, str(problem), [entry.name])
-    return DamagedShard(entry.name, "; ".join(problems), format_entries(entry.name, sorted(blocks))) if problems else None
+    return (
+        DamagedShard(entry.name, "; ".join(problems), format_entries(entry.name, sorted(blocks)))
+        if problems
+        else None
+    )
 
 
 def verify_best_fit(folder: TokenFolder) -> Iterator[str]:
@@ -74,7 +100,9 @@ def verify_best_fit(folder: TokenFolder) -> Iterator[str]:
             yield str(problem)
             continue
         with ThreadPoolExecutor(THREADS, "verify") as threads:
-            yield from filter(None, threads.map(partial(_verify_index, index), index.manifest.shards))
+            yield from filter(
+                None, threads.map(partial(_verify_index, index), index.manifest.shards)
+            )
 
 
 def _verify_index(index: BestFitIndex, entry: IndexEntry) -> str | None:
@@ -83,7 +111,11 @@ def _verify_index(index: BestFitIndex, entry: IndexEntry) -> str | None:
         damaged = file.damaged_blocks()
     except UserError as problem:  # of the checksums in it
         return str(problem)
-    return f"{file.path}: {len(damaged)} of {file.num_blocks} blocks do not match: {index.hint}" if damaged else None
+    return (
+        f"{file.path}: {len(damaged)} of {file.num_blocks} blocks do not match: {index.hint}"
+        if damaged
+        else None
+    )
 
 
 def _ranges(bounds: Iterable[tuple[int, int]]) -> Iterator[int]:

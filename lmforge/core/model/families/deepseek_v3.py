@@ -1,6 +1,8 @@
-"""DeepSeek-V3 (arXiv 2412.19437): latent attention, and after a few dense layers mixtures of many small and shared experts.
+"""DeepSeek-V3 (arXiv 2412.19437): latent attention, and after a few dense layers mixtures of many
+small and shared experts.
 
-Layers that predict further tokens, which a folder may have, are not read. Published folders are in float8 (hf/weights.py).
+Layers that predict further tokens, which a folder may have, are not read. Published folders are in
+float8 (hf/weights.py).
 """
 
 from typing import Any
@@ -10,7 +12,12 @@ from lmforge.core.model.family import EXPERT_FIELDS, STORED_EXPERTS, Family, lat
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    router = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "seq_aux": True, "moe_layer_freq": 1}
+    router = {
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "seq_aux": True,
+        "moe_layer_freq": 1,
+    }
     return {"q_lora_rank": config.q_lora_rank or None, "num_nextn_predict_layers": 0, **router}
 
 
@@ -24,8 +31,22 @@ FAMILY = Family(
     attention_biases=((False, False), (True, True)),
     fields=(
         *("num_key_value_heads", "rms_norm_eps", "rope_theta", "attention_bias", *EXPERT_FIELDS),
-        *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "rope_interleave"),
-        *("n_shared_experts", "moe_intermediate_size", "norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group"),
+        *(
+            "q_lora_rank",
+            "kv_lora_rank",
+            "qk_nope_head_dim",
+            "qk_rope_head_dim",
+            "v_head_dim",
+            "rope_interleave",
+        ),
+        *(
+            "n_shared_experts",
+            "moe_intermediate_size",
+            "norm_topk_prob",
+            "routed_scaling_factor",
+            "n_group",
+            "topk_group",
+        ),
         "first_k_dense_replace",
     ),
     # transformers ignores the weight of the auxiliary loss, and computes none.

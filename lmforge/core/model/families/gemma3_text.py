@@ -1,5 +1,7 @@
-"""Gemma 3, its text models (arXiv 2503.19786): norms on both sides of attention and feed-forward, whose weights are added to 1;
-scaled embeddings; five layers with a window and rotary positions of another base, then one that sees everything."""
+"""Gemma 3, its text models (arXiv 2503.19786): norms on both sides of attention and feed-forward,
+whose weights are added to 1; scaled embeddings; five layers with a window and rotary positions of
+another base, then one that sees everything.
+"""
 
 from typing import Any
 
@@ -9,7 +11,8 @@ from lmforge.core.model.family import ROTARY_FIELDS, Family, name_layer_types, r
 
 
 def _read(content: dict[str, Any]) -> dict[str, Any]:
-    """layer_types, which may be given as a period; and rotary positions, of which transformers 5 writes a table for each type.
+    """layer_types, which may be given as a period; and rotary positions, of which transformers 5
+    writes a table for each type.
 
     A table `rope_scaling` is added to that of full attention, whose rope_type remains.
     """
@@ -18,16 +21,24 @@ def _read(content: dict[str, Any]) -> dict[str, Any]:
     full: dict[str, Any] = {}
     local: dict[str, Any] = {}
     if isinstance(ropes, dict):
-        full, local = (ropes.get(each) or {"rope_type": "default"} for each in ("full_attention", "sliding_attention"))
+        full, local = (
+            ropes.get(each) or {"rope_type": "default"}
+            for each in ("full_attention", "sliding_attention")
+        )
     more = content.get("rope_scaling") or {}
     for name, tables in (("rope_parameters", [ropes, full, local]), ("rope_scaling", [more])):
         if not all(isinstance(table, dict) for table in tables):
             raise UserError(f"{name}: expected an object, got {quoted(tables[0])}")
     if local.get("rope_type", local.get("type", "default")) != "default":
-        raise UserError(f"rope_parameters: {quoted(ropes)} is not supported; use unscaled positions in sliding_attention")
+        raise UserError(
+            f"rope_parameters: {quoted(ropes)} is not supported; use unscaled positions in"
+            " sliding_attention"
+        )
     theta = local.get("rope_theta")
     return {
-        "layer_types": types or (name_layer_types(content["num_hidden_layers"], every) if every else None),
+        "layer_types": (
+            types or (name_layer_types(content["num_hidden_layers"], every) if every else None)
+        ),
         **read_rope(content, full | more | {"truncate": ropes.get("truncate", True)}),
         **({} if theta is None else {"rope_local_base_freq": theta}),
     }
@@ -50,7 +61,13 @@ FAMILY = Family(
     local_rope_theta=10_000.0,
     scales_scores=True,
     caps_logits=True,
-    fields=(*ROTARY_FIELDS, "attention_bias", "sliding_window", "rope_local_base_freq", "query_pre_attn_scalar"),
+    fields=(
+        *ROTARY_FIELDS,
+        "attention_bias",
+        "sliding_window",
+        "rope_local_base_freq",
+        "query_pre_attn_scalar",
+    ),
     names={"hidden_act": "hidden_activation"},
     defaults={
         "intermediate_size": 9216,

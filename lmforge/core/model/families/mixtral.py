@@ -1,4 +1,6 @@
-"""Mixtral (arXiv 2401.04088): Mistral with a mixture of experts in every layer, under names of its own on disk."""
+"""Mixtral (arXiv 2401.04088): Mistral with a mixture of experts in every layer, under names of its
+own on disk.
+"""
 
 from lmforge.core.model.family import EXPERT_FIELDS, ROTARY_FIELDS, Family
 
@@ -7,7 +9,10 @@ FAMILY = Family(
     classifier="MixtralForSequenceClassification",
     stored_experts={
         "mlp.gate.weight": ("block_sparse_moe.gate.weight",),
-        "mlp.experts.gate_up_proj": ("block_sparse_moe.experts.{}.w1.weight", "block_sparse_moe.experts.{}.w3.weight"),
+        "mlp.experts.gate_up_proj": (
+            "block_sparse_moe.experts.{}.w1.weight",
+            "block_sparse_moe.experts.{}.w3.weight",
+        ),
         "mlp.experts.down_proj": ("block_sparse_moe.experts.{}.w2.weight",),
     },
     windows="all layers",

@@ -1,4 +1,6 @@
-"""Qwen 2 and 2.5 (arXiv 2407.10671): biases on queries, keys and values, and windows in the last layers."""
+"""Qwen 2 and 2.5 (arXiv 2407.10671): biases on queries, keys and values, and windows in the last
+layers.
+"""
 
 from typing import Any
 
@@ -9,14 +11,18 @@ DEFAULTS = {"intermediate_size": 22016, "max_position_embeddings": 32768, "num_k
 
 
 def read(content: dict[str, Any]) -> dict[str, Any]:
-    """Rotary positions, sliding_window and layer_types, of which transformers derives the last from max_window_layers."""
+    """Rotary positions, sliding_window and layer_types, of which transformers derives the last from
+    max_window_layers.
+    """
     window, rope = content.get("sliding_window", 4096), read_rope(content)
     types = content.get("layer_types")
-    if not content.get("use_sliding_window") or window is None:  # a type with a window is then refused
+    # A type with a window is then refused.
+    if not content.get("use_sliding_window") or window is None:
         return rope | ({"layer_types": types} if "sliding_attention" in (types or ()) else {})
     first = content.get("max_window_layers", 28)
     types = types or [
-        "sliding_attention" if layer >= first else "full_attention" for layer in range(content["num_hidden_layers"])
+        "sliding_attention" if layer >= first else "full_attention"
+        for layer in range(content["num_hidden_layers"])
     ]
     return {"sliding_window": window, "layer_types": types, **rope}
 

@@ -1,9 +1,17 @@
-"""Qwen 3's mixtures of experts (arXiv 2505.09388): Qwen 3 with experts in some layers or all, and one window for all layers."""
+"""Qwen 3's mixtures of experts (arXiv 2505.09388): Qwen 3 with experts in some layers or all, and
+one window for all layers.
+"""
 
 from typing import Any
 
 from lmforge.core.model.config import ModelConfig
-from lmforge.core.model.family import EXPERT_FIELDS, ROTARY_FIELDS, STORED_EXPERTS, Family, read_rope
+from lmforge.core.model.family import (
+    EXPERT_FIELDS,
+    ROTARY_FIELDS,
+    STORED_EXPERTS,
+    Family,
+    read_rope,
+)
 
 
 def _read(content: dict[str, Any]) -> dict[str, Any]:
@@ -14,7 +22,11 @@ def _read(content: dict[str, Any]) -> dict[str, Any]:
 def _write(config: ModelConfig) -> dict[str, Any]:
     window = config.sliding_window
     layers = [*config.mlp_only_layers]
-    return {"use_sliding_window": window is not None, "sliding_window": window, "mlp_only_layers": layers}
+    return {
+        "use_sliding_window": window is not None,
+        "sliding_window": window,
+        "mlp_only_layers": layers,
+    }
 
 
 FAMILY = Family(
@@ -25,7 +37,13 @@ FAMILY = Family(
     attention_biases=((False, False), (True, True)),
     windows="all layers",
     fields=(
-        *(*ROTARY_FIELDS, *EXPERT_FIELDS, "attention_bias", "moe_intermediate_size", "norm_topk_prob"),
+        *(
+            *ROTARY_FIELDS,
+            *EXPERT_FIELDS,
+            "attention_bias",
+            "moe_intermediate_size",
+            "norm_topk_prob",
+        ),
         *("decoder_sparse_step", "mlp_only_layers"),
     ),
     defaults={

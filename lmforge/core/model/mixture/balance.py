@@ -1,16 +1,21 @@
-"""What keeps the experts of mixtures equally busy while they train. Each way is independent of how the global batch is split.
+"""What keeps the experts of mixtures equally busy while they train.
 
-The auxiliary loss (Switch, arXiv 2101.03961), of a row of the batch: experts · Σ over experts of (its fraction of the row's
-choices) · (its mean probability): 1 where all are alike. A batch's loss is the mean over its rows that are not all padding, and
-over the mixtures of the model, times router_aux_loss_coef. For one row, one mixture and a top-k it is transformers'
+Each way is independent of how the global batch is split.
+
+The auxiliary loss (Switch, arXiv 2101.03961), of a row of the batch: experts · Σ over experts of
+(its fraction of the row's choices) · (its mean probability): 1 where all are alike. A batch's loss
+is the mean over its rows that are not all padding, and over the mixtures of the model, times
+router_aux_loss_coef. For one row, one mixture and a top-k it is transformers'
 `load_balancing_loss_func` divided by k. Probabilities are scores that sum to 1.
 
-Over the global batch (arXiv 2501.11873): with the fractions of all choices of the global batch before, at first all alike, and
-mean probabilities of all tokens. The router z-loss (ST-MoE, arXiv 2202.08906): the square of log Σ exp of a token's logits,
-averaged over tokens and mixtures. Without a loss (arXiv 2408.15664): after each step the bias of an expert that got less than
-the mean of the global batch's choices grows by bias_update_speed, and that of one that got more shrinks.
+Over the global batch (arXiv 2501.11873): with the fractions of all choices of the global batch
+before, at first all alike, and mean probabilities of all tokens. The router z-loss (ST-MoE, arXiv
+2202.08906): the square of log Σ exp of a token's logits, averaged over tokens and mixtures. Without
+a loss (arXiv 2408.15664): after each step the bias of an expert that got less than the mean of the
+global batch's choices grows by bias_update_speed, and that of one that got more shrinks.
 
-Losses are sums that are divided once, by the rows or tokens of the global batch. Padding is not counted.
+Losses are sums that are divided once, by the rows or tokens of the global batch. Padding is not
+counted.
 """
 
 from collections.abc import Sequence
@@ -40,11 +45,15 @@ class BalanceConfig:
 
 
 class Balance:
-    """Of the `mixtures` of a model, in the order of layers. Those of another rank's stage of a pipeline are there, too.
+    """Of the `mixtures` of a model, in the order of layers.
 
-    groups: ranks that have parts of the same rows; of several, each splits what a rank of the one before it has.
+    Those of another rank's stage of a pipeline are there, too.
+
+    groups: ranks that have parts of the same rows; of several, each splits what a rank of the one
+    before it has.
     counts: int64 [mixtures, experts]: the choices of this rank's tokens in training steps.
-    previous: int64 [mixtures, experts]: those of the global batch before; zeros at first, and where they are not needed.
+    previous: int64 [mixtures, experts]: those of the global batch before; zeros at first, and where
+    they are not needed.
     """
 
     groups: tuple[dist.ProcessGroup, ...] = ()
@@ -75,14 +84,22 @@ class Balance:
     def count_on(self, device: torch.device) -> None:
         """Let the mixtures count their choices, which they compute on this device."""
         shape = len(self._mixtures), self._num_experts
-        self.counts, self.previous, self._before = (torch.zeros(shape, dtype=torch.long, device=device) for _ in range(3))
+        self.counts, self.previous, self._before = (
+            torch.zeros(shape, dtype=torch.long, device=device) for _ in range(3)
+        )
         self._fractions = torch.zeros(shape, device=device)
-        for mixture, counts, fractions in zip(self._mixtures, self.counts, self._fractions, strict=True):
+        for mixture, counts, fractions in zip(
+            self._mixtures, self.counts, self._fractions, strict=True
+        ):
             mixture.counts, mixture.fractions = None if device.type == "meta" else counts, fractions
 
     def begin_step(self, num_rows: Tensor, num_tokens: Tensor, divide_factor: float) -> None:
-        """Of the global batch, scalars; gradients will be divided by `divide_factor` when ranks are summed."""
-        self.row_weight = self._coefficient / len(self._mixtures) * divide_factor / num_rows.clamp(min=1.0)
+        """Of the global batch, scalars; gradients will be divided by `divide_factor` when ranks are
+        summed.
+        """
+        self.row_weight = (
+            self._coefficient / len(self._mixtures) * divide_factor / num_rows.clamp(min=1.0)
+        )
         self.token_weight = divide_factor / len(self._mixtures) / num_tokens.clamp(min=1.0)
         if self._moves_biases or self.is_global:
             self._before.copy_(self.counts)
@@ -92,34 +109,56 @@ class Balance:
 
     @torch.no_grad()
     def end_step(self, dist_ctx: DistributedContext, skip: Tensor | None) -> None:
-        """Update what follows from the choices of the global batch; all ranks call it. Not if `skip`, a bool on the device."""
+        """Update what follows from the choices of the global batch; all ranks call it.
+
+        Not if `skip`, a bool on the device.
+        """
         if not (self._moves_biases or self.is_global):
             return
-        counts, skipped = dist_ctx.all_reduce_sum(self.counts - self._before), torch.zeros_like(self.counts, dtype=torch.bool)
+        counts, skipped = (
+            dist_ctx.all_reduce_sum(self.counts - self._before),
+            torch.zeros_like(self.counts, dtype=torch.bool),
+        )
         skipped = skipped if skip is None else skipped | skip
         self.previous.copy_(torch.where(skipped, self.previous, counts))
         if self._moves_biases:
-            moves = torch.where(skipped, 0, (counts.sum(1, keepdim=True) - counts * self._num_experts).sign())
+            moves = torch.where(
+                skipped, 0, (counts.sum(1, keepdim=True) - counts * self._num_experts).sign()
+            )
             for mixture, move in zip(self._mixtures, moves, strict=True):
                 bias = mixture.gate.e_score_correction_bias  # None in another rank's stage
                 if bias is not None:
                     local = bias.to_local() if isinstance(bias, DTensor) else bias
                     local += self.config.bias_update_speed * move
 
-    def add_to(self, x: Tensor, scores: Tensor, logits: Tensor, chosen: Tensor, is_token: Tensor, fractions: Tensor) -> Tensor:
+    def add_to(
+        self,
+        x: Tensor,
+        scores: Tensor,
+        logits: Tensor,
+        chosen: Tensor,
+        is_token: Tensor,
+        fractions: Tensor,
+    ) -> Tensor:
         """x, whose backward pass adds the gradients of the losses.
 
-        scores and logits [sequences · length, experts] of all experts, chosen [sequences · length, top-k] of them; is_token
-        [sequences, length], false for padding; fractions [experts] of the global batch before.
+        scores and logits [sequences · length, experts] of all experts, chosen [sequences · length,
+        top-k] of them; is_token [sequences, length], false for padding; fractions [experts] of the
+        global batch before.
         """
         if not self.has_loss:
             return x
-        weights, loss = is_token.to(scores.dtype), torch.zeros((), dtype=scores.dtype, device=scores.device)
+        weights, loss = (
+            is_token.to(scores.dtype),
+            torch.zeros((), dtype=scores.dtype, device=scores.device),
+        )
         if self._coefficient:
             probabilities = scores / scores.sum(-1, keepdim=True) if self._has_biases else scores
             sums = (probabilities.unflatten(0, is_token.shape) * weights.unsqueeze(-1)).sum(1)
             if self.is_global:
-                loss = (fractions * sums).sum() * (self._coefficient * scores.shape[-1] * self.token_weight)
+                loss = (fractions * sums).sum() * (
+                    self._coefficient * scores.shape[-1] * self.token_weight
+                )
             else:
                 loss = self._row_losses(sums, chosen, weights) * self.row_weight
         if self.config.z_loss_coef:
@@ -134,16 +173,25 @@ class Balance:
         counts = torch.zeros_like(sums).scatter_add(1, chosen.view(len(weights), -1), counted)
         for group in self.groups:
             counts = all_reduce(counts, "sum", group)
-        # Each token has as many choices. Linear in this rank's scores, so that its part of the loss is known to it alone.
+        # Each token has as many choices. Linear in this rank's scores, so that its part of the loss
+        # is known to it alone.
         num_choices = counts.sum(1, keepdim=True).clamp(min=1.0)
         return sums.shape[-1] * (counts / num_choices * sums / (num_choices / self._top_k)).sum()
 
     def describe(self) -> str:
         """What balances the experts, in words."""
-        over = "the global batch, with the choices of the one before" if self.is_global else "each row"
-        words = [f"balanced by a loss of weight {self._coefficient:g} over {over}"] if self._coefficient else []
+        over = (
+            "the global batch, with the choices of the one before" if self.is_global else "each row"
+        )
+        words = (
+            [f"balanced by a loss of weight {self._coefficient:g} over {over}"]
+            if self._coefficient
+            else []
+        )
         if self._moves_biases:
-            words.append(f"balanced by biases that move by {self.config.bias_update_speed:g} a step")
+            words.append(
+                f"balanced by biases that move by {self.config.bias_update_speed:g} a step"
+            )
         words = words or ["no loss balances them (model.output_router_logits is false)"]
         if self.config.z_loss_coef:
             words.append(f"router z-loss of weight {self.config.z_loss_coef:g}")

@@ -1,7 +1,9 @@
-"""A mixture of experts in place of a block's feed-forward: a router chooses a few experts for each token.
+"""A mixture of experts in place of a block's feed-forward: a router chooses a few experts for each
+token.
 
-Every token goes to all its experts; none is dropped, whatever the load. Tokens are sorted by expert, so that each product of
-all experts is one kernel (grouped_mm.py), and shapes do not depend on what was chosen.
+Every token goes to all its experts; none is dropped, whatever the load. Tokens are sorted by
+expert, so that each product of all experts is one kernel (grouped_mm.py), and shapes do not depend
+on what was chosen.
 """
 
 import math
@@ -27,16 +29,22 @@ BIAS = "e_score_correction_bias"  # a buffer of a router
 
 @torch.library.custom_op("lmforge::choose_experts", mutates_args=("counts",))
 def choose_experts(
-    scores: Tensor, count: int, is_token: Tensor | None, counts: Tensor, replayed: Tensor | None = None
+    scores: Tensor,
+    count: int,
+    is_token: Tensor | None,
+    counts: Tensor,
+    replayed: Tensor | None = None,
 ) -> Tensor:
-    """The `count` experts of the highest scores [tokens, experts] of each token: int64 [tokens, count].
+    """The `count` experts of the highest scores [tokens, experts] of each token: int64 [tokens,
+    count].
 
-    counts: int64 [experts], to which the choices of tokens where is_token [tokens] is true are added; without numbers nothing
-    is counted (no None, since torch 2.13 cannot compile an operator whose argument to write into is None). replayed: integers
-    [tokens, count], the experts that were chosen elsewhere (rollouts), negative for tokens that have none.
+    counts: int64 [experts], to which the choices of tokens where is_token [tokens] is true are
+    added; without numbers nothing is counted (no None, since torch 2.13 cannot compile an operator
+    whose argument to write into is None). replayed: integers [tokens, count], the experts that were
+    chosen elsewhere (rollouts), negative for tokens that have none.
 
-    An operator of its own, whose result activation checkpointing keeps: rounding in a recomputation must not choose others, and
-    nothing is counted twice.
+    An operator of its own, whose result activation checkpointing keeps: rounding in a recomputation
+    must not choose others, and nothing is counted twice.
     """
     chosen = scores.topk(count, dim=-1).indices
     if replayed is not None:
@@ -47,14 +55,21 @@ def choose_experts(
 
 
 @choose_experts.register_fake
-def _(scores: Tensor, count: int, is_token: Tensor | None, counts: Tensor, replayed: Tensor | None = None) -> Tensor:
+def _(
+    scores: Tensor,
+    count: int,
+    is_token: Tensor | None,
+    counts: Tensor,
+    replayed: Tensor | None = None,
+) -> Tensor:
     return scores.new_empty(scores.shape[0], count, dtype=torch.long)
 
 
 class Router(nn.Module):
     """weight [experts, width]. Computed in fp32 whatever the dtype of the model.
 
-    e_score_correction_bias fp32 [experts]: a buffer of those that score by sigmoids; it is added to the scores to choose by.
+    e_score_correction_bias fp32 [experts]: a buffer of those that score by sigmoids; it is added to
+    the scores to choose by.
     """
 
     e_score_correction_bias: Tensor | None
@@ -66,28 +81,42 @@ class Router(nn.Module):
         self.count, self.normalized = config.num_experts_per_tok, config.norm_topk_prob
         self.scaling = config.routed_scaling_factor
         self.groups, self.kept_groups = config.n_group, config.topk_group
-        self.register_buffer(BIAS, torch.zeros(config.num_experts) if config.family.sigmoid_router else None)
+        self.register_buffer(
+            BIAS, torch.zeros(config.num_experts) if config.family.sigmoid_router else None
+        )
 
     def forward(
-        self, x: Tensor, is_token: Tensor | None = None, counts: Tensor | None = None, replayed: Tensor | None = None
+        self,
+        x: Tensor,
+        is_token: Tensor | None = None,
+        counts: Tensor | None = None,
+        replayed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """x [tokens, width] → the weights, fp32, and the numbers, int64, of the experts of each token: [tokens, count] each;
-        and the scores of all, and their logits: [tokens, experts] each."""
+        """x [tokens, width] → the weights, fp32, and the numbers, int64, of the experts of each
+        token: [tokens, count] each; and the scores of all, and their logits: [tokens, experts]
+        each.
+        """
         dtype = torch.promote_types(x.dtype, torch.float32)
         # torch has no autocast on the meta device.
         with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
             logits = linear(x.to(dtype), local_weight(self.weight).to(dtype))
             logits = add_adapter(self, "weight", logits, x.to(dtype))
-        scores = logits.softmax(dim=-1) if self.e_score_correction_bias is None else logits.sigmoid()
+        scores = (
+            logits.softmax(dim=-1) if self.e_score_correction_bias is None else logits.sigmoid()
+        )
         counts = scores.new_empty(0, dtype=torch.long) if counts is None else counts
-        chosen = choose_experts(self._to_choose_by(scores.detach()), self.count, is_token, counts, replayed)
+        chosen = choose_experts(
+            self._to_choose_by(scores.detach()), self.count, is_token, counts, replayed
+        )
         weights = scores.gather(1, chosen)
         if self.normalized:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # sigmoids may all be 0
         return weights if self.scaling == 1 else weights * self.scaling, chosen, scores, logits
 
     def _to_choose_by(self, scores: Tensor) -> Tensor:
-        """With the bias; and without the experts of all but the groups whose two best are the best together."""
+        """With the bias; and without the experts of all but the groups whose two best are the best
+        together.
+        """
         if self.e_score_correction_bias is not None:
             scores = scores + local_weight(self.e_score_correction_bias)
         if self.groups == 1:
@@ -101,26 +130,40 @@ class Router(nn.Module):
         """The bias keeps its dtype, as in transformers: its updates are small beside it."""
         before = self.e_score_correction_bias
         super()._apply(fn, recurse)
-        if before is not None and (after := self.e_score_correction_bias) is not None and after.dtype != before.dtype:
+        if (
+            before is not None
+            and (after := self.e_score_correction_bias) is not None
+            and after.dtype != before.dtype
+        ):
             self.e_score_correction_bias = before.to(after.device)
         return self
 
 
 def local_weight(parameter: Tensor) -> Tensor:
-    """A rank's part of a weight. Where it is replicated, ranks have tokens of their own, so that gradients are summed."""
+    """A rank's part of a weight.
+
+    Where it is replicated, ranks have tokens of their own, so that gradients are summed.
+    """
     if not isinstance(parameter, DTensor):
         return parameter
-    return parameter.to_local(grad_placements=[Partial() if each.is_replicate() else each for each in parameter.placements])
+    return parameter.to_local(
+        grad_placements=[
+            Partial() if each.is_replicate() else each for each in parameter.placements
+        ]
+    )
 
 
 class Experts(nn.Module):
-    """The gated feed-forwards of all experts, stacked: gate_up_proj [experts, 2 · inner, width], first the gates, and down_proj
-    [experts, width, inner]."""
+    """The gated feed-forwards of all experts, stacked: gate_up_proj [experts, 2 · inner, width],
+    first the gates, and down_proj [experts, width, inner].
+    """
 
     # What is cast to the compute dtype once a step.
     matrices = ("gate_up_proj", "down_proj")
-    quantized: Mapping[str, Any] = MappingProxyType({})  # quantization.matrices.QuantizedMatrix of those that are
-    # Of expert parallelism (core/parallel/expert_parallel.py): calls `_compute` with the rows of this rank's experts.
+    # quantization.matrices.QuantizedMatrix of those that are.
+    quantized: Mapping[str, Any] = MappingProxyType({})
+    # Of expert parallelism (core/parallel/expert_parallel.py): calls `_compute` with the rows of
+    # this rank's experts.
     dispatch: Callable[[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]], Tensor] | None = None
 
     def __init__(self, config: ModelConfig) -> None:
@@ -132,10 +175,14 @@ class Experts(nn.Module):
         self.num_experts, self.activation = count, ACTIVATIONS[config.hidden_act]
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """x [tokens, width]; weights and chosen [tokens, count] of the router → the weighted sum of each token's experts."""
+        """x [tokens, width]; weights and chosen [tokens, count] of the router → the weighted sum of
+        each token's experts.
+        """
         experts, order = chosen.flatten().sort(stable=True)
         inverse = inverse_permutation(order)
-        ends = torch.searchsorted(experts, torch.arange(self.num_experts, device=x.device), right=True)
+        ends = torch.searchsorted(
+            experts, torch.arange(self.num_experts, device=x.device), right=True
+        )
         rows = permute_rows(x, order, inverse, chosen.shape[1])
         if self.dispatch is None:
             out = self._compute(rows, ends.int())
@@ -145,12 +192,16 @@ class Experts(nn.Module):
         return (out * weights.to(out.dtype).unsqueeze(-1)).sum(1)
 
     def _compute(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """rows [rows, width], sorted by expert; ends int32 [experts]: where those of each one end."""
+        """rows [rows, width], sorted by expert; ends int32 [experts]: where those of each one
+        end.
+        """
         gate, up = self._multiply("gate_up_proj", rows, ends).chunk(2, dim=-1)
         return self._multiply("down_proj", self.activation(gate) * up, ends)
 
     def _multiply(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
-        """rows [rows, inputs] times the matrix of each one's expert in a stack; `ends` as in `_compute`."""
+        """rows [rows, inputs] times the matrix of each one's expert in a stack; `ends` as in
+        `_compute`.
+        """
         parameter = local_weight(getattr(self, name))
         if (matrix := self.quantized.get(name)) is not None:
             out = matrix.multiply(to_autocast_dtype(rows), parameter, ends=ends)
@@ -160,7 +211,9 @@ class Experts(nn.Module):
 
 
 def add_adapter(module: nn.Module, name: str, out: Tensor, *inputs: Tensor) -> Tensor:
-    """`out` of a module's parameter, to which its low-rank adapter (lora.ParameterAdapter) adds, if there is one."""
+    """`out` of a module's parameter, to which its low-rank adapter (lora.ParameterAdapter) adds, if
+    there is one.
+    """
     adapters: Any = module.adapters
     result: Tensor = adapters[name](out, *inputs) if name in adapters else out
     return result
@@ -180,7 +233,9 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.gate = Router(config)
         self.experts = Experts(config)
-        self.shared_experts = GatedMLP(config, "mlp.shared_experts", sparse=True) if config.n_shared_experts else None
+        self.shared_experts = (
+            GatedMLP(config, "mlp.shared_experts", sparse=True) if config.n_shared_experts else None
+        )
 
     def forward(
         self,
@@ -189,10 +244,13 @@ class MixtureOfExperts(nn.Module):
         is_token: Tensor | None = None,
         routed_experts: Tensor | None = None,
     ) -> Tensor:
-        """x [sequences, length, width] → the same shape. There is no dropout between the products of an expert.
+        """x [sequences, length, width] → the same shape.
 
-        is_token: [sequences, length], false for padding, which is not balanced. routed_experts: [sequences, length, count], to
-        be taken in place of the router's own choice where they are not negative; their weights are the router's.
+        There is no dropout between the products of an expert.
+
+        is_token: [sequences, length], false for padding, which is not balanced. routed_experts:
+        [sequences, length, count], to be taken in place of the router's own choice where they are
+        not negative; their weights are the router's.
         """
         tokens = x.flatten(0, 1)
         if not torch.is_grad_enabled():
@@ -204,31 +262,48 @@ class MixtureOfExperts(nn.Module):
             self.recorded.append(chosen.unflatten(0, x.shape[:2]))
         if self.balance is not None and is_token is not None:
             weights = self.balance.add_to(weights, scores, logits, chosen, is_token, self.fractions)
-        run = self.experts if self.experts.dispatch is None else partial(_run_uncompiled, self.experts)
+        run = (
+            self.experts
+            if self.experts.dispatch is None
+            else partial(_run_uncompiled, self.experts)
+        )
         mixed = run(tokens, weights, chosen).view_as(x)
-        return mixed if self.shared_experts is None else mixed + self.shared_experts(x, token_rng=token_rng)
+        return (
+            mixed
+            if self.shared_experts is None
+            else mixed + self.shared_experts(x, token_rng=token_rng)
+        )
 
 
 @torch.compiler.disable
 def _run_uncompiled(experts: Experts, *inputs: Tensor) -> Tensor:
-    """How many rows a rank gets changes from step to step, and its experts are a unit of FSDP: graphs end before them."""
+    """How many rows a rank gets changes from step to step, and its experts are a unit of FSDP:
+    graphs end before them.
+    """
     result: Tensor = experts(*inputs)
     return result
 
 
 def inverse_permutation(order: Tensor) -> Tensor:
-    """int64 [rows]: where each row of a permutation has come to. A sort would be the slower by 3 to 10 times."""
+    """int64 [rows]: where each row of a permutation has come to.
+
+    A sort would be the slower by 3 to 10 times.
+    """
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 def permute_rows(x: Tensor, order: Tensor, inverse: Tensor, copies: int = 1) -> Tensor:
-    """Row i is row order[i] // copies of x [rows, width]; `inverse` is the reverse of the permutation `order`."""
+    """Row i is row order[i] // copies of x [rows, width]; `inverse` is the reverse of the
+    permutation `order`.
+    """
     result: Tensor = _PermutedRows.apply(x, order, inverse, copies)
     return result
 
 
 class _PermutedRows(torch.autograd.Function):
-    """Its gradient is a gather and a sum; that of an index would be added up in an order that may change from run to run."""
+    """Its gradient is a gather and a sum; that of an index would be added up in an order that may
+    change from run to run.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:

@@ -1,7 +1,8 @@
-"""A decoder with rotary positions and a gated feed-forward, by its Hugging Face tensor names: Llama, Mistral, Qwen and others.
+"""A decoder with rotary positions and a gated feed-forward, by its Hugging Face tensor names:
+Llama, Mistral, Qwen and others.
 
-What distinguishes them is in their descriptions (family.py): which norms there are, and over what they go. No loss here: the
-objective applies the head.
+What distinguishes them is in their descriptions (family.py): which norms there are, and over what
+they go. No loss here: the objective applies the head.
 """
 
 import torch
@@ -10,7 +11,15 @@ from torch.nn.functional import pad
 
 from lmforge.core.model.attention import AttentionMask, LayerKVCache, attend
 from lmforge.core.model.config import ModelConfig
-from lmforge.core.model.layers import GatedMLP, LanguageModel, LMHead, RMSNorm, add_linears, add_residual, apply_linear
+from lmforge.core.model.layers import (
+    GatedMLP,
+    LanguageModel,
+    LMHead,
+    RMSNorm,
+    add_linears,
+    add_residual,
+    apply_linear,
+)
 from lmforge.core.model.mixture.balance import Balance
 from lmforge.core.model.mixture.experts import MixtureOfExperts, local_weight
 from lmforge.core.model.rng.token_rng import TokenRng
@@ -27,8 +36,14 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.head_dim, self.value_dim, self.qk_norm = config.head_dim, config.head_dim, config.family.qk_norm
-        self.scale = None if config.query_pre_attn_scalar is None else config.query_pre_attn_scalar**-0.5
+        self.head_dim, self.value_dim, self.qk_norm = (
+            config.head_dim,
+            config.head_dim,
+            config.family.qk_norm,
+        )
+        self.scale = (
+            None if config.query_pre_attn_scalar is None else config.query_pre_attn_scalar**-0.5
+        )
         add_linears(self, "self_attn", config)
         for norm in config.family.norms(config):
             owner, _, name = norm.name.rpartition(".")
@@ -49,9 +64,15 @@ class Attention(nn.Module):
         attended = attend(q, k, v, mask, self.scale)[..., : self.value_dim].transpose(1, 2)
         return apply_linear(self.o_proj, attended.flatten(2), token_rng)
 
-    def heads(self, x: Tensor, rotary: RotaryEmbedding, token_rng: TokenRng | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of x [sequences, length, width]: [sequences, length, heads, head_dim] each."""
-        q, k, v = (apply_linear(layer, x, token_rng) for layer in (self.q_proj, self.k_proj, self.v_proj))
+    def heads(
+        self, x: Tensor, rotary: RotaryEmbedding, token_rng: TokenRng | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of x [sequences, length, width]: [sequences, length, heads,
+        head_dim] each.
+        """
+        q, k, v = (
+            apply_linear(layer, x, token_rng) for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
         if self.qk_norm == "channels":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (each.unflatten(-1, (-1, self.head_dim)) for each in (q, k, v))
@@ -61,8 +82,9 @@ class Attention(nn.Module):
 
 
 class LatentAttention(Attention):
-    """Attention whose heads are computed from a few channels, the latents (DeepSeek-V2, arXiv 2405.04434): each has its own
-    `qk_nope_head_dim` channels of keys and queries, beside rotated ones, which are the same in all keys.
+    """Attention whose heads are computed from a few channels, the latents (DeepSeek-V2, arXiv
+    2405.04434): each has its own `qk_nope_head_dim` channels of keys and queries, beside rotated
+    ones, which are the same in all keys.
 
     The narrower of queries and values are padded with zeros, for kernels and caches of one width.
     """
@@ -82,20 +104,32 @@ class LatentAttention(Attention):
         self.query_parts = config.qk_nope_head_dim, config.qk_rope_head_dim
         self.key_value_parts = config.qk_nope_head_dim, config.v_head_dim
         scaling = config.rope_scaling
-        self.scale = yarn_mscale(scaling, scaling.mscale_all_dim if scaling else None) ** 2 * config.qk_head_dim**-0.5
+        self.scale = (
+            yarn_mscale(scaling, scaling.mscale_all_dim if scaling else None) ** 2
+            * config.qk_head_dim**-0.5
+        )
 
-    def heads(self, x: Tensor, rotary: RotaryEmbedding, token_rng: TokenRng | None) -> tuple[Tensor, Tensor, Tensor]:
+    def heads(
+        self, x: Tensor, rotary: RotaryEmbedding, token_rng: TokenRng | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         if self.has_query_latent:
             queries = self.q_a_layernorm(apply_linear(self.q_a_proj, x, token_rng))
             queries = apply_linear(self.q_b_proj, queries, token_rng)
         else:
             queries = apply_linear(self.q_proj, x, token_rng)
-        latent, rotated = apply_linear(self.kv_a_proj_with_mqa, x, token_rng).split(self.latents, dim=-1)
+        latent, rotated = apply_linear(self.kv_a_proj_with_mqa, x, token_rng).split(
+            self.latents, dim=-1
+        )
         keys_values = apply_linear(self.kv_b_proj, self.kv_a_layernorm(latent), token_rng)
-        q_nope, q_rotated = queries.unflatten(-1, (-1, sum(self.query_parts))).split(self.query_parts, dim=-1)
-        k_nope, v = keys_values.unflatten(-1, (-1, sum(self.key_value_parts))).split(self.key_value_parts, dim=-1)
+        q_nope, q_rotated = queries.unflatten(-1, (-1, sum(self.query_parts))).split(
+            self.query_parts, dim=-1
+        )
+        k_nope, v = keys_values.unflatten(-1, (-1, sum(self.key_value_parts))).split(
+            self.key_value_parts, dim=-1
+        )
         q_rotated = rotary.apply_rotary(q_rotated, self.interleaved)
-        # With tensor parallelism each rank has the latents whole, and the gradients from its own heads.
+        # With tensor parallelism each rank has the latents whole, and the gradients from its own
+        # heads.
         k_rotated = rotary.apply_rotary(local_weight(rotated).unsqueeze(2), self.interleaved)
         k_rotated = k_rotated.expand(-1, -1, k_nope.shape[2], -1)
         q, k = torch.cat((q_nope, q_rotated), dim=-1), torch.cat((k_nope, k_rotated), dim=-1)
@@ -104,11 +138,12 @@ class LatentAttention(Attention):
 
 
 class DecoderBlock(nn.Module):
-    """One layer: hidden + norm(attention(norm(hidden))), then the same with the feed-forward. The family says which of the
-    norms there are.
+    """One layer: hidden + norm(attention(norm(hidden))), then the same with the feed-forward.
 
-    Only the weights differ from layer to layer, so that one compilation serves all blocks; `sparse` ones, which have a mixture
-    of experts as their feed-forward, need another.
+    The family says which of the norms there are.
+
+    Only the weights differ from layer to layer, so that one compilation serves all blocks; `sparse`
+    ones, which have a mixture of experts as their feed-forward, need another.
     """
 
     def __init__(self, config: ModelConfig, sparse: bool = False) -> None:
@@ -139,10 +174,18 @@ class DecoderBlock(nn.Module):
         token_rng: TokenRng | None = None,
         **of_mixture: Tensor,
     ) -> Tensor:
-        """hidden [sequences, length, hidden_size] → the same shape and dtype; `of_mixture`: what only a mixture is given."""
-        attended = self.self_attn(self._norm(self._before_attention, hidden), rotary, mask, cache, token_rng=token_rng)
+        """hidden [sequences, length, hidden_size] → the same shape and dtype; `of_mixture`: what
+        only a mixture is given.
+        """
+        attended = self.self_attn(
+            self._norm(self._before_attention, hidden), rotary, mask, cache, token_rng=token_rng
+        )
         hidden = add_residual(hidden, self._norm(self._after_attention, attended), token_rng, 0)
-        fed = self.mlp(self._norm(self._before_mlp, hidden), token_rng=token_rng, **of_mixture if self._is_sparse else {})
+        fed = self.mlp(
+            self._norm(self._before_mlp, hidden),
+            token_rng=token_rng,
+            **of_mixture if self._is_sparse else {},
+        )
         return add_residual(hidden, self._norm(self._after_mlp, fed), token_rng, 1)
 
 
@@ -166,9 +209,13 @@ class Decoder(LanguageModel):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.model = DecoderBackbone(config)
-        self.lm_head = LMHead(config.hidden_size, config.num_outputs, softcap=config.final_logit_softcapping)
+        self.lm_head = LMHead(
+            config.hidden_size, config.num_outputs, softcap=config.final_logit_softcapping
+        )
         self.tie_weights()
-        if mixtures := [block.mlp for block in self.model.layers if isinstance(block.mlp, MixtureOfExperts)]:
+        if mixtures := [
+            block.mlp for block in self.model.layers if isinstance(block.mlp, MixtureOfExperts)
+        ]:
             self.balance = Balance(config, mixtures)
 
 

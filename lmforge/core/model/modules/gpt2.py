@@ -1,14 +1,24 @@
-"""GPT-2 by its Hugging Face tensor names: LayerNorm, learned positions, GELU. Its description is in families/gpt2.py.
+"""GPT-2 by its Hugging Face tensor names: LayerNorm, learned positions, GELU. Its description is in
+families/gpt2.py.
 
-Radford et al., "Language Models are Unsupervised Multitask Learners", 2019. Dropout, if any, is on the embeddings and on
-what each half of a block adds, not on attention's probabilities. No loss here: the objective applies the head.
+Radford et al., "Language Models are Unsupervised Multitask Learners", 2019. Dropout, if any, is on
+the embeddings and on what each half of a block adds, not on attention's probabilities. No loss
+here: the objective applies the head.
 """
 
 from torch import Tensor, nn
 
 from lmforge.core.model.attention import AttentionMask, LayerKVCache, attend
 from lmforge.core.model.config import ModelConfig
-from lmforge.core.model.layers import ACTIVATIONS, Conv1D, LanguageModel, LMHead, add_linears, add_residual, apply_linear
+from lmforge.core.model.layers import (
+    ACTIVATIONS,
+    Conv1D,
+    LanguageModel,
+    LMHead,
+    add_linears,
+    add_residual,
+    apply_linear,
+)
 from lmforge.core.model.rng.token_rng import TokenRng
 
 
@@ -21,12 +31,19 @@ class GPT2Attention(nn.Module):
         self.head_dim = config.head_dim
         add_linears(self, "attn", config)
 
-    def forward(self, x: Tensor, mask: AttentionMask, cache: LayerKVCache | None, token_rng: TokenRng | None) -> Tensor:
+    def forward(
+        self, x: Tensor, mask: AttentionMask, cache: LayerKVCache | None, token_rng: TokenRng | None
+    ) -> Tensor:
         heads = (*x.shape[:2], -1, self.head_dim)
-        q, k, v = (part.view(heads).transpose(1, 2) for part in apply_linear(self.c_attn, x, token_rng).chunk(3, dim=-1))
+        q, k, v = (
+            part.view(heads).transpose(1, 2)
+            for part in apply_linear(self.c_attn, x, token_rng).chunk(3, dim=-1)
+        )
         if cache is not None:
             k, v = cache.update(k, v)
-        return apply_linear(self.c_proj, attend(q, k, v, mask).transpose(1, 2).flatten(2), token_rng)
+        return apply_linear(
+            self.c_proj, attend(q, k, v, mask).transpose(1, 2).flatten(2), token_rng
+        )
 
 
 class GPT2MLP(nn.Module):
@@ -39,7 +56,9 @@ class GPT2MLP(nn.Module):
         add_linears(self, "mlp", config)
 
     def forward(self, x: Tensor, token_rng: TokenRng | None = None) -> Tensor:
-        return apply_linear(self.c_proj, self.activation(apply_linear(self.c_fc, x, token_rng)), token_rng)
+        return apply_linear(
+            self.c_proj, self.activation(apply_linear(self.c_fc, x, token_rng)), token_rng
+        )
 
 
 class GPT2Block(nn.Module):
@@ -60,8 +79,10 @@ class GPT2Block(nn.Module):
         cache: LayerKVCache | None = None,
         token_rng: TokenRng | None = None,
     ) -> Tensor:
-        """hidden [sequences, length, hidden_size] → the same shape and dtype. Positions are learned, so there is no rotary
-        embedding."""
+        """hidden [sequences, length, hidden_size] → the same shape and dtype.
+
+        Positions are learned, so there is no rotary embedding.
+        """
         attended = self.attn(self.ln_1(hidden), mask, cache, token_rng)
         hidden = add_residual(hidden, attended, token_rng, 0)
         return add_residual(hidden, self.mlp(self.ln_2(hidden), token_rng), token_rng, 1)
@@ -88,5 +109,7 @@ class GPT2(LanguageModel):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
         self.transformer = GPT2Backbone(config)
-        self.lm_head = LMHead(config.hidden_size, config.num_outputs, softcap=config.final_logit_softcapping)
+        self.lm_head = LMHead(
+            config.hidden_size, config.num_outputs, softcap=config.final_logit_softcapping
+        )
         self.tie_weights()

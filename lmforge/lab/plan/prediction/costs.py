@@ -1,5 +1,7 @@
-"""What the parts of a model cost a rank for one micro-batch, in bytes and seconds, from their traces: a block, and the head
-with its loss. Blocks differ only in their windows, and in whether they are a mixture of experts."""
+"""What the parts of a model cost a rank for one micro-batch, in bytes and seconds, from their
+traces: a block, and the head with its loss. Blocks differ only in their windows, and in whether
+they are a mixture of experts.
+"""
 
 from dataclasses import dataclass
 
@@ -19,8 +21,8 @@ LENGTH = 1024
 BACKWARD_ATTENTION = 2.5
 INT64_BYTES = 8
 FP32_BYTES = 4  # losses and the head's gradient are in fp32, whatever the compute dtype
-# Of a divergence from a teacher, by its beta (0, 1, or between): how many fp32 arrays of logits there are at once, and how many
-# bytes its operators move for each logit. Measured.
+# Of a divergence from a teacher, by its beta (0, 1, or between): how many fp32 arrays of logits
+# there are at once, and how many bytes its operators move for each logit. Measured.
 DIVERGENCE = {0.0: (6, 200), 1.0: (7, 246)}
 BETWEEN = (8, 274)
 
@@ -32,10 +34,14 @@ Parts = list[tuple[str, float, str]]
 class BlockCost:
     """What a block costs.
 
-    forward, backward: the operations of the two passes, without `recomputed`, what the backward pass computes again.
-    saved_bytes: kept from forward to backward. recomputed_bytes: what is computed again, and then held too.
-    input_bytes: the hidden states that the block is given. widest_bytes: the largest input of its products.
-    dispatch_bytes: rows of tokens on their way to and from the ranks of their experts, while these compute.
+    forward, backward: the operations of the two passes, without `recomputed`, what the backward
+    pass computes again.
+    saved_bytes: kept from forward to backward. recomputed_bytes: what is computed again, and then
+    held too.
+    input_bytes: the hidden states that the block is given. widest_bytes: the largest input of its
+    products.
+    dispatch_bytes: rows of tokens on their way to and from the ranks of their experts, while these
+    compute.
     """
 
     forward: Parts
@@ -49,8 +55,9 @@ class BlockCost:
 
 
 def traced_length(step_config: StepConfig) -> int:
-    """Tokens of the sequence that is traced: of a full one where there are masks, on a CPU or in a wrapped model. Elsewhere all
-    but attention grows with the tokens, and one length stands for all."""
+    """Tokens of the sequence that is traced: of a full one where there are masks, on a CPU or in a
+    wrapped model. Elsewhere all but attention grows with the tokens, and one length stands for all.
+    """
     if not step_config.on_gpu or step_config.model.implementation != "lmforge":
         return step_config.sequence_length
     most = step_config.model.max_sequence_length or LENGTH
@@ -73,32 +80,55 @@ def block_trace(step_config: StepConfig, *, checkpointed: bool, sparse: bool) ->
     )
 
 
-def count_block(step_config: StepConfig, rates: Rates, window: int | None, sparse: bool, checkpointed: bool) -> BlockCost:
-    """The costs of a block whose attention reaches `window` tokens back (None: all); `sparse`: it is a mixture of experts;
-    `checkpointed`: `activation_checkpointing` applies to this one."""
-    plain, trace = (block_trace(step_config, checkpointed=each, sparse=sparse) for each in (False, checkpointed))
+def count_block(
+    step_config: StepConfig, rates: Rates, window: int | None, sparse: bool, checkpointed: bool
+) -> BlockCost:
+    """The costs of a block whose attention reaches `window` tokens back (None: all); `sparse`: it
+    is a mixture of experts;
+    `checkpointed`: `activation_checkpointing` applies to this one.
+    """
+    plain, trace = (
+        block_trace(step_config, checkpointed=each, sparse=sparse) for each in (False, checkpointed)
+    )
     sequences, length = step_config.tokens / traced_length(step_config), step_config.sequence_length
     # On a GPU the trace has the causal half, which a window may shorten.
     keys = min(length, 2 * window) if window is not None and step_config.on_gpu else length
     span = keys / traced_length(step_config)
-    forward, backward, again = (each.scaled(sequences, span) for each in (plain.forward, plain.backward, trace.backward))
+    forward, backward, again = (
+        each.scaled(sequences, span) for each in (plain.forward, plain.backward, trace.backward)
+    )
     saved, unchecked = (sequences * each.saved_bytes + each.fixed_bytes for each in (trace, plain))
     number_bytes, input_bytes = step_config.dtype_bytes, sequences * trace.input_bytes
     for work in (forward, backward, again):  # each rank has as many rows of fewer experts
-        work.products = [each._replace(experts=max(1, each.experts // step_config.expert)) for each in work.products]
-    dispatched = dispatched_rows(step_config) * step_config.model.hidden_size * number_bytes if sparse else 0.0
+        work.products = [
+            each._replace(experts=max(1, each.experts // step_config.expert))
+            for each in work.products
+        ]
+    dispatched = (
+        dispatched_rows(step_config) * step_config.model.hidden_size * number_bytes
+        if sparse
+        else 0.0
+    )
     if dispatched:  # the order of the rows that came, and its reverse
         unchecked += 2 * INT64_BYTES * dispatched_rows(step_config)
         saved = saved if checkpointed else unchecked
 
     def product_seconds(work: Work, *, backward: bool = False) -> tuple[float, float]:
         """Of dense products, and of those of experts."""
-        seconds = [(each, rates.product_seconds(each, step_config.float8, backward)) for each in work.products]
+        seconds = [
+            (each, rates.product_seconds(each, step_config.float8, backward))
+            for each in work.products
+        ]
         experts = sum(count for each, count in seconds if each.experts > 1)
         return sum(count for _, count in seconds) - experts, experts
 
     def parts(
-        product: str, seconds: tuple[float, float], work: Work, attention_flops: float, *, backward: bool = False
+        product: str,
+        seconds: tuple[float, float],
+        work: Work,
+        attention_flops: float,
+        *,
+        backward: bool = False,
     ) -> Parts:
         head_dim, colon = step_config.model.head_dim, ":" * backward
         attention = rates.attention_seconds(attention_flops, head_dim, length, backward=backward)
@@ -114,7 +144,8 @@ def count_block(step_config: StepConfig, rates: Rates, window: int | None, spars
     def of_forward(work: Work) -> Parts:
         return parts("", product_seconds(work), work, work.attention_flops)
 
-    needed = backward.product_flops / (2 * forward.product_flops)  # frozen weights need no gradients
+    # Frozen weights need no gradients.
+    needed = backward.product_flops / (2 * forward.product_flops)
     dense, experts = (needed * seconds for seconds in product_seconds(forward, backward=True))
     flops = BACKWARD_ATTENTION * forward.attention_flops
     return BlockCost(
@@ -130,7 +161,9 @@ def count_block(step_config: StepConfig, rates: Rates, window: int | None, spars
 
 
 def dispatched_rows(step_config: StepConfig) -> float:
-    """The rows that a rank sends, and gets where experts are equally busy, for a mixture and a micro-batch."""
+    """The rows that a rank sends, and gets where experts are equally busy, for a mixture and a
+    micro-batch.
+    """
     if step_config.expert == 1:
         return 0.0
     return step_config.tokens / step_config.tensor * step_config.model.num_experts_per_tok
@@ -144,8 +177,11 @@ def _collectives(step_config: StepConfig, rates: Rates, sparse: bool, backward: 
         group = make_group(tensor, 1, step_config.gpus_per_host)
         hidden_bytes = float(tokens * model.hidden_size * number_bytes)
         seconds = (2 if sparse else 4) * rates.gather_seconds(hidden_bytes, group)
-        if sparse and backward and step_config.expert == 1:  # every rank has all experts, for its own tokens
-            seconds += rates.all_reduce_seconds(float(mixture_parameters(model) * number_bytes), group)
+        # Every rank has all experts, for its own tokens.
+        if sparse and backward and step_config.expert == 1:
+            seconds += rates.all_reduce_seconds(
+                float(mixture_parameters(model) * number_bytes), group
+            )
         parts.append((" tensor parallel", seconds, "tensor-parallel collectives"))
     if context > 1:
         group = make_group(context, tensor, step_config.gpus_per_host)
@@ -154,41 +190,55 @@ def _collectives(step_config: StepConfig, rates: Rates, sparse: bool, backward: 
         parts.append((" context parallel", seconds, "context-parallel gathers"))
     if sparse and step_config.expert > 1:
         rows = dispatched_rows(step_config) * model.hidden_size * number_bytes
-        seconds = 2 * rates.all_to_all_seconds(rows, make_group(step_config.expert, 1, step_config.gpus_per_host))
+        seconds = 2 * rates.all_to_all_seconds(
+            rows, make_group(step_config.expert, 1, step_config.gpus_per_host)
+        )
         parts.append((" dispatch", seconds, "all-to-all of tokens"))
     return parts
 
 
 def is_checkpointed(step_config: StepConfig, number: int) -> bool:
     """Whether `activation_checkpointing` applies to block `number`, counted from 1."""
-    return step_config.checkpointing.recomputes_block(number, step_config.options.activation_checkpointing_every)
+    return step_config.checkpointing.recomputes_block(
+        number, step_config.options.activation_checkpointing_every
+    )
 
 
 def mask_bytes(step_config: StepConfig, *, only_kept: bool = False) -> int:
-    """Bytes of the dense masks of a CPU, one for each window, which all blocks share; while one is built there are three more.
-    `only_kept`: masks of compiled blocks and of blocks that are recomputed; others keep copies in the compute dtype.
+    """Bytes of the dense masks of a CPU, one for each window, which all blocks share; while one is
+    built there are three more.
+    `only_kept`: masks of compiled blocks and of blocks that are recomputed; others keep copies in
+    the compute dtype.
     """
     windows = {
         window
         for number, window in enumerate(step_config.model.layer_windows, start=1)
         if not only_kept or step_config.compiled or is_checkpointed(step_config, number)
     }
-    return 0 if step_config.on_gpu else len(windows) * step_config.sequence_length * step_config.tokens
+    return (
+        0 if step_config.on_gpu else len(windows) * step_config.sequence_length * step_config.tokens
+    )
 
 
 def embedded_bytes(step_config: StepConfig) -> float:
-    """What is kept before the first block, which counts its input itself: rotary angles, masks of attention and dropout."""
+    """What is kept before the first block, which counts its input itself: rotary angles, masks of
+    attention and dropout.
+    """
     sparse = step_config.model.sparse_layers[0]
     traced = block_trace(step_config, checkpointed=False, sparse=sparse).embedded_bytes
-    return step_config.tokens / traced_length(step_config) * traced + mask_bytes(step_config, only_kept=True)
+    return step_config.tokens / traced_length(step_config) * traced + mask_bytes(
+        step_config, only_kept=True
+    )
 
 
 @dataclass(frozen=True)
 class HeadCost:
     """What the last norm, the head and the loss cost.
 
-    norm_bytes, loss_bytes: kept from the forward to the backward pass. forward_transient, backward_transient: while it runs.
-    product_seconds, loss_seconds: of the forward pass, which for a loss of tokens computes gradients at once.
+    norm_bytes, loss_bytes: kept from the forward to the backward pass. forward_transient,
+    backward_transient: while it runs.
+    product_seconds, loss_seconds: of the forward pass, which for a loss of tokens computes
+    gradients at once.
     backward_seconds: of the backward pass. scoring_seconds: of a forward pass without gradients.
     """
 
@@ -204,13 +254,21 @@ class HeadCost:
 
 def count_head(step_config: StepConfig, rates: Rates, parameters: int) -> HeadCost:
     """For a head with this number of parameters on this rank."""
-    tokens, width, number_bytes = step_config.tokens, step_config.model.hidden_size, step_config.dtype_bytes
+    tokens, width, number_bytes = (
+        step_config.tokens,
+        step_config.model.hidden_size,
+        step_config.dtype_bytes,
+    )
     on_gpu, compiled, vocabulary = step_config.on_gpu, step_config.compiled, parameters // width
     traced = step_config.traced_model(sparse=step_config.model.sparse_layers[0])
     trace = trace_head(traced, step_config.loss, is_trained=step_config.trains_head)
     norm = tokens * trace.norm_bytes / step_config.tensor
     # Autocast casts the head.
-    cast = parameters * number_bytes if not step_config.is_fsdp and number_bytes < DTYPE_BYTES[step_config.master_dtype] else 0
+    cast = (
+        parameters * number_bytes
+        if not step_config.is_fsdp and number_bytes < DTYPE_BYTES[step_config.master_dtype]
+        else 0
+    )
     distilled = step_config.distillation
     fused, logits = on_gpu and compiled and distilled is None, float(tokens * vocabulary)
     chunk = tokens
@@ -219,33 +277,68 @@ def count_head(step_config: StepConfig, rates: Rates, parameters: int) -> HeadCo
     if distilled is not None:
         chunk = min(chunk, CHUNK_TOKENS)
     forward, backward = (
-        tokens / chunk * rates.product_seconds(Product(chunk, width, vocabulary, number_bytes), backward=each)
+        tokens
+        / chunk
+        * rates.product_seconds(Product(chunk, width, vocabulary, number_bytes), backward=each)
         for each in (False, True)
     )
-    if step_config.logit_bytes is not None:  # another program: each array is written once, and read once or twice
+    # Another program: each array is written once, and read once or twice.
+    if step_config.logit_bytes is not None:
         kept, added = step_config.logit_bytes
-        seconds = rates.element_wise_seconds((2 * number_bytes + 2 * kept) * logits, FP32_BYTES * logits)
+        seconds = rates.element_wise_seconds(
+            (2 * number_bytes + 2 * kept) * logits, FP32_BYTES * logits
+        )
         backward += (kept + 2 * added + 2 * number_bytes) * logits / rates.memory
         loss_bytes = tokens * width * number_bytes + kept * logits
-        return HeadCost(norm, loss_bytes, number_bytes * logits + cast, added * logits, forward, seconds, backward, 0.0)
+        return HeadCost(
+            norm,
+            loss_bytes,
+            number_bytes * logits + cast,
+            added * logits,
+            forward,
+            seconds,
+            backward,
+            0.0,
+        )
     # On a CPU losses are computed in fp32, in place where that is the dtype of the logits.
     once = number_bytes if fused or number_bytes == FP32_BYTES else number_bytes + FP32_BYTES
     arrays, moved = (0, 0) if distilled is None else DIVERGENCE.get(distilled.beta, BETWEEN)
-    transient = float(chunk * vocabulary * (number_bytes + arrays * FP32_BYTES if arrays else once) + cast)
-    if not on_gpu and number_bytes < FP32_BYTES and step_config.loss == "tokens" and distilled is None:
-        # A CPU has no product of bf16 into fp32; to add it to that of earlier chunks torch widens it.
+    transient = float(
+        chunk * vocabulary * (number_bytes + arrays * FP32_BYTES if arrays else once) + cast
+    )
+    if (
+        not on_gpu
+        and number_bytes < FP32_BYTES
+        and step_config.loss == "tokens"
+        and distilled is None
+    ):
+        # A CPU has no product of bf16 into fp32; to add it to that of earlier chunks torch widens
+        # it.
         transient += parameters * (number_bytes + (FP32_BYTES if chunk < tokens else 0))
-    stored = compiled and not on_gpu and stores_exponentials(step_config.model.final_logit_softcapping, step_config.tensor)
-    passes = moved or (3 * number_bytes if fused else 2 * (number_bytes + FP32_BYTES) if stored else 10 * FP32_BYTES)
+    stored = (
+        compiled
+        and not on_gpu
+        and stores_exponentials(step_config.model.final_logit_softcapping, step_config.tensor)
+    )
+    passes = moved or (
+        3 * number_bytes
+        if fused
+        else 2 * (number_bytes + FP32_BYTES)
+        if stored
+        else 10 * FP32_BYTES
+    )
     seconds = rates.element_wise_seconds(logits * passes, FP32_BYTES * chunk * vocabulary)
-    if distilled is not None and distilled.teacher is not None:  # whose logits of a chunk are computed beside the student's
+    # Whose logits of a chunk are computed beside the student's.
+    if distilled is not None and distilled.teacher is not None:
         product = Product(chunk, distilled.teacher.hidden_size, vocabulary, number_bytes)
         forward += tokens / chunk * rates.product_seconds(product)
     gradient = float(FP32_BYTES * parameters * step_config.trains_head)
     loss_bytes, scoring = tokens * trace.loss_bytes + trace.gradient_bytes, forward + seconds / 2
     if step_config.loss == "tokens":
         update = 4 * gradient / rates.memory
-        return HeadCost(norm, loss_bytes, transient, gradient, forward + backward, seconds, update, scoring)
+        return HeadCost(
+            norm, loss_bytes, transient, gradient, forward + backward, seconds, update, scoring
+        )
     # The backward pass computes the logits of each chunk again, and then the gradients.
     held, again = transient + gradient + tokens * width * number_bytes, forward + backward + seconds
     return HeadCost(norm, loss_bytes, transient, held, forward, seconds / 2, again, scoring)

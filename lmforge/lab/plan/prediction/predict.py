@@ -1,5 +1,7 @@
-"""Memory and time of a step: `predict` simulates the step's operations and adds memory that belongs to no operation. `run_cost`
-goes from there to the whole run: days, GPU-hours, energy, money, checkpoints and the cost of failures."""
+"""Memory and time of a step: `predict` simulates the step's operations and adds memory that belongs
+to no operation. `run_cost` goes from there to the whole run: days, GPU-hours, energy, money,
+checkpoints and the cost of failures.
+"""
 
 import math
 from collections.abc import Sequence
@@ -11,27 +13,37 @@ from lmforge.lab.options.plan import MachineOptions
 from lmforge.lab.plan.hardware import GB, GPU, data_sheets
 from lmforge.lab.plan.prediction.program import StepProgram
 from lmforge.lab.plan.prediction.rates import COLLECTIVE_SMS, CONSTANTS, Rates, make_group
-from lmforge.lab.plan.prediction.simulator import COMPUTE, HOST_COPIES, NETWORK, Simulation, simulate
+from lmforge.lab.plan.prediction.simulator import (
+    COMPUTE,
+    HOST_COPIES,
+    NETWORK,
+    Simulation,
+    simulate,
+)
 from lmforge.lab.plan.prediction.step_config import StepConfig
 from lmforge.lab.plan.prediction.units import Stage
 
-# torch's allocator with expandable segments: pages of 2 MiB, and holes between blocks. An estimate: not measured here.
+# torch's allocator with expandable segments: pages of 2 MiB, and holes between blocks. An estimate:
+# not measured here.
 ROUNDING_FRACTION = 0.03
-# The memory of CUDA's context and the libraries' workspaces, and of NCCL's buffers per communicator.
+# The memory of CUDA's context and the libraries' workspaces, and of NCCL's buffers per
+# communicator.
 CONTEXT_BYTES, COMMUNICATOR_BYTES = int(0.6 * 2**30), int(0.35 * 2**30)
 # The memory of any training process on a CPU, with the pages that the C library keeps.
 HOST_BYTES = 320 * 2**20
 # How far the true value may be below and above a prediction with constants from data sheets.
 SPEED_INTERVAL = (0.70, 1.20)
 MEMORY_INTERVAL = (0.92, 1.10)
-# torch's allocator of page-locked memory rounds each tensor up to a power of two. Sizes that are spread evenly over the factors
-# from 1 to 2 take so much more on average: 1 / ln 2.
+# torch's allocator of page-locked memory rounds each tensor up to a power of two. Sizes that are
+# spread evenly over the factors from 1 to 2 take so much more on average: 1 / ln 2.
 PAGE_LOCKED_ROUNDING = 1.44
 # The kind of memory that does not belong to tensors.
 OVERHEAD = "context and libraries"
-# The same where every constant was measured on the device: the goal of benchmarks/plan_cpu.py, whose 12 rows are within 8 %.
+# The same where every constant was measured on the device: the goal of benchmarks/plan_cpu.py,
+# whose 12 rows are within 8 %.
 CALIBRATED_SPEED_INTERVAL = (0.85, 1.15)
-# The average fraction of its power limit that a GPU uses in training, and what the rest of a host adds to its GPUs.
+# The average fraction of its power limit that a GPU uses in training, and what the rest of a host
+# adds to its GPUs.
 POWER_FRACTION, HOST_POWER = 0.9, 1.35
 # Micro-batches that are simulated one by one; all between the first and the last are alike.
 SIMULATED = 3
@@ -39,11 +51,13 @@ SIMULATED = 3
 
 @dataclass(frozen=True)
 class Prediction:
-    """The requirements of a step. memory: bytes by kind at the peak of the fullest rank, of live tensors; `peak_at` says where
-    in the step that is. live_bytes, reserved_bytes, device_bytes: of live tensors, with what the allocator keeps, and with
-    context and libraries. step_seconds; seconds: by kind of operation, overlapping ones too; exposed_seconds: exposed
-    communication and copies of activations. timeline: (operation, live bytes) in order of issue. offloaded_bytes: activations
-    in host memory. calibrated_fraction: of the time of all operations, what comes from measured constants.
+    """The requirements of a step. memory: bytes by kind at the peak of the fullest rank, of live
+    tensors; `peak_at` says where in the step that is. live_bytes, reserved_bytes, device_bytes: of
+    live tensors, with what the allocator keeps, and with context and libraries. step_seconds;
+    seconds: by kind of operation, overlapping ones too; exposed_seconds: exposed communication and
+    copies of activations. timeline: (operation, live bytes) in order of issue. offloaded_bytes:
+    activations in host memory. calibrated_fraction: of the time of all operations, what comes from
+    measured constants.
     """
 
     step_config: StepConfig
@@ -83,20 +97,36 @@ class Prediction:
 
     @property
     def host_bytes(self) -> float:
-        """What offload keeps on a host: activations, or master weights, gradients and optimizer states, of its ranks."""
+        """What offload keeps on a host: activations, or master weights, gradients and optimizer
+        states, of its ranks.
+        """
         step_config, of_a_rank = self.step_config, self.offloaded_bytes * PAGE_LOCKED_ROUNDING
         if step_config.options.cpu_offload:
             counts, master = step_config.parameters, step_config.master_dtype
-            nbytes = checkpoint_bytes(step_config.optimizer, master, counts) + counts.trained * DTYPE_BYTES[master]
+            nbytes = (
+                checkpoint_bytes(step_config.optimizer, master, counts)
+                + counts.trained * DTYPE_BYTES[master]
+            )
             of_a_rank += nbytes / (step_config.shards * step_config.tensor * step_config.pipeline)
         return of_a_rank * min(step_config.gpus_per_host, step_config.world_size)
 
     @property
     def parts(self) -> dict[str, float]:
         """Seconds of the device by kind, including waiting."""
-        beside = ("all-gather", "reduce-scatter", "all-reduce", "copies of activations", COMPUTE, NETWORK, HOST_COPIES)
+        beside = (
+            "all-gather",
+            "reduce-scatter",
+            "all-reduce",
+            "copies of activations",
+            COMPUTE,
+            NETWORK,
+            HOST_COPIES,
+        )
         parts = {name: seconds for name, seconds in self.seconds.items() if name not in beside}
-        parts |= {"exposed communication": self.exposed_seconds, "pipeline bubble": self.bubble_seconds}
+        parts |= {
+            "exposed communication": self.exposed_seconds,
+            "pipeline bubble": self.bubble_seconds,
+        }
         return parts | {"waiting for the host": self.host_seconds}
 
     @property
@@ -107,7 +137,10 @@ class Prediction:
 
 
 def predict(step_config: StepConfig, gpu: GPU, rates: Rates) -> Prediction:
-    """The fullest rank's memory, and the time of a step. Raises UserError where the options do not fit the ranks."""
+    """The fullest rank's memory, and the time of a step.
+
+    Raises UserError where the options do not fit the ranks.
+    """
     stages = _stages(step_config)
     simulated = [_simulate(step_config, rates, stage) for stage in stages]
     simulation = max(simulated, key=lambda each: each.reserved)
@@ -123,17 +156,29 @@ def predict(step_config: StepConfig, gpu: GPU, rates: Rates) -> Prediction:
     if step_config.pipeline > 1:
         per_micro_batch = seconds / step_config.accumulation
         hops = step_config.options.stages_per_rank
-        hidden_bytes = float(step_config.tokens * step_config.model.hidden_size * step_config.dtype_bytes / step_config.tensor)
+        hidden_bytes = float(
+            step_config.tokens
+            * step_config.model.hidden_size
+            * step_config.dtype_bytes
+            / step_config.tensor
+        )
         stride = step_config.world_size // step_config.pipeline
-        hop = rates.gather_seconds(2 * hidden_bytes, make_group(2, stride, step_config.gpus_per_host))
+        hop = rates.gather_seconds(
+            2 * hidden_bytes, make_group(2, stride, step_config.gpus_per_host)
+        )
         exposed += 2 * hop * hops * step_config.accumulation
         bubble = (step_config.pipeline - 1) / hops * per_micro_batch
         seconds += bubble + 2 * hop * hops * step_config.accumulation
     memory = _memory_by_kind(step_config, simulation)
     live, device_bytes = sum(simulation.live_peak.values()), sum(memory.values())
-    counts, per_token = step_config.parameters, flops_per_token(step_config.model, step_config.sequence_length)
+    counts, per_token = (
+        step_config.parameters,
+        flops_per_token(step_config.model, step_config.sequence_length),
+    )
     if not step_config.trains_all:
-        per_token = adapted_flops_per_token(step_config.model, step_config.sequence_length, counts.total, counts.trained)
+        per_token = adapted_flops_per_token(
+            step_config.model, step_config.sequence_length, counts.total, counts.trained
+        )
     peak = gpu.peak_flops(step_config.dtype)
     assert peak is not None, "rates has one"
     mfu = step_config.tokens_per_step / seconds / step_config.world_size * per_token / peak
@@ -158,24 +203,40 @@ def predict(step_config: StepConfig, gpu: GPU, rates: Rates) -> Prediction:
 
 def _calibrated_fraction(busy: dict[str, float], rates: Rates) -> float:
     """The fraction of the seconds of operations whose constants were measured."""
-    kinds = {name: seconds for name, seconds in busy.items() if name not in (COMPUTE, NETWORK, HOST_COPIES)}
+    kinds = {
+        name: seconds
+        for name, seconds in busy.items()
+        if name not in (COMPUTE, NETWORK, HOST_COPIES)
+    }
     measured = {kind for name in rates.calibrated for kind in CONSTANTS[name]}
     total = sum(kinds.values())
-    return sum(seconds for kind, seconds in kinds.items() if kind in measured) / total if total else 0.0
+    return (
+        sum(seconds for kind, seconds in kinds.items() if kind in measured) / total
+        if total
+        else 0.0
+    )
 
 
 def _offloaded_bytes(step_config: StepConfig, rates: Rates, stages: Sequence[Stage]) -> float:
     """The most activations that a rank has in host memory."""
     if not step_config.offloads_activations:
         return 0.0
-    return max(stage.in_flight * StepProgram(step_config, rates, stage).saved_bytes for stage in stages)
+    return max(
+        stage.in_flight * StepProgram(step_config, rates, stage).saved_bytes for stage in stages
+    )
 
 
 def peak_memory(step_config: StepConfig) -> dict[str, float]:
     """`Prediction.memory`, the fullest rank's bytes by kind, which does not depend on speeds."""
-    gpu, network = data_sheets().gpu("h100-80" if step_config.on_gpu else "cpu"), data_sheets().network("infiniband-ndr")
+    gpu, network = (
+        data_sheets().gpu("h100-80" if step_config.on_gpu else "cpu"),
+        data_sheets().network("infiniband-ndr"),
+    )
     rates = Rates.of_data_sheets(gpu, network, step_config.gpus_per_host, step_config.dtype)
-    simulation = max((_simulate(step_config, rates, stage) for stage in _stages(step_config)), key=lambda each: each.reserved)
+    simulation = max(
+        (_simulate(step_config, rates, stage) for stage in _stages(step_config)),
+        key=lambda each: each.reserved,
+    )
     return _memory_by_kind(step_config, simulation)
 
 
@@ -183,11 +244,20 @@ def _memory_by_kind(step_config: StepConfig, simulation: Simulation) -> dict[str
     """Live tensors at the peak, and memory that belongs to no operation."""
     if not step_config.on_gpu:
         return {**simulation.live_peak, "allocator": 0.0, OVERHEAD: float(HOST_BYTES)}
-    live, reserved = sum(simulation.live_peak.values()), simulation.reserved * (1 + ROUNDING_FRACTION)
+    live, reserved = (
+        sum(simulation.live_peak.values()),
+        simulation.reserved * (1 + ROUNDING_FRACTION),
+    )
     groups = sum(
         size > 1
         for size in (
-            *(step_config.shards, step_config.replicas, step_config.tensor, step_config.context, step_config.pipeline),
+            *(
+                step_config.shards,
+                step_config.replicas,
+                step_config.tensor,
+                step_config.context,
+                step_config.pipeline,
+            ),
             step_config.expert,
         )
     )
@@ -214,7 +284,9 @@ def _stages(step_config: StepConfig) -> list[Stage]:
     most = -(-layers // degree)
     in_flight = min(step_config.accumulation, degree)
     if step_config.options.stages_per_rank > 1:
-        in_flight = min(step_config.accumulation, degree + (degree - 1) // step_config.options.stages_per_rank)
+        in_flight = min(
+            step_config.accumulation, degree + (degree - 1) // step_config.options.stages_per_rank
+        )
     return [Stage(most, True, False, in_flight), Stage(most, False, True, 1)]
 
 
@@ -222,16 +294,21 @@ def _simulate(step_config: StepConfig, rates: Rates, stage: Stage) -> Simulation
     """The step of a rank with this part of the model."""
     program = StepProgram(step_config, rates, stage)
     operations = program.build(min(step_config.accumulation, SIMULATED))
-    repeated = (program.starts[1], program.starts[2]) if len(program.starts) == SIMULATED else (0, 0)
-    return simulate(operations, program.held(), repeated, max(0, step_config.accumulation - SIMULATED))
+    repeated = (
+        (program.starts[1], program.starts[2]) if len(program.starts) == SIMULATED else (0, 0)
+    )
+    return simulate(
+        operations, program.held(), repeated, max(0, step_config.accumulation - SIMULATED)
+    )
 
 
 @dataclass(frozen=True)
 class RunCost:
     """The cost of a whole run, by the expected speed.
 
-    checkpoint_seconds: until all ranks have written one. checkpoint_every_seconds: the interval by Young and Daly
-    (10.1016/j.future.2004.11.016), sqrt(2 · cost · time between failures). goodput: the fraction of the time that trains.
+    checkpoint_seconds: until all ranks have written one. checkpoint_every_seconds: the interval by
+    Young and Daly (10.1016/j.future.2004.11.016), sqrt(2 · cost · time between failures). goodput:
+    the fraction of the time that trains.
     """
 
     steps: int
@@ -248,9 +325,13 @@ class RunCost:
     goodput: float
 
 
-def run_cost(phases: Sequence[tuple[int, Prediction]], options: MachineOptions, gpu: GPU, *, async_save: bool) -> RunCost:
-    """The cost of a run with these numbers of steps of each kind. An asynchronous save costs the time to copy a rank's part to
-    host memory."""
+def run_cost(
+    phases: Sequence[tuple[int, Prediction]], options: MachineOptions, gpu: GPU, *, async_save: bool
+) -> RunCost:
+    """The cost of a run with these numbers of steps of each kind.
+
+    An asynchronous save costs the time to copy a rank's part to host memory.
+    """
     step_config = phases[0][1].step_config
     steps = sum(count for count, _ in phases)
     step_seconds = sum(count * each.step_seconds for count, each in phases) / steps
@@ -259,7 +340,11 @@ def run_cost(phases: Sequence[tuple[int, Prediction]], options: MachineOptions, 
     cost = writing
     if async_save:
         hosts = math.ceil(step_config.world_size / step_config.gpus_per_host)
-        writers = step_config.shards * step_config.tensor * step_config.pipeline if step_config.is_fsdp else 1
+        writers = (
+            step_config.shards * step_config.tensor * step_config.pipeline
+            if step_config.is_fsdp
+            else 1
+        )
         cost = min(writing, size / writers / (gpu.pcie_gb_s * GB) + 0.1 * hosts**0.5)
     between = options.failure_gpu_hours * 3600 / step_config.world_size
     # A save cannot begin before the one before it is written.

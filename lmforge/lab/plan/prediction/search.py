@@ -1,9 +1,11 @@
-"""Which configurations of a run fit: the fastest of all (`search`), or those near one that does not (`suggest_what_fits`).
+"""Which configurations of a run fit: the fastest of all (`search`), or those near one that does not
+(`suggest_what_fits`).
 
-A search estimates all and predicts the best of them in full. The estimate extrapolates linearly from two models with few
-blocks, since all blocks with one window are identical. The global batch, the model and the numbers that training computes stay
-what they are. What changes numbers comes last (optimizer states in 8 bits, frozen matrices in 8 or 4 bits), and float8 is tried
-only on request. fsdp1 does what fsdp2 does, and is not tried.
+A search estimates all and predicts the best of them in full. The estimate extrapolates linearly
+from two models with few blocks, since all blocks with one window are identical. The global batch,
+the model and the numbers that training computes stay what they are. What changes numbers comes last
+(optimizer states in 8 bits, frozen matrices in 8 or 4 bits), and float8 is tried only on request.
+fsdp1 does what fsdp2 does, and is not tried.
 """
 
 import math
@@ -17,12 +19,21 @@ from typing import Any
 from lmforge.core.errors import UserError, format_bytes
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.quantization.blocks import Bits
-from lmforge.core.options.activation_checkpointing import CHECKPOINTING_MODES, FullCheckpointing, NoCheckpointing
+from lmforge.core.options.activation_checkpointing import (
+    CHECKPOINTING_MODES,
+    FullCheckpointing,
+    NoCheckpointing,
+)
 from lmforge.core.options.batch_plan import BatchPlan, divisors
 from lmforge.core.parallel.validate import check_compiled, check_lora, check_parallel
 from lmforge.lab.options.plan import FINALISTS
 from lmforge.lab.plan.hardware import GPU
-from lmforge.lab.plan.prediction.predict import MEMORY_INTERVAL, Prediction, can_reduce_once, predict
+from lmforge.lab.plan.prediction.predict import (
+    MEMORY_INTERVAL,
+    Prediction,
+    can_reduce_once,
+    predict,
+)
 from lmforge.lab.plan.prediction.rates import Rates
 from lmforge.lab.plan.prediction.step_config import StepConfig
 
@@ -31,7 +42,14 @@ SHARDINGS = ("full-shard", "grad-shard", "hybrid-full-shard", "hybrid-grad-shard
 FEW_BLOCKS = (2, 4)
 MAX_DEGREE, MAX_MICRO_BATCH = 16, 64
 # The options that advice may change.
-CHANGED = ("engine", "sharding", "activation_checkpointing", "activation_offload", "cpu_offload", "reduce_every_micro_batch")
+CHANGED = (
+    "engine",
+    "sharding",
+    "activation_checkpointing",
+    "activation_offload",
+    "cpu_offload",
+    "reduce_every_micro_batch",
+)
 
 
 @dataclass(frozen=True)
@@ -47,14 +65,18 @@ class Candidate:
     @property
     def needs(self) -> str:
         """The memory of a GPU, and of a host where something is offloaded."""
-        return format_bytes(self.device_bytes) + (f" and {format_bytes(self.host_bytes)} on a host" if self.host_bytes else "")
+        return format_bytes(self.device_bytes) + (
+            f" and {format_bytes(self.host_bytes)} on a host" if self.host_bytes else ""
+        )
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """best: what fits, the fastest first, predicted in full. fitting: all estimates that fit, the fastest first.
+    """best: what fits, the fastest first, predicted in full. fitting: all estimates that fit, the
+    fastest first.
 
-    too_large: the estimates that do not fit, those nearest to it first. refused: how many the checks of a run refuse.
+    too_large: the estimates that do not fit, those nearest to it first. refused: how many the
+    checks of a run refuse.
     """
 
     best: list[Prediction]
@@ -66,10 +88,18 @@ class SearchResult:
 
 
 def search(
-    base: StepConfig, global_batch_size: int, gpu: GPU, rates: Rates, budget: float, most: int, float8: bool
+    base: StepConfig,
+    global_batch_size: int,
+    gpu: GPU,
+    rates: Rates,
+    budget: float,
+    most: int,
+    float8: bool,
 ) -> SearchResult:
-    """Try the configurations of `base`'s model, batch and GPUs, at most `most`. `budget` is the memory of a GPU in bytes. What
-    is offloaded has to fit into the host."""
+    """Try the configurations of `base`'s model, batch and GPUs, at most `most`.
+
+    `budget` is the memory of a GPU in bytes. What is offloaded has to fit into the host.
+    """
     on_host = gpu.host_memory_gb * 2**30 * min(base.gpus_per_host, base.world_size)
 
     def fits(candidate: Candidate | Prediction) -> bool:
@@ -99,7 +129,9 @@ def candidates(base: StepConfig, global_batch_size: int, float8: bool) -> Iterat
     """All configurations, first those that split the model least."""
     world = base.world_size
     sizes_of_groups = [each for each in divisors(world) if each <= MAX_DEGREE]
-    splits = [(t, c, p) for t, c, p in product(sizes_of_groups, repeat=3) if world % (t * c * p) == 0]
+    splits = [
+        (t, c, p) for t, c, p in product(sizes_of_groups, repeat=3) if world % (t * c * p) == 0
+    ]
     splits = [(t, c, p) for t, c, p in splits if t <= base.gpus_per_host]
     splits.sort(key=lambda split: (math.prod(split), split[0], split[2]))
     for tensor, context, pipeline in splits:
@@ -108,22 +140,37 @@ def candidates(base: StepConfig, global_batch_size: int, float8: bool) -> Iterat
             continue
         local = global_batch_size // data_parallel
         sizes = [each for each in divisors(local) if each <= MAX_MICRO_BATCH]
-        degrees = {"tensor_parallel_degree": tensor, "context_parallel_degree": context, "pipeline_parallel_degree": pipeline}
+        degrees = {
+            "tensor_parallel_degree": tensor,
+            "context_parallel_degree": context,
+            "pipeline_parallel_degree": pipeline,
+        }
         fixed = {"shard_degree": None, "reduce_every_micro_batch": True, **degrees}
         for engine, sharding, offload in _engines(base, tensor * context * pipeline):
-            chosen: dict[str, Any] = {"engine": engine, "sharding": sharding, "cpu_offload": offload, **fixed}
+            chosen: dict[str, Any] = {
+                "engine": engine,
+                "sharding": sharding,
+                "cpu_offload": offload,
+                **fixed,
+            }
             experts = _expert_degrees(base) if engine == "fsdp2" else [1]
             for degree, savings, size in product(experts, _savings(base), reversed(sizes)):
                 changes = {"expert_parallel_degree": degree, **savings}
                 step_config = base.with_options(**chosen, **changes)
                 for eight in (False, True) if float8 and tensor == 1 else (False,):
-                    yield replace(step_config, micro_batch_size=size, accumulation=local // size, float8=eight)
+                    yield replace(
+                        step_config, micro_batch_size=size, accumulation=local // size, float8=eight
+                    )
 
 
 def in_fewer_bits(base: StepConfig) -> list[StepConfig]:
-    """The same with optimizer states or a frozen base in fewer bits, which changes what training computes: the least first."""
+    """The same with optimizer states or a frozen base in fewer bits, which changes what training
+    computes: the least first.
+    """
     if base.lora is not None:
-        bits: list[Bits] = [] if base.lora.base_dtype or base.reference == "copy" else ["int8", "nf4"]
+        bits: list[Bits] = (
+            [] if base.lora.base_dtype or base.reference == "copy" else ["int8", "nf4"]
+        )
         return [replace(base, lora=replace(base.lora, base_dtype=each)) for each in bits]
     if base.optimizer.name not in ("adamw", "muon") or base.optimizer.state_dtype == "8bit":
         return []
@@ -131,15 +178,22 @@ def in_fewer_bits(base: StepConfig) -> list[StepConfig]:
 
 
 def _savings(base: StepConfig) -> list[dict[str, Any]]:
-    """What to do with activations: recompute more or less of them, and keep the rest on the device or the host."""
-    kept = [{"activation_checkpointing": mode, "activation_offload": False} for mode in CHECKPOINTING_MODES]
+    """What to do with activations: recompute more or less of them, and keep the rest on the device
+    or the host.
+    """
+    kept = [
+        {"activation_checkpointing": mode, "activation_offload": False}
+        for mode in CHECKPOINTING_MODES
+    ]
     modes = (NoCheckpointing.name, FullCheckpointing.name) if base.on_gpu else ()
     return kept + [{"activation_checkpointing": mode, "activation_offload": True} for mode in modes]
 
 
 def _expert_degrees(base: StepConfig) -> list[int]:
     """Degrees of expert parallelism within a host: dense models have one."""
-    fitting = math.gcd(base.model.num_experts, base.world_size) if any(base.model.sparse_layers) else 1
+    fitting = (
+        math.gcd(base.model.num_experts, base.world_size) if any(base.model.sparse_layers) else 1
+    )
     return [each for each in divisors(fitting) if each <= base.gpus_per_host]
 
 
@@ -161,14 +215,25 @@ def _engines(base: StepConfig, splits: int) -> Iterator[tuple[str, str | None, b
 
 def check_step_config(step_config: StepConfig) -> None:
     """Raise UserError where a run with this StepConfig would be refused."""
-    data_parallel, size = step_config.world_size // step_config.options.model_parallel_size, step_config.micro_batch_size
+    data_parallel, size = (
+        step_config.world_size // step_config.options.model_parallel_size,
+        step_config.micro_batch_size,
+    )
     global_batch_size = data_parallel * size * step_config.accumulation
-    plan = BatchPlan(global_batch_size, step_config.sequence_length, data_parallel, size, step_config.accumulation)
+    plan = BatchPlan(
+        global_batch_size,
+        step_config.sequence_length,
+        data_parallel,
+        size,
+        step_config.accumulation,
+    )
     check_parallel(step_config.options, step_config.model, plan)
     if step_config.teacher is not None:
         check_parallel(step_config.options, step_config.teacher.model, plan)
     if step_config.distillation is not None and step_config.pipeline > 1:
-        raise UserError("parallel.pipeline_parallel_degree: distillation computes losses of whole models")
+        raise UserError(
+            "parallel.pipeline_parallel_degree: distillation computes losses of whole models"
+        )
     if step_config.lora is not None:
         check_lora(step_config.options, step_config.float8, step_config.lora.base_dtype)
     if step_config.options.cuts_rows and step_config.optimizer.state_dtype == "8bit":
@@ -186,20 +251,29 @@ def _shorter(model: ModelConfig, layers: int, layer_type: str | None, sparse: bo
 def estimate(step_config: StepConfig, gpu: GPU, rates: Rates, budget: float) -> Candidate:
     """Estimated memory and time, with gradients reduced once per step if that certainly fits."""
     if can_reduce_once(step_config):
-        once = _on_straight_line(step_config.with_options(reduce_every_micro_batch=False), gpu, rates)
+        once = _on_straight_line(
+            step_config.with_options(reduce_every_micro_batch=False), gpu, rates
+        )
         if once.device_bytes * MEMORY_INTERVAL[1] <= budget:
             return once
     return _on_straight_line(step_config, gpu, rates)
 
 
 def _on_straight_line(step_config: StepConfig, gpu: GPU, rates: Rates) -> Candidate:
-    """Memory and time, extrapolated linearly from two models of few blocks for each kind of layers, whose results count as
-    often as the model has such layers."""
+    """Memory and time, extrapolated linearly from two models of few blocks for each kind of layers,
+    whose results count as often as the model has such layers.
+    """
     layers = step_config.model.num_hidden_layers
     few, more = (count * step_config.pipeline for count in FEW_BLOCKS)
     if layers <= more:
         prediction = predict(step_config, gpu, rates)
-        return Candidate(step_config, prediction.device_bytes, prediction.host_bytes, prediction.step_seconds, prediction.parts)
+        return Candidate(
+            step_config,
+            prediction.device_bytes,
+            prediction.host_bytes,
+            prediction.step_seconds,
+            prediction.parts,
+        )
 
     def line(below: float, above: float) -> float:
         return above + (layers - more) / (more - few) * (above - below)
@@ -207,7 +281,9 @@ def _on_straight_line(step_config: StepConfig, gpu: GPU, rates: Rates) -> Candid
     memory, host, seconds, parts = 0.0, 0.0, 0.0, dict[str, float]()
     for kind, count in Counter(step_config.model.layer_kinds).items():
         low, high = (
-            predict(replace(step_config, model=_shorter(step_config.model, blocks, *kind)), gpu, rates)
+            predict(
+                replace(step_config, model=_shorter(step_config.model, blocks, *kind)), gpu, rates
+            )
             for blocks in (few, more)
         )
         share, low_parts = count / layers, low.parts
@@ -221,14 +297,23 @@ def _on_straight_line(step_config: StepConfig, gpu: GPU, rates: Rates) -> Candid
 
 def why_slower(candidate: Candidate | Prediction, winner: Candidate | Prediction) -> str:
     """The kind of operation in which a configuration loses most time to the winner."""
-    losses = {name: seconds - winner.parts.get(name, 0.0) for name, seconds in candidate.parts.items()}
+    losses = {
+        name: seconds - winner.parts.get(name, 0.0) for name, seconds in candidate.parts.items()
+    }
     name = max(losses, key=lambda each: losses[each])
     slower = candidate.step_seconds / winner.step_seconds - 1
-    return f"{slower:.0%} slower: {name} (+{1e3 * losses[name]:,.0f} ms)" if slower > 0.0005 else "as fast"
+    return (
+        f"{slower:.0%} slower: {name} (+{1e3 * losses[name]:,.0f} ms)"
+        if slower > 0.0005
+        else "as fast"
+    )
 
 
-def suggest_what_fits(current: StepConfig, needed_bytes: Callable[[StepConfig], float], available_bytes: float) -> str:
-    """What to do instead of `current`, which does not fit: only what fits into `available_bytes` on each rank.
+def suggest_what_fits(
+    current: StepConfig, needed_bytes: Callable[[StepConfig], float], available_bytes: float
+) -> str:
+    """What to do instead of `current`, which does not fit: only what fits into `available_bytes` on
+    each rank.
 
     `needed_bytes` returns what a rank needs with a StepConfig.
     """
@@ -236,14 +321,23 @@ def suggest_what_fits(current: StepConfig, needed_bytes: Callable[[StepConfig], 
 
     def needed(step_config: StepConfig) -> float:
         key = repr(
-            (step_config.options, step_config.micro_batch_size, step_config.world_size, step_config.bits, step_config.teacher)
+            (
+                step_config.options,
+                step_config.micro_batch_size,
+                step_config.world_size,
+                step_config.bits,
+                step_config.teacher,
+            )
         )
         if key not in known:
             known[key] = needed_bytes(step_config)
         return known[key]
 
     def first_fitting(step_configs: Iterable[StepConfig]) -> StepConfig | None:
-        return next((step_config for step_config in step_configs if needed(step_config) <= available_bytes), None)
+        return next(
+            (step_config for step_config in step_configs if needed(step_config) <= available_bytes),
+            None,
+        )
 
     def largest_batch(step_config: StepConfig, at_most: int) -> StepConfig | None:
         sizes = [size for size in reversed(divisors(local_batch)) if size <= at_most]
@@ -252,10 +346,17 @@ def suggest_what_fits(current: StepConfig, needed_bytes: Callable[[StepConfig], 
     local_batch = current.micro_batch_size * current.accumulation
     # One change at a time, the cheapest of each kind first.
     kinds = [
-        [each for each in kind if each != current and _is_allowed(each) and needed(each) < needed(current)]
+        [
+            each
+            for each in kind
+            if each != current and _is_allowed(each) and needed(each) < needed(current)
+        ]
         for kind in _alternatives(current)
     ]
-    suggestions = [largest_batch(current, current.micro_batch_size - 1), *(first_fitting(kind) for kind in kinds)]
+    suggestions = [
+        largest_batch(current, current.micro_batch_size - 1),
+        *(first_fitting(kind) for kind in kinds),
+    ]
     describe = partial(_describe_changes, current)
     if ways := [describe(each) for each in suggestions if each]:
         return f"by estimate would fit: {', or '.join(ways)}"
@@ -266,12 +367,25 @@ def suggest_what_fits(current: StepConfig, needed_bytes: Callable[[StepConfig], 
         if fitting := largest_batch(step_config, current.micro_batch_size):
             return f"by estimate would fit: {describe(fitting)}"
     smallest = min((each.with_micro_batch_size(1) for each in step_configs), key=needed)
-    sizes = [(current.world_size * factor, local_batch // factor) for factor in divisors(local_batch)[1:]]
-    more = (replace(smallest.fully_sharded(), world_size=size, accumulation=batch) for size, batch in sizes)
+    sizes = [
+        (current.world_size * factor, local_batch // factor) for factor in divisors(local_batch)[1:]
+    ]
+    more = (
+        replace(smallest.fully_sharded(), world_size=size, accumulation=batch)
+        for size, batch in sizes
+    )
     enough = first_fitting(more)
-    on_more = f"; on {enough.world_size} ranks under parallel.engine = {enough.options.engine} that would fit" if enough else ""
+    on_more = (
+        f"; on {enough.world_size} ranks under parallel.engine = {enough.options.engine} that"
+        " would fit"
+        if enough
+        else ""
+    )
     least = format_bytes(needed(smallest))
-    return f"by estimate nothing fits: {describe(smallest) or 'this'} needs at least {least} per rank{on_more}"
+    return (
+        f"by estimate nothing fits: {describe(smallest) or 'this'} needs at least {least} per"
+        f" rank{on_more}"
+    )
 
 
 def _is_allowed(step_config: StepConfig) -> bool:
@@ -283,20 +397,33 @@ def _is_allowed(step_config: StepConfig) -> bool:
 
 
 def _alternatives(current: StepConfig) -> list[list[StepConfig]]:
-    """StepConfigs that need less memory: recompute, offload activations, reduce more often, shard more, offload weights;
-    and, since that changes what is computed, run a teacher once before, and store weights and states in fewer bits."""
+    """StepConfigs that need less memory: recompute, offload activations, reduce more often, shard
+    more, offload weights; and, since that changes what is computed, run a teacher once before, and
+    store weights and states in fewer bits.
+    """
     sharded = current.fully_sharded()
-    recompute = [current.with_options(activation_checkpointing=mode) for mode in CHECKPOINTING_MODES]
+    recompute = [
+        current.with_options(activation_checkpointing=mode) for mode in CHECKPOINTING_MODES
+    ]
     hosted = [current.with_options(activation_offload=True)] if current.on_gpu else []
     reshard = []
     if current.world_size > 1:
         sharding = (current.options.sharding or "full-shard").replace("grad-shard", "full-shard")
-        reshard = [current.with_options(sharding=sharding) if current.options.sharding else current, sharded]
-    offload = [(current if current.is_fsdp else sharded).with_options(cpu_offload=True)] if current.on_gpu else []
+        reshard = [
+            current.with_options(sharding=sharding) if current.options.sharding else current,
+            sharded,
+        ]
+    offload = (
+        [(current if current.is_fsdp else sharded).with_options(cpu_offload=True)]
+        if current.on_gpu
+        else []
+    )
     reduces_once = current.is_fsdp and not current.options.reduce_every_micro_batch
     reduce = [current.with_options(reduce_every_micro_batch=True)] * reduces_once
     before = (
-        [] if current.distillation is None else [replace(current, distillation=replace(current.distillation, teacher=None))]
+        []
+        if current.distillation is None
+        else [replace(current, distillation=replace(current.distillation, teacher=None))]
     )
     return [recompute, hosted, reduce, reshard, offload, before, in_fewer_bits(current)]
 
@@ -305,12 +432,19 @@ def _describe_changes(current: StepConfig, suggested: StepConfig) -> str:
     """The options to change to get from one StepConfig to the other."""
     words = []
     if suggested.micro_batch_size != current.micro_batch_size:
-        words.append(f"train.micro_batch_size = {suggested.micro_batch_size} (it was {current.micro_batch_size})")
+        words.append(
+            f"train.micro_batch_size = {suggested.micro_batch_size} (it was"
+            f" {current.micro_batch_size})"
+        )
     before, after = current.options.model_dump(), suggested.options.model_dump()
     for name in CHANGED:
         if after[name] != before[name]:
             words.append(f"parallel.{name} = {'true' if after[name] is True else after[name]}")
-    words += [f"{name} = {value}" for name, value in suggested.bits.items() if current.bits.get(name) != value]
+    words += [
+        f"{name} = {value}"
+        for name, value in suggested.bits.items()
+        if current.bits.get(name) != value
+    ]
     if suggested.teacher != current.teacher and suggested.teacher is None:
         words.append("distill.logprobs = FOLDER")
     if after["shard_degree"] != before["shard_degree"]:

@@ -1,9 +1,9 @@
 """Simulates a list of operations on streams, and tracks the memory of each kind.
 
-Time and memory follow different orders. A stream runs its operations one after another, and waits for those of other streams.
-Memory is allocated and freed in the order in which the host issues operations, which runs ahead of the device. torch's
-allocator keeps what one stream has freed for that stream, so that what a GPU holds is the sum of the largest that each stream's
-pool ever was.
+Time and memory follow different orders. A stream runs its operations one after another, and waits
+for those of other streams. Memory is allocated and freed in the order in which the host issues
+operations, which runs ahead of the device. torch's allocator keeps what one stream has freed for
+that stream, so that what a GPU holds is the sum of the largest that each stream's pool ever was.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,8 @@ NOTHING: Mapping[str, float] = {}
 class Operation:
     """One operation.
 
-    after: numbers of operations that must have ended. allocate, free: bytes by kind, before and after it.
+    after: numbers of operations that must have ended. allocate, free: bytes by kind, before and
+    after it.
     transient: bytes that it holds only while it runs. host_seconds: what issuing it costs the host.
     """
 
@@ -41,9 +42,11 @@ class Operation:
 class Simulation:
     """The result of a list of operations.
 
-    live_peak: bytes by kind when most was live, and `peak_at` the operation. reserved: the sum of the pools' peaks.
+    live_peak: bytes by kind when most was live, and `peak_at` the operation. reserved: the sum of
+    the pools' peaks.
     timeline: (operation, live bytes while it runs), in order of issue.
-    busy: seconds by stream and by kind of operation. exposed: seconds in which only the network is busy.
+    busy: seconds by stream and by kind of operation. exposed: seconds in which only the network is
+    busy.
     host_bound: seconds in which the device waits for the host.
     """
 
@@ -127,16 +130,23 @@ class _Clock:
         self.repeated = times * (self.end - end)
         self.exposed += times * (self.exposed - exposed)
         self.host_bound += times * (self.host_bound - host_bound)
-        self.busy = {name: each + times * (each - busy.get(name, 0.0)) for name, each in self.busy.items()}
+        self.busy = {
+            name: each + times * (each - busy.get(name, 0.0)) for name, each in self.busy.items()
+        }
 
 
 def simulate(
-    operations: Sequence[Operation], held: Mapping[str, float], repeated: tuple[int, int] = (0, 0), times: int = 0
+    operations: Sequence[Operation],
+    held: Mapping[str, float],
+    repeated: tuple[int, int] = (0, 0),
+    times: int = 0,
 ) -> Simulation:
-    """Carry out the operations of one step. `held` are the bytes by kind before the first operation.
+    """Carry out the operations of one step.
 
-    Those from the first to before the second number of `repeated` stand for `times` more of their kind: their time is added,
-    and their memory is the same.
+    `held` are the bytes by kind before the first operation.
+
+    Those from the first to before the second number of `repeated` stand for `times` more of their
+    kind: their time is added, and their memory is the same.
     """
     memory, clock = _Memory(held), _Clock()
     before = clock.state()
@@ -151,4 +161,13 @@ def simulate(
     kinds = {kind: count for kind, count in memory.peak.items() if count > 0}
     exposed = clock.exposed + max(0.0, clock.end - clock.free_at.get(COMPUTE, 0.0))
     reserved, seconds = sum(memory.pool_peaks.values()), clock.end + clock.repeated
-    return Simulation(seconds, kinds, memory.peak_at, reserved, memory.timeline, clock.busy, exposed, clock.host_bound)
+    return Simulation(
+        seconds,
+        kinds,
+        memory.peak_at,
+        reserved,
+        memory.timeline,
+        clock.busy,
+        exposed,
+        clock.host_bound,
+    )

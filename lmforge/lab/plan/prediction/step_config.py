@@ -19,8 +19,10 @@ from lmforge.post.options.tuning import DistillConfig
 
 @dataclass(frozen=True)
 class Distillation:
-    """What a distillation has beside its student. beta: of the divergence. teacher: the model that scores each batch; None
-    where its `stored_ids` likeliest tokens of each place were stored before."""
+    """What a distillation has beside its student. beta: of the divergence. teacher: the model that
+    scores each batch; None where its `stored_ids` likeliest tokens of each place were stored
+    before.
+    """
 
     beta: float
     stored_ids: int
@@ -30,7 +32,9 @@ class Distillation:
     def of_recipe(cls, config: StageConfig, teacher: ModelConfig | None) -> "Distillation | None":
         if not isinstance(config, DistillConfig):
             return None
-        return cls(config.distill.beta, config.distill.top_k, None if config.distill.logprobs else teacher)
+        return cls(
+            config.distill.beta, config.distill.top_k, None if config.distill.logprobs else teacher
+        )
 
 
 @dataclass(frozen=True)
@@ -39,13 +43,16 @@ class StepConfig:
 
     options: `[parallel]`; its engine is not auto.
     dtype, master_dtype: "fp32" or "bf16", of computation and of what is kept between steps.
-    on_gpu: whether the device is one; on a CPU, attention is given a dense mask, and nothing is asynchronous.
-    logit_bytes: None where head and loss go through the tokens in chunks, as in lmforge. Other programs, whose published
-        figures predictions are compared with, keep so many bytes of each logit, and their backward pass holds so many more.
+    on_gpu: whether the device is one; on a CPU, attention is given a dense mask, and nothing is
+    asynchronous.
+    logit_bytes: None where head and loss go through the tokens in chunks, as in lmforge. Other
+        programs, whose published figures predictions are compared with, keep so many bytes of each
+        logit, and their backward pass holds so many more.
     reduce_dtype_bytes: of a number of a gradient while FSDP reduces it.
-    lora: the adapters of each block, beside which all other weights are frozen, but for the head of a reward model.
-    loss: what the loss reads of the head. reference: what scores each batch before the policy: nothing, a frozen copy of the
-        model's first weights, or the policy without its adapters.
+    lora: the adapters of each block, beside which all other weights are frozen, but for the head of
+    a reward model.
+    loss: what the loss reads of the head. reference: what scores each batch before the policy:
+        nothing, a frozen copy of the model's first weights, or the policy without its adapters.
     has_dropout: whether the model drops activations.
     distillation: what a student learns from, instead of the text alone.
     """
@@ -76,9 +83,17 @@ class StepConfig:
         options, words = self.options, [str(self.options.engine)]
         if self.is_fsdp and options.sharding:
             words.append(options.sharding)
-        degrees = {"tensor": self.tensor, "context": self.context, "pipeline": self.pipeline, "experts": self.expert}
+        degrees = {
+            "tensor": self.tensor,
+            "context": self.context,
+            "pipeline": self.pipeline,
+            "experts": self.expert,
+        }
         words += [f"{name} {degree}" for name, degree in degrees.items() if degree > 1]
-        words += [f"checkpointing {options.activation_checkpointing}", f"micro-batch {self.micro_batch_size}"]
+        words += [
+            f"checkpointing {options.activation_checkpointing}",
+            f"micro-batch {self.micro_batch_size}",
+        ]
         return ", ".join(
             words
             + ["offload"] * options.cpu_offload
@@ -89,9 +104,14 @@ class StepConfig:
 
     @property
     def bits(self) -> dict[str, str]:
-        """The options that store optimizer states or frozen matrices in few bits, and their values."""
+        """The options that store optimizer states or frozen matrices in few bits, and their
+        values.
+        """
         states, base = self.optimizer.state_dtype, self.lora.base_dtype if self.lora else None
-        chosen = {"optimizer.state_dtype": states if states == "8bit" else None, "lora.base_dtype": base}
+        chosen = {
+            "optimizer.state_dtype": states if states == "8bit" else None,
+            "lora.base_dtype": base,
+        }
         return {name: value for name, value in chosen.items() if value}
 
     def with_options(self, **changes: Any) -> "StepConfig":
@@ -99,33 +119,57 @@ class StepConfig:
 
     def with_micro_batch_size(self, size: int) -> "StepConfig":
         """The same batch per rank, in micro-batches of this size, which divides it."""
-        return replace(self, micro_batch_size=size, accumulation=self.micro_batch_size * self.accumulation // size)
+        return replace(
+            self,
+            micro_batch_size=size,
+            accumulation=self.micro_batch_size * self.accumulation // size,
+        )
 
     def fully_sharded(self) -> "StepConfig":
         """The same, with one copy of the model sharded over all ranks."""
         sharding = "full-shard" if self.options.sharding else None
-        return self.with_options(engine=self.options.engine if self.is_fsdp else "fsdp2", sharding=sharding, shard_degree=None)
+        return self.with_options(
+            engine=self.options.engine if self.is_fsdp else "fsdp2",
+            sharding=sharding,
+            shard_degree=None,
+        )
 
     @cached_property
     def dims(self) -> ParallelDims:
-        return parallel_dims(self.options, self.world_size, min(self.gpus_per_host, self.world_size))
+        return parallel_dims(
+            self.options, self.world_size, min(self.gpus_per_host, self.world_size)
+        )
 
     @cached_property
     def teacher(self) -> "StepConfig | None":
-        """The teacher of a distillation, which only scores: in the compute dtype, and distributed like the student."""
+        """The teacher of a distillation, which only scores: in the compute dtype, and distributed
+        like the student.
+        """
         if self.distillation is None or self.distillation.teacher is None:
             return None
-        alone = replace(self, model=self.distillation.teacher, master_dtype=self.dtype, distillation=None, lora=None)
+        alone = replace(
+            self,
+            model=self.distillation.teacher,
+            master_dtype=self.dtype,
+            distillation=None,
+            lora=None,
+        )
         plain = alone.with_options(activation_checkpointing="none", activation_offload=False)
         return replace(plain, has_dropout=False)
 
     @property
     def distilled_bytes(self) -> float:
-        """What a rank is told of all tokens of a step: hidden states of the teacher, or its likeliest tokens in fp32."""
+        """What a rank is told of all tokens of a step: hidden states of the teacher, or its
+        likeliest tokens in fp32.
+        """
         if self.distillation is None:
             return 0.0
         teacher = self.distillation.teacher
-        per_token = (2 * self.distillation.stored_ids + 1) * 4 if teacher is None else teacher.hidden_size * self.dtype_bytes
+        per_token = (
+            (2 * self.distillation.stored_ids + 1) * 4
+            if teacher is None
+            else teacher.hidden_size * self.dtype_bytes
+        )
         return float(self.accumulation * self.micro_batch_size * self.sequence_length * per_token)
 
     @property
@@ -138,7 +182,9 @@ class StepConfig:
         return self.options.activation_offload and self.on_gpu
 
     def traced_model(self, *, sparse: bool) -> TracedModel:
-        """The part of the model on a rank, with a block that is a mixture or not, whose trace serves every depth."""
+        """The part of the model on a rank, with a block that is a mixture or not, whose trace
+        serves every depth.
+        """
         return _rank_part(self.model, self.dtype, self.lora, self.tensor, sparse)
 
     @property
@@ -160,7 +206,9 @@ class StepConfig:
 
     @cached_property
     def shards(self) -> int:
-        """The number of ranks over which FSDP shards a copy of the model's part per tensor and pipeline rank."""
+        """The number of ranks over which FSDP shards a copy of the model's part per tensor and
+        pipeline rank.
+        """
         return self.dims.fsdp_degree if self.is_fsdp else 1
 
     @property
@@ -193,7 +241,9 @@ class StepConfig:
 
     @property
     def tokens(self) -> int:
-        """The tokens of a micro-batch on a rank; with tensor parallelism all ranks of its group have the same."""
+        """The tokens of a micro-batch on a rank; with tensor parallelism all ranks of its group
+        have the same.
+        """
         return self.micro_batch_size * self.sequence_length // self.context
 
     @property
@@ -204,6 +254,10 @@ class StepConfig:
 
 
 @cache  # a search asks often
-def _rank_part(model: ModelConfig, dtype: str, lora: LoraConfig | None, tensor: int, sparse: bool) -> TracedModel:
+def _rank_part(
+    model: ModelConfig, dtype: str, lora: LoraConfig | None, tensor: int, sparse: bool
+) -> TracedModel:
     vocabulary = tensor if model.vocab_size % tensor == 0 else 1
-    return TracedModel(model.with_layers(1, sparse=sparse), DTYPES[dtype], lora, tensor, vocabulary, sparse)
+    return TracedModel(
+        model.with_layers(1, sparse=sparse), DTYPES[dtype], lora, tensor, vocabulary, sparse
+    )

@@ -1,5 +1,6 @@
-"""The units of a rank's model that FSDP gathers and reduces, and the parameters of each: embedding, blocks, head, and a root
-with the rest. Without FSDP they are parts of the model only."""
+"""The units of a rank's model that FSDP gathers and reduces, and the parameters of each: embedding,
+blocks, head, and a root with the rest. Without FSDP they are parts of the model only.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +12,10 @@ from lmforge.lab.plan.traces import ModelShapes, Shapes, model_shapes
 
 @dataclass(frozen=True)
 class Stage:
-    """The part of the model on a rank: all of it, or a pipeline's. `in_flight` micro-batches wait for their backward pass."""
+    """The part of the model on a rank: all of it, or a pipeline's.
+
+    `in_flight` micro-batches wait for their backward pass.
+    """
 
     blocks: int
     has_embedding: bool = True
@@ -21,9 +25,10 @@ class Stage:
 
 @dataclass(frozen=True)
 class Unit:
-    """The rank's parameters before sharding, the same with the rows that FSDP2 pads so that tensors divide by the ranks, and
-    the trained ones of both. group: the ranks that it is sharded over. quantized: the padded bytes of matrices in 4 or 8 bits,
-    which are not among the parameters."""
+    """The rank's parameters before sharding, the same with the rows that FSDP2 pads so that tensors
+    divide by the ranks, and the trained ones of both. group: the ranks that it is sharded over.
+    quantized: the padded bytes of matrices in 4 or 8 bits, which are not among the parameters.
+    """
 
     name: str
     parameters: int
@@ -36,9 +41,11 @@ class Unit:
 
 @dataclass(frozen=True)
 class Units:
-    """experts: of a block by its name, where expert parallelism splits them: a unit of their own. tied: the head is the
-    embedding. in_root: the embedding is gathered with the last norm for the whole step, as it is no unit of its own. widest:
-    the parameters of the largest matrix in 4 or 8 bits."""
+    """experts: of a block by its name, where expert parallelism splits them: a unit of their own.
+    tied: the head is the embedding. in_root: the embedding is gathered with the last norm for the
+    whole step, as it is no unit of its own. widest: the parameters of the largest matrix in 4 or 8
+    bits.
+    """
 
     root: Unit
     embedding: Unit
@@ -60,12 +67,18 @@ class Units:
 
 def rank_units(step_config: StepConfig, stage: Stage, sparse_layers: Sequence[bool]) -> Units:
     """The units of a rank with this stage, whose blocks are mixtures or not."""
-    shards, group = step_config.shards, make_group(step_config.shards, step_config.tensor, step_config.gpus_per_host)
+    shards, group = (
+        step_config.shards,
+        make_group(step_config.shards, step_config.tensor, step_config.gpus_per_host),
+    )
     # FSDP1 puts the tensors of a unit into a flat one, which needs no padding.
     multiple = 1 if step_config.options.engine == "fsdp1" else shards
 
     def unit(name: str, trained: Shapes, frozen: Shapes = (), quantized: Shapes = ()) -> Unit:
-        (count, padded), (others, padded_others) = _counts(trained, multiple), _counts(frozen, multiple)
+        (count, padded), (others, padded_others) = (
+            _counts(trained, multiple),
+            _counts(frozen, multiple),
+        )
         stored = _counts(quantized, multiple)[1]
         return Unit(name, count + others, padded + padded_others, count, padded, group, stored)
 
@@ -73,12 +86,18 @@ def rank_units(step_config: StepConfig, stage: Stage, sparse_layers: Sequence[bo
         """A unit outside of the blocks, which is frozen beside adapters."""
         return unit(name, shapes) if step_config.trains_all else unit(name, (), shapes)
 
-    of_blocks = {sparse: model_shapes(step_config.traced_model(sparse=sparse)) for sparse in set(sparse_layers)}
+    of_blocks = {
+        sparse: model_shapes(step_config.traced_model(sparse=sparse))
+        for sparse in set(sparse_layers)
+    }
     shapes = next(iter(of_blocks.values()))  # which differ in their blocks alone
     tied = step_config.model.tie_word_embeddings and stage.has_embedding and stage.has_head
     in_root = tied or (stage.has_embedding and not step_config.options.wrap_embedding)
     own_head = shapes.head if stage.has_head and not tied else ()
-    blocks = {sparse: unit("", each.trained, each.frozen, each.quantized) for sparse, each in of_blocks.items()}
+    blocks = {
+        sparse: unit("", each.trained, each.frozen, each.quantized)
+        for sparse, each in of_blocks.items()
+    }
     experts: dict[bool, Unit] = {}
     if step_config.expert > 1 and True in of_blocks:
         others, experts[True] = _split_experts(step_config, of_blocks[True])
@@ -89,7 +108,11 @@ def rank_units(step_config: StepConfig, stage: Stage, sparse_layers: Sequence[bo
         embedding=outer("embedding", shapes.tables if stage.has_embedding and not in_root else ()),
         head=unit("head", own_head) if step_config.trains_head else outer("head", own_head),
         blocks=tuple(replace(blocks[sparse], name=name) for name, sparse in names),
-        experts={name: replace(experts[sparse], name=f"experts of {name}") for name, sparse in names if sparse in experts},
+        experts={
+            name: replace(experts[sparse], name=f"experts of {name}")
+            for name, sparse in names
+            if sparse in experts
+        },
         tied=tied,
         in_root=in_root,
         head_parameters=_counts(shapes.head, 1)[0],
@@ -98,14 +121,19 @@ def rank_units(step_config: StepConfig, stage: Stage, sparse_layers: Sequence[bo
 
 
 def _counts(shapes: Shapes, multiple: int) -> tuple[int, int]:
-    """The numbers in tensors with these (rows, columns), and with rows that are padded to a multiple."""
+    """The numbers in tensors with these (rows, columns), and with rows that are padded to a
+    multiple.
+    """
     padded = sum(-(-rows // multiple) * multiple * columns for rows, columns in shapes)
     return sum(rows * columns for rows, columns in shapes), padded
 
 
-def _split_experts(step_config: StepConfig, shapes: ModelShapes) -> tuple[tuple[Shapes, Shapes], Unit]:
-    """The trained and the frozen tensors of a sparse block without its experts, and these as a unit. FSDP shards each one by
-    rows, which rarely need padding."""
+def _split_experts(
+    step_config: StepConfig, shapes: ModelShapes
+) -> tuple[tuple[Shapes, Shapes], Unit]:
+    """The trained and the frozen tensors of a sparse block without its experts, and these as a
+    unit. FSDP shards each one by rows, which rarely need padding.
+    """
     ranks = step_config.expert
 
     def part(of_block: Shapes, experts: Shapes) -> tuple[Shapes, int]:
@@ -114,6 +142,11 @@ def _split_experts(step_config: StepConfig, shapes: ModelShapes) -> tuple[tuple[
             others.remove(each)
         return tuple(others), sum(rows * columns for rows, columns in experts) // ranks
 
-    (others, trained), (frozen, kept) = part(shapes.trained, shapes.experts), part(shapes.frozen, shapes.frozen_experts)
-    group = make_group(step_config.shards * step_config.tensor // ranks, ranks, step_config.gpus_per_host)
+    (others, trained), (frozen, kept) = (
+        part(shapes.trained, shapes.experts),
+        part(shapes.frozen, shapes.frozen_experts),
+    )
+    group = make_group(
+        step_config.shards * step_config.tensor // ranks, ranks, step_config.gpus_per_host
+    )
     return (others, frozen), Unit("", trained + kept, trained + kept, trained, trained, group)

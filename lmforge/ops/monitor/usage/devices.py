@@ -2,8 +2,8 @@
 
 NVIDIA's are read through NVML; those of other makes are not.
 
-A value that the library or driver does not report is None, and a device that does not answer has an `error`; the other values
-are still reported.
+A value that the library or driver does not report is None, and a device that does not answer has an
+`error`; the other values are still reported.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,9 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/gpus")
 
 @dataclass(frozen=True)
 class DeviceUsage:
-    """One GPU. None where something is not known; `error` says why nothing is, `slowdown` why its clocks are low."""
+    """One GPU. None where something is not known; `error` says why nothing is, `slowdown` why its
+    clocks are low.
+    """
 
     index: Count
     name: str = ""
@@ -62,7 +64,9 @@ class DeviceReader:
 
 def read_nvidia(nvml: Any) -> list[DeviceUsage]:
     """All GPUs that NVML (the module `pynvml`) knows."""
-    return [_read_nvidia_device(nvml, index) for index in range(_or_none(nvml.nvmlDeviceGetCount) or 0)]
+    return [
+        _read_nvidia_device(nvml, index) for index in range(_or_none(nvml.nvmlDeviceGetCount) or 0)
+    ]
 
 
 def _read_nvidia_device(nvml: Any, index: int) -> DeviceUsage:
@@ -70,7 +74,8 @@ def _read_nvidia_device(nvml: Any, index: int) -> DeviceUsage:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
         memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     except nvml.NVMLError as problem:
-        if problem.value != nvml.NVML_ERROR_NOT_SUPPORTED:  # such as a GPU that has fallen off the bus
+        # Such as a GPU that has fallen off the bus.
+        if problem.value != nvml.NVML_ERROR_NOT_SUPPORTED:
             return DeviceUsage(index, error=str(problem))
         memory = None  # a GPU that shares its memory with the host
     utilization = _or_none(lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
@@ -86,12 +91,15 @@ def _read_nvidia_device(nvml: Any, index: int) -> DeviceUsage:
         _or_none(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000),
         _or_none(lambda: float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))),
         ", ".join(dict.fromkeys(words for bit, words in NVIDIA_SLOWDOWNS.items() if reasons & bit)),
-        _or_none(lambda: [each.pid for each in nvml.nvmlDeviceGetComputeRunningProcesses(handle)]) or [],
+        _or_none(lambda: [each.pid for each in nvml.nvmlDeviceGetComputeRunningProcesses(handle)])
+        or [],
     )
 
 
 def _or_none(read: Callable[[], T]) -> T | None:
-    """The result of `read`; None where the library raises, since GPUs and drivers lack different values."""
+    """The result of `read`; None where the library raises, since GPUs and drivers lack different
+    values.
+    """
     with suppress(Exception):
         return read()
     return None

@@ -12,12 +12,16 @@ from pathlib import Path
 from lmforge.core.distributed.host_memory import format_memory
 
 CHECK_SECONDS = 10.0
-# Below this fraction of free inodes there is a warning; a checkpoint makes a few files for each rank.
+# Below this fraction of free inodes there is a warning; a checkpoint makes a few files for each
+# rank.
 MIN_INODE_FRACTION = 0.005
 
 
 class DiskMonitor:
-    """Checks the disk of `folder`. `next_checkpoint_bytes` gives the size of the next checkpoint."""
+    """Checks the disk of `folder`.
+
+    `next_checkpoint_bytes` gives the size of the next checkpoint.
+    """
 
     def __init__(self, folder: Path, next_checkpoint_bytes: Callable[[], int]) -> None:
         self._folder, self._next_checkpoint_bytes = folder, next_checkpoint_bytes
@@ -38,14 +42,16 @@ class DiskMonitor:
                 return
 
     def check(self) -> list[str]:
-        """Lines about space and inodes that became low since the last check, or are sufficient again. Raises OSError."""
+        """Lines about space and inodes that became low since the last check, or are sufficient
+        again. Raises OSError.
+        """
         stats = os.statvfs(self._folder)
         free, needed = stats.f_bavail * stats.f_frsize, self._next_checkpoint_bytes()
         lines = self._on_change(
             "room",
             free < needed,
-            f"{self._folder}: {format_memory(free)} free, and the next checkpoint needs {format_memory(needed)}:"
-            " free some space, or saving it will fail",
+            f"{self._folder}: {format_memory(free)} free, and the next checkpoint needs"
+            f" {format_memory(needed)}: free some space, or saving it will fail",
             f"{self._folder}: {format_memory(free)} free again, enough for the next checkpoint",
         )
         # Some file systems do not count inodes, and report 0 of 0.
@@ -53,8 +59,8 @@ class DiskMonitor:
         return lines + self._on_change(
             "inodes",
             few,
-            f"{self._folder}: {stats.f_favail:,} inodes free of {stats.f_files:,}: without inodes no file can be created,"
-            " even with free space; delete small files",
+            f"{self._folder}: {stats.f_favail:,} inodes free of {stats.f_files:,}: without inodes"
+            " no file can be created, even with free space; delete small files",
             f"{self._folder}: {stats.f_favail:,} inodes free again",
         )
 

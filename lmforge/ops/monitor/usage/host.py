@@ -1,7 +1,8 @@
 """The usage of a host: CPUs, memory, network, its busiest processes and its GPUs.
 
-The first rank of each host publishes it with the heartbeats, from a separate thread, since a driver that hangs must not stop
-heartbeats. So `lmforge top RUN` needs nothing but the run's directory. `lmforge top HOST` samples where it runs.
+The first rank of each host publishes it with the heartbeats, from a separate thread, since a driver
+that hangs must not stop heartbeats. So `lmforge top RUN` needs nothing but the run's directory.
+`lmforge top HOST` samples where it runs.
 """
 
 import os
@@ -36,7 +37,9 @@ class ProcessUsage:
 
 @dataclass(frozen=True)
 class HostUsage:
-    """A host at `time`, seconds since the epoch. Rates are since the sample before; the first ones are None.
+    """A host at `time`, seconds since the epoch.
+
+    Rates are since the sample before; the first ones are None.
 
     processes   the busiest ones, where they were asked for         notes   what could not be found out, and why
     """
@@ -56,7 +59,10 @@ class HostUsage:
 
 
 class HostSampler:
-    """Samples of this host, with its `num_processes` busiest processes. Rates are between two calls of `sample`."""
+    """Samples of this host, with its `num_processes` busiest processes.
+
+    Rates are between two calls of `sample`.
+    """
 
     def __init__(self, num_processes: int = 0) -> None:
         self._num_processes = num_processes
@@ -88,8 +94,13 @@ class HostSampler:
     def _network_rates(self) -> tuple[float | None, float | None]:
         """Bytes a second that all interfaces but the loopback have received and sent."""
         now = time.monotonic()
-        counters = [each for name, each in psutil.net_io_counters(pernic=True).items() if name != "lo"]
-        received, sent = sum(each.bytes_recv for each in counters), sum(each.bytes_sent for each in counters)
+        counters = [
+            each for name, each in psutil.net_io_counters(pernic=True).items() if name != "lo"
+        ]
+        received, sent = (
+            sum(each.bytes_recv for each in counters),
+            sum(each.bytes_sent for each in counters),
+        )
         before, self._network = self._network, (now, received, sent)
         if before is None or now <= before[0]:
             return None, None
@@ -97,7 +108,9 @@ class HostSampler:
         return max(0, received - before[1]) / seconds, max(0, sent - before[2]) / seconds
 
     def _busiest(self) -> list[ProcessUsage]:
-        """psutil keeps its Process objects, and in each the times of the last call of `cpu_percent`."""
+        """psutil keeps its Process objects, and in each the times of the last call of
+        `cpu_percent`.
+        """
         loads = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
@@ -106,13 +119,17 @@ class HostSampler:
         busy = [(percent, process) for percent, process in loads if percent > 0]
         for percent, process in sorted(busy, key=lambda each: -each[0])[: self._num_processes]:
             with suppress(psutil.Error):
-                usages.append(ProcessUsage(process.pid, process.name(), percent, process.memory_info().rss))
+                usages.append(
+                    ProcessUsage(process.pid, process.name(), percent, process.memory_info().rss)
+                )
         return usages
 
 
 def publish_usage(folder: Path, rank: int, may_write: Callable[[], bool]) -> Callable[[], None]:
-    """Publish this host's usage as `host-of-rank-R.json` in the folder of heartbeats, while `may_write` says so, in a thread
-    until the returned function is called, which does not wait for a sample, since a driver may hang."""
+    """Publish this host's usage as `host-of-rank-R.json` in the folder of heartbeats, while
+    `may_write` says so, in a thread until the returned function is called, which does not wait for
+    a sample, since a driver may hang.
+    """
     path, stopped = folder / f"host-of-rank-{rank}.json", threading.Event()
 
     def publish() -> None:
@@ -121,7 +138,8 @@ def publish_usage(folder: Path, rank: int, may_write: Callable[[], bool]) -> Cal
             while True:
                 usage = sampler.sample()
                 with suppress(OSError):
-                    longest = overwrite(path, usage, longest) if may_write() else longest  # in place and padded, as heartbeats
+                    # In place and padded, as heartbeats.
+                    longest = overwrite(path, usage, longest) if may_write() else longest
                 if stopped.wait(PUBLISH_SECONDS):
                     return
 
@@ -135,5 +153,7 @@ def read_published(folder: Path) -> list[HostUsage]:
     for path in folder.glob("host-of-rank-*.json"):
         if (content := read_overwritten(path, HostUsage)) is not None:
             usage = content[1]
-            newest[usage.host] = max(usage, newest.get(usage.host, usage), key=lambda each: each.time)
+            newest[usage.host] = max(
+                usage, newest.get(usage.host, usage), key=lambda each: each.time
+            )
     return [newest[name] for name in sorted(newest)]

@@ -13,9 +13,15 @@ TRAINING_VERBS = {*STAGES, "quickstart", "run"}
 
 
 def other_trainings() -> list[int]:
-    """Process ids of other trainings; of each the first process, which is the launcher of its ranks."""
+    """Process ids of other trainings; of each the first process, which is the launcher of its
+    ranks.
+    """
     processes = psutil.process_iter(["cmdline", "ppid"])
-    parents = {each.pid: each.info["ppid"] for each in processes if _is_training(each.info["cmdline"] or [""])}
+    parents = {
+        each.pid: each.info["ppid"]
+        for each in processes
+        if _is_training(each.info["cmdline"] or [""])
+    }
 
     def first(process: int) -> int:
         while parents.get(process) in parents:
@@ -27,10 +33,14 @@ def other_trainings() -> list[int]:
 
 
 def _is_training(command: list[str]) -> bool:
-    """Whether this is the command line, folders left out, of `python … lmforge pretrain …` or of another verb that trains."""
+    """Whether this is the command line, folders left out, of `python … lmforge pretrain …` or of
+    another verb that trains.
+    """
     words = [os.path.basename(word) for word in command]
     follows = itertools.pairwise(words)
-    return words[0].startswith("python") and any(one == "lmforge" and other in TRAINING_VERBS for one, other in follows)
+    return words[0].startswith("python") and any(
+        one == "lmforge" and other in TRAINING_VERBS for one, other in follows
+    )
 
 
 class SharedCores(Observer):
@@ -40,4 +50,7 @@ class SharedCores(Observer):
         super().__init__(run)
         if run.ctx.dist_ctx.device.type != "cuda" and (others := other_trainings()):
             processes = ", ".join(map(str, others))
-            run.ctx.console.info(f"shared     other trainings use these cores too, so each is slower: process {processes}")
+            run.ctx.console.info(
+                "shared     other trainings use these cores too, so each is slower: process"
+                f" {processes}"
+            )

@@ -1,6 +1,8 @@
-"""The usage of other hosts. A separate thread queries each host, so that a slow or lost host does not delay the others. It runs
-`lmforge top --output json` there, over ssh or as a step of a Slurm job, which prints a line every few seconds. The last answer
-of a host is kept with its time.
+"""The usage of other hosts.
+
+A separate thread queries each host, so that a slow or lost host does not delay the others. It runs
+`lmforge top --output json` there, over ssh or as a step of a Slurm job, which prints a line every
+few seconds. The last answer of a host is kept with its time.
 """
 
 import os
@@ -29,7 +31,9 @@ RECONNECT_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class HostAnswer:
-    """The state of a host: its last usage, if it ever answered, the age of that, and why it does not answer now."""
+    """The state of a host: its last usage, if it ever answered, the age of that, and why it does
+    not answer now.
+    """
 
     name: str
     usage: HostUsage | None
@@ -57,7 +61,10 @@ def srun_words(job: int, host: str, line: str) -> list[str]:
 def slurm_hosts(job: int) -> list[str]:
     """The hosts of a running Slurm job. Raises UserError."""
     option = "--slurm_job"
-    names = call(["squeue", "--noheader", f"--jobs={job}", "--states=RUNNING", "--format=%N"], f"{option}: squeue").strip()
+    names = call(
+        ["squeue", "--noheader", f"--jobs={job}", "--states=RUNNING", "--format=%N"],
+        f"{option}: squeue",
+    ).strip()
     if not names:
         raise UserError(f"{option}: job {job} does not run")
     return call(["scontrol", "show", "hostnames", names], f"{option}: scontrol").split()
@@ -66,11 +73,16 @@ def slurm_hosts(job: int) -> list[str]:
 def remote_line(remote_command: str | None, interval_seconds: float | None) -> str:
     """The shell line that is run on a host: one sample, or one every `interval_seconds`."""
     lmforge = remote_command or shlex.join([sys.executable, "-m", "lmforge"])
-    return f"{lmforge} top --output json {'--once' if interval_seconds is None else f'--interval_seconds {interval_seconds:g}'}"
+    return (
+        f"{lmforge} top --output json"
+        f" {'--once' if interval_seconds is None else f'--interval_seconds {interval_seconds:g}'}"
+    )
 
 
 class RemoteHost:
-    """A host that is queried with the command `words` in a thread until `close`; repeatedly if `repeats`."""
+    """A host that is queried with the command `words` in a thread until `close`; repeatedly if
+    `repeats`.
+    """
 
     def __init__(self, name: str, words: Sequence[str], *, repeats: bool) -> None:
         self.name, self._words, self._repeats = name, list(words), repeats
@@ -86,7 +98,9 @@ class RemoteHost:
         # By our clock: that of the host may be wrong.
         age = time.monotonic() - self._answered
         waiting = f"no answer for {age:.0f} s" if self._usage is None else ""
-        return HostAnswer(self.name, self._usage, None if self._usage is None else age, self._error or waiting)
+        return HostAnswer(
+            self.name, self._usage, None if self._usage is None else age, self._error or waiting
+        )
 
     def wait(self, seconds: float) -> None:
         """Wait for the end of a single question, no longer than `seconds`."""
@@ -109,7 +123,11 @@ class RemoteHost:
         """Read answers until there are no more. Returns why there are none now."""
         try:
             self._process = subprocess.Popen(
-                self._words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
+                self._words,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,
             )
         except OSError as problem:
             return f"{self._words[0]}: {os.strerror(problem.errno or 0)}"
@@ -123,14 +141,20 @@ class RemoteHost:
         status = process.returncode
         if status == 0 and self._usage is not None and not self._repeats:
             return ""
-        unsaid = f"ended with status {status}" if status else "its answer is not that of lmforge top"
+        unsaid = (
+            f"ended with status {status}" if status else "its answer is not that of lmforge top"
+        )
         return _last_line(errors) or unsaid
 
     def _take(self, line: bytes) -> None:
         with suppress(UserError):
             output = parse_json(line, RemoteOutput, self.name, max_bytes=MAX_ANSWER_BYTES)
             if output.hosts and output.hosts[0].usage is not None:
-                self._usage, self._error, self._answered = output.hosts[0].usage, "", time.monotonic()
+                self._usage, self._error, self._answered = (
+                    output.hosts[0].usage,
+                    "",
+                    time.monotonic(),
+                )
 
 
 def _last_line(errors: IO[bytes]) -> str:

@@ -19,33 +19,66 @@ from lmforge.ops.monitor.run_status import read_run_status
 from lmforge.ops.options.running import JobsOptions, StopOptions
 from lmforge.ops.terminal.cells import format_age, page_console
 
-# Words that begin with the same letter in no other state, so that no colour is needed to tell them apart.
-COLUMNS = ("run", "launcher", "job", "state", "reason", "step", "restarts", "requeues", "launched", "log")
+# Words that begin with the same letter in no other state, so that no colour is needed to tell them
+# apart.
+COLUMNS = (
+    "run",
+    "launcher",
+    "job",
+    "state",
+    "reason",
+    "step",
+    "restarts",
+    "requeues",
+    "launched",
+    "log",
+)
 # A host that is down is not waited for any longer; jobs are asked for at most so many at once.
 ANSWER_SECONDS, ASKED_AT_ONCE = 8.0, 32
 JOB_SECONDS = 5.0
-STYLES = {JobState.RUNNING: "green", JobState.FAILED: "red", JobState.REFUSED: "red", JobState.LOST: "red"}
+STYLES = {
+    JobState.RUNNING: "green",
+    JobState.FAILED: "red",
+    JobState.REFUSED: "red",
+    JobState.LOST: "red",
+}
 
 
 def run_jobs(options: JobsOptions) -> int:
-    """Print a row for each run that was launched. Raises UserError where a run was named that was not, and, after the rows of
-    the others, where the record of a job cannot be read."""
+    """Print a row for each run that was launched.
+
+    Raises UserError where a run was named that was not, and, after the rows of the others, where
+    the record of a job cannot be read.
+    """
     problems: list[str] = []
     if options.name is None:
         jobs, problems = _launched(options.folder)
     else:
         jobs = dict([_find(options.name, options.folder)])
     if not jobs and not problems:
-        print(f"{options.folder}: nothing was launched from here; lmforge launch RECIPE starts a run")
+        print(
+            f"{options.folder}: nothing was launched from here; lmforge launch RECIPE starts a run"
+        )
         return 0
     console = page_console(240)
     table = Table(box=None, pad_edge=False)
     for title in COLUMNS:
         table.add_column(title, overflow="fold")
-    for (path, job), (state, reason) in zip(jobs.items(), _states(list(jobs.values())), strict=True):
+    for (path, job), (state, reason) in zip(
+        jobs.items(), _states(list(jobs.values())), strict=True
+    ):
         launched = f"{format_age(max(0.0, time.time() - job.submitted_at))} ago"
         restarts = str(_restarts(path, job) or ""), str(job.requeues or "")
-        row = (job.name, job.launcher, job.job_id or "", str(state), reason, _progress(path), *restarts, launched)
+        row = (
+            job.name,
+            job.launcher,
+            job.job_id or "",
+            str(state),
+            reason,
+            _progress(path),
+            *restarts,
+            launched,
+        )
         table.add_row(*row, os.path.relpath(job.log), style=STYLES.get(state))
     if jobs:
         console.print(table)
@@ -56,14 +89,21 @@ def run_jobs(options: JobsOptions) -> int:
 
 
 def _states(jobs: Sequence[Job]) -> list[tuple[JobState, str]]:
-    """The state of each job and its reason. Only unfinished ones are asked for, all at once, and for a bounded time."""
+    """The state of each job and its reason.
+
+    Only unfinished ones are asked for, all at once, and for a bounded time.
+    """
     at_once = Semaphore(ASKED_AT_ONCE)
 
     def ask(job: Job) -> tuple[JobState, str]:
         with at_once:
             return state_and_reason(job)
 
-    asked = {at: start_in_thread(partial(ask, job), job.name) for at, job in enumerate(jobs) if not job.has_ended}
+    asked = {
+        at: start_in_thread(partial(ask, job), job.name)
+        for at, job in enumerate(jobs)
+        if not job.has_ended
+    }
     deadline, states = time.monotonic() + ANSWER_SECONDS, []
     for at, job in enumerate(jobs):
         if at not in asked:
@@ -72,7 +112,10 @@ def _states(jobs: Sequence[Job]) -> list[tuple[JobState, str]]:
         try:
             states.append(asked[at].result(max(0.0, deadline - time.monotonic())))
         except TimeoutError:
-            hosts = name_some([session.host or "this machine" for session in job.sessions]) or job.launcher
+            hosts = (
+                name_some([session.host or "this machine" for session in job.sessions])
+                or job.launcher
+            )
             states.append((JobState.LOST, f"no answer within {ANSWER_SECONDS:.0f} s from {hosts}"))
     return states
 
@@ -100,14 +143,20 @@ class JobWatch:
         self._line = ""
 
     def look(self) -> tuple[JobState | None, str]:
-        """(state, `slurm job 12 is pending (Resources)`); None where there is no job. The line is empty while the run itself
-        tells more: it has begun since, and the job does not wait."""
+        """(state, `slurm job 12 is pending (Resources)`); None where there is no job.
+
+        The line is empty while the run itself tells more: it has begun since, and the job does not
+        wait.
+        """
         if time.monotonic() - self._asked_at < JOB_SECONDS:
             return self._state, self._line
         if (job := read_job(self._run.path)) is not None:
             state, reason = state_and_reason(job)
             has_begun = (self._run.started_at_ns or 0) >= 1e9 * job.submitted_at
-            line = f"{job.launcher} job{f' {job.job_id}' if job.job_id else ''} is {state}{f' ({reason})' if reason else ''}"
+            line = (
+                f"{job.launcher} job{f' {job.job_id}' if job.job_id else ''} is"
+                f" {state}{f' ({reason})' if reason else ''}"
+            )
             self._state, self._line = state, "" if has_begun and state != JobState.PENDING else line
         self._asked_at = time.monotonic()
         return self._state, self._line
@@ -146,14 +195,21 @@ def _find(name: str, folder: Path) -> tuple[Path, Job]:
     path = folder / name
     if Path(name).name != name or (job := read_job(path)) is None:
         names = ", ".join(each.name for each in _launched(folder)[0]) or "none"
-        raise UserError(f"{path}: no run that was launched; there are: {names} (--folder names another folder of runs)")
+        raise UserError(
+            f"{path}: no run that was launched; there are: {names} (--folder names another folder"
+            " of runs)"
+        )
     return path, job
 
 
 def _restarts(path: Path, job: Job) -> int:
     """How often its ranks were started again since it was launched."""
     run = Run(path)
-    attempts = [number for number in run.attempts() if run.log_path(number, 0).parent.stat().st_mtime >= job.submitted_at]
+    attempts = [
+        number
+        for number in run.attempts()
+        if run.log_path(number, 0).parent.stat().st_mtime >= job.submitted_at
+    ]
     return max(0, len(attempts) - 1 - job.requeues)
 
 

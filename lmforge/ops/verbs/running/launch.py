@@ -1,4 +1,6 @@
-"""`lmforge launch`: freeze a recipe and its code in the run's directory, write the scripts, and submit them."""
+"""`lmforge launch`: freeze a recipe and its code in the run's directory, write the scripts, and
+submit them.
+"""
 
 import os
 import shutil
@@ -25,12 +27,18 @@ FROZEN_NOTE = "# Frozen by `lmforge launch`: the job reads this file.\n\n"
 
 
 def run_launch(request: LaunchRequest) -> int:
-    """Start a recipe as `launch.on` says, and return. Raises UserError, and then nothing has been started and no file is
-    left."""
+    """Start a recipe as `launch.on` says, and return.
+
+    Raises UserError, and then nothing has been started and no file is left.
+    """
     options = with_nodes(request.config.launch)
     config = request.config.model_copy(update={"launch": options})
     summary = dry_run(config).partition("\n\n")[0]
-    if (processes := options.processes) > 1 and options.on in ("local", "mpi") and options.hosts is None:
+    if (
+        (processes := options.processes) > 1
+        and options.on in ("local", "mpi")
+        and options.hosts is None
+    ):
         from lmforge.core.distributed.launch import check_num_processes
 
         check_num_processes(processes)
@@ -67,22 +75,30 @@ def run_launch(request: LaunchRequest) -> int:
 
 def with_nodes(options: LaunchOptions) -> LaunchOptions:
     """The options with a number of nodes. Raises UserError."""
-    unused = [name for name in ("hosts", "account", "partition") if getattr(options, name) is not None]
+    unused = [
+        name for name in ("hosts", "account", "partition") if getattr(options, name) is not None
+    ]
     if unused and "on" not in options.model_fields_set:
         given = f"launch.{unused[0]} = {getattr(options, unused[0])}"
         readers = "ssh or mpi" if unused[0] == "hosts" else "slurm or pbs"
         raise UserError(f"{given} has no effect with --on local; choose --on {readers}")
     if options.on == "local" and (options.nodes or 1) > 1:
         raise UserError(
-            f"launch.nodes = {options.nodes}: --on local starts one, this machine; choose another, such as --on slurm"
+            f"launch.nodes = {options.nodes}: --on local starts one, this machine; choose another,"
+            " such as --on slurm"
         )
-    nodes = options.nodes or (len(read_hosts(options.hosts)) if options.on == "ssh" and options.hosts else 1)
+    nodes = options.nodes or (
+        len(read_hosts(options.hosts)) if options.on == "ssh" and options.hosts else 1
+    )
     return options.model_copy(update={"nodes": nodes})
 
 
 @contextmanager
 def _claim(run: Run, config: StageConfig) -> Iterator[None]:
-    """Lock a run that may be started. Raises UserError where a job of this name is waiting or running, or it may not be."""
+    """Lock a run that may be started.
+
+    Raises UserError where a job of this name is waiting or running, or it may not be.
+    """
     from lmforge.core.stages.enter_run import lock_run
 
     try:
@@ -96,7 +112,8 @@ def _claim(run: Run, config: StageConfig) -> Iterator[None]:
 
 def _check_script(plan: JobPlan, script: str) -> None:
     """Ask the scheduler before any file of an earlier run is touched."""
-    path = plan.folder.parent / ".lock.job.sh"  # kept by `Run.delete`, like all names with this prefix
+    # Kept by `Run.delete`, like all names with this prefix.
+    path = plan.folder.parent / ".lock.job.sh"
     atomic_write_text(path, script)
     try:
         check(plan, path)
@@ -106,8 +123,11 @@ def _check_script(plan: JobPlan, script: str) -> None:
 
 @contextmanager
 def _new_folder(folder: Path) -> Iterator[None]:
-    """A launch folder to fill. The folder of an earlier launch is kept in it as `previous`. If the block fails, the earlier
-    folder is restored."""
+    """A launch folder to fill.
+
+    The folder of an earlier launch is kept in it as `previous`. If the block fails, the earlier
+    folder is restored.
+    """
     aside = folder.with_name(f".lock.{folder.name}")  # a name that `Run` takes for its own
     if folder.exists():
         folder.rename(aside)
@@ -143,7 +163,10 @@ def _print_job(job: Job, plan: JobPlan) -> None:
     nodes = f"{format_count(job.nodes, 'node')} × {format_count(job.processes, 'rank')}"
     job_id = f" {job.job_id}" if job.job_id else ""
     command = typed_command()
-    print(f"started    {job.name}: {job.launcher}{job_id}, {nodes}; scripts: {plan.folder / JOB_SCRIPT}, {NODE_SCRIPT}")
+    print(
+        f"started    {job.name}: {job.launcher}{job_id}, {nodes}; scripts:"
+        f" {plan.folder / JOB_SCRIPT}, {NODE_SCRIPT}"
+    )
     parent = plan.folder.parent.parent
     folder = "" if parent == Path.cwd() / "runs" else f" --folder {os.path.relpath(parent)}"
     print(f"to follow  tail -f {os.path.relpath(plan.folder / 'output*.log')}")

@@ -31,7 +31,11 @@ FILE_COLUMNS = 200  # where the output is no terminal
 
 @dataclass(frozen=True)
 class RunRow:
-    """One run. Values that it has not measured, or does not measure, are None. `written` in seconds since the epoch."""
+    """One run.
+
+    Values that it has not measured, or does not measure, are None. `written` in seconds since the
+    epoch.
+    """
 
     name: str
     stage: str
@@ -62,7 +66,9 @@ def list_runs(options: RunsOptions) -> int:
         return 0
     with (
         suppress(KeyboardInterrupt),
-        Live(_table(rows, console.width), console=console, auto_refresh=False, screen=False) as live,
+        Live(
+            _table(rows, console.width), console=console, auto_refresh=False, screen=False
+        ) as live,
     ):
         while True:
             time.sleep(REFRESH_SECONDS)
@@ -71,12 +77,16 @@ def list_runs(options: RunsOptions) -> int:
 
 
 def read_runs(folder: Path) -> list[RunRow]:
-    """The runs of a folder: active ones first, then by the time of their last write, the newest first."""
+    """The runs of a folder: active ones first, then by the time of their last write, the newest
+    first.
+    """
     try:
         with os.scandir(folder) as entries:
             names = sorted(entry.name for entry in entries if entry.is_dir())
     except OSError as problem:
-        raise UserError(f"{describe_os_error(problem, folder)}; name the folder that holds the runs") from None
+        raise UserError(
+            f"{describe_os_error(problem, folder)}; name the folder that holds the runs"
+        ) from None
     rows = []
     for run in (Run(folder / name) for name in names):
         try:
@@ -96,7 +106,20 @@ def _read_run(run: Run) -> RunRow:
     try:
         config = run.load_config()
     except UserError as problem:
-        return RunRow(run.path.name, "?", state, status.step, 0, None, None, None, None, None, written, str(problem))
+        return RunRow(
+            run.path.name,
+            "?",
+            state,
+            status.step,
+            0,
+            None,
+            None,
+            None,
+            None,
+            None,
+            written,
+            str(problem),
+        )
     last = status.metrics
     return RunRow(
         run.path.name,
@@ -117,7 +140,12 @@ def _table(rows: list[RunRow], width: int) -> RenderableType:
     table = Table(box=None, pad_edge=False, header_style="dim")
     columns = [name for name in COLUMNS if width >= NARROW or name not in NARROW_COLUMNS]
     for name in columns:
-        table.add_column(name, justify="left" if name in LEFT_ALIGNED else "right", no_wrap=True, overflow="ellipsis")
+        table.add_column(
+            name,
+            justify="left" if name in LEFT_ALIGNED else "right",
+            no_wrap=True,
+            overflow="ellipsis",
+        )
     now = time.time()
     for row in rows:
         cells: dict[str, str | Text] = {

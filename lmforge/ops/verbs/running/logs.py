@@ -19,9 +19,19 @@ from lmforge.ops.options.running import LogsOptions
 from lmforge.ops.verbs.running.jobs import JobWatch
 
 POLL_SECONDS = 0.5
-# `--follow` waits this long for a new attempt at a run that failed: restarted ranks import torch and join first.
+# `--follow` waits this long for a new attempt at a run that failed: restarted ranks import torch
+# and join first.
 RESTART_SECONDS = 60.0
-RANK_COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green", "bright_magenta")
+RANK_COLOURS = (
+    "cyan",
+    "green",
+    "yellow",
+    "magenta",
+    "blue",
+    "bright_cyan",
+    "bright_green",
+    "bright_magenta",
+)
 # Lines of a failure that are printed without --errors.
 FAILURE_LINES = 40
 
@@ -33,7 +43,9 @@ def run_logs(options: LogsOptions) -> int:
     attempts = run.attempts()
     if options.attempt is not None and options.attempt not in attempts:
         there = ", ".join(map(str, attempts)) or "none"
-        raise UserError(f"--attempt: {run.path} has no logs of attempt {options.attempt}; there are {there}")
+        raise UserError(
+            f"--attempt: {run.path} has no logs of attempt {options.attempt}; there are {there}"
+        )
     job = JobWatch(run)
     if not attempts and not options.follow:
         raise UserError(f"{run.path}: {job.look()[1] or 'no logs yet'}; --follow waits for them")
@@ -41,7 +53,9 @@ def run_logs(options: LogsOptions) -> int:
     if options.errors:
         chosen = [options.attempt] if options.attempt else attempts
         for attempt in chosen:
-            _print_errors(printer, run, attempt, status if attempt == attempts[-1] else None, options.rank)
+            _print_errors(
+                printer, run, attempt, status if attempt == attempts[-1] else None, options.rank
+            )
         return 0
     attempt = options.attempt or (attempts[-1] if attempts else 0)
     files = _open_logs(run, attempt, options.rank)
@@ -52,7 +66,10 @@ def run_logs(options: LogsOptions) -> int:
         printer.print_lines(merged(files) if options.lines is None else tail(files, options.lines))
         if failures:  # the first lines may have scrolled off the screen
             first = failures[0]
-            printer.print(f"--- first error: rank {first.rank}, {format_clock(first.time)}: {first.headline} (--errors) ---")
+            printer.print(
+                f"--- first error: rank {first.rank}, {format_clock(first.time)}: {first.headline}"
+                " (--errors) ---"
+            )
     if options.follow and attempt == (attempts[-1] if attempts else 0):
         with suppress(KeyboardInterrupt):
             _follow(printer, run, job, attempt, {file.path: file for file in files}, options.rank)
@@ -60,14 +77,22 @@ def run_logs(options: LogsOptions) -> int:
 
 
 def _open_logs(run: Run, attempt: int, rank: int | None) -> list[LogFile]:
-    """The logs of an attempt, or that of one rank. Raises UserError where there is none of that rank."""
+    """The logs of an attempt, or that of one rank.
+
+    Raises UserError where there is none of that rank.
+    """
     logs = run.rank_logs(attempt)
     if rank is not None and attempt and rank not in logs:
-        raise UserError(f"--rank: attempt {attempt} of {run.path} has no log of rank {rank}; it has {len(logs)} ranks")
+        raise UserError(
+            f"--rank: attempt {attempt} of {run.path} has no log of rank {rank}; it has {len(logs)}"
+            " ranks"
+        )
     return [LogFile(path, each) for each, path in logs.items() if rank in (None, each)]
 
 
-def _print_errors(printer: "_Printer", run: Run, attempt: int, status: RunStatus | None, rank: int | None) -> None:
+def _print_errors(
+    printer: "_Printer", run: Run, attempt: int, status: RunStatus | None, rank: int | None
+) -> None:
     """All failures in an attempt, the cause first, each as its rank wrote it."""
     printer.print_attempt(run, attempt, status)
     failures = find_failures(run, attempt, status)
@@ -78,12 +103,22 @@ def _print_errors(printer: "_Printer", run: Run, attempt: int, status: RunStatus
         printer.print("no errors")
 
 
-def _follow(printer: "_Printer", run: Run, job: JobWatch, attempt: int, files: dict[Path, LogFile], rank: int | None) -> None:
-    """Print what is written from now on, over new ranks and attempts, until the run ends and no job will continue it."""
+def _follow(
+    printer: "_Printer",
+    run: Run,
+    job: JobWatch,
+    attempt: int,
+    files: dict[Path, LogFile],
+    rank: int | None,
+) -> None:
+    """Print what is written from now on, over new ranks and attempts, until the run ends and no job
+    will continue it.
+    """
     failed_at: float | None = None
     printed = ""
     while True:
-        status = read_run_status(run)  # checked before reading, so that everything written before the end is printed
+        # Checked before reading, so that everything written before the end is printed.
+        status = read_run_status(run)
         if (newest := max(run.attempts(), default=0)) != attempt:
             _print_new(printer, files.values(), to_the_end=True)
             attempt, files, failed_at = newest, {}, None
@@ -106,7 +141,10 @@ def _follow(printer: "_Printer", run: Run, job: JobWatch, attempt: int, files: d
         if has_ended and failed_at is None and not is_queued:
             failed_at = time.monotonic()
             printer.print_first_failure(find_failures(run, attempt, status))
-            printer.print(f"--- attempt {attempt} has ended: {status.state}; waiting {RESTART_SECONDS:.0f} s for another ---")
+            printer.print(
+                f"--- attempt {attempt} has ended: {status.state}; waiting {RESTART_SECONDS:.0f} s"
+                " for another ---"
+            )
         if failed_at is not None and time.monotonic() > failed_at + RESTART_SECONDS:
             printer.print("--- no other attempt has begun ---")
             return
@@ -142,9 +180,17 @@ class _Printer:
         hosts = list(dict.fromkeys(host for _, host in headers if host))
         num_ranks = max([number for number, _ in headers], default=0)
         self._rank_width = max(self._rank_width, len(str(max(0, num_ranks - 1))))
-        where = f" on {hosts[0]}" if len(hosts) == 1 else f" on {format_count(len(hosts), 'host')}" if hosts else ""
+        where = (
+            f" on {hosts[0]}"
+            if len(hosts) == 1
+            else f" on {format_count(len(hosts), 'host')}"
+            if hosts
+            else ""
+        )
         what = f"{format_count(num_ranks, 'rank')}{where}" if num_ranks else "no logs yet"
-        self.print(f"--- {run.path}, attempt {attempt}: {what}{f', {status.state}' if status else ''} ---")
+        self.print(
+            f"--- {run.path}, attempt {attempt}: {what}{f', {status.state}' if status else ''} ---"
+        )
 
     def print_first_failure(self, failures: list[Failure]) -> None:
         """The failure that was the cause, and one line about those that it caused."""
@@ -153,21 +199,34 @@ class _Printer:
         self.print_failure(failures[0], is_first=True, max_lines=FAILURE_LINES)
         others = [failure for failure in failures[1:] if failure.kind != "stalled"]
         if others:
-            ranks = ", ".join(str(failure.rank) for failure in others[:16]) + (", …" if len(others) > 16 else "")
+            ranks = ", ".join(str(failure.rank) for failure in others[:16]) + (
+                ", …" if len(others) > 16 else ""
+            )
             who = f"rank {ranks}" if len(others) == 1 else f"ranks {ranks}"
             seconds = others[0].time - failures[0].time
             after = f", {seconds:.1f} s later" if seconds >= 0 else ""
             kinds = " or ".join(dict.fromkeys(failure.kind for failure in others))
             self.print(f"--- then {who} ({kinds}){after}; --errors prints these too ---")
 
-    def print_failure(self, failure: Failure, *, is_first: bool, max_lines: int | None = None) -> None:
+    def print_failure(
+        self, failure: Failure, *, is_first: bool, max_lines: int | None = None
+    ) -> None:
         """One failure, with the lines that its rank wrote."""
-        title = "FIRST ERROR" if is_first and failure.kind in CAUSES else "STALL" if failure.kind == "stalled" else "ERROR"
+        title = (
+            "FIRST ERROR"
+            if is_first and failure.kind in CAUSES
+            else "STALL"
+            if failure.kind == "stalled"
+            else "ERROR"
+        )
         where = f" on {failure.host}" if failure.host else ""
         is_bad = failure.kind in CAUSES or failure.kind == "stalled"
         self._print_date(failure.time)
         style = "bold red" if is_bad else "yellow"
-        self.print(f"{title}: rank {failure.rank}{where} {failure.kind}, {format_clock(failure.time)}", style)
+        self.print(
+            f"{title}: rank {failure.rank}{where} {failure.kind}, {format_clock(failure.time)}",
+            style,
+        )
         lines = [failure.headline, *failure.lines[1:]]
         if max_lines is not None and len(lines) > max_lines:
             half = max_lines // 2  # what and where the error is, and the innermost calls
@@ -189,7 +248,9 @@ class _Printer:
 
     def _label(self, rank: int) -> str:
         if rank not in self._labels:
-            self._labels[rank] = self._coloured(f"rank {rank:>{self._rank_width}} │", RANK_COLOURS[rank % len(RANK_COLOURS)])
+            self._labels[rank] = self._coloured(
+                f"rank {rank:>{self._rank_width}} │", RANK_COLOURS[rank % len(RANK_COLOURS)]
+            )
         return self._labels[rank]
 
     def _coloured(self, text: str, style: str) -> str:

@@ -1,7 +1,9 @@
-"""`lmforge run pipeline.toml`: stages in order, each from the run of the one before it; interrupted, it resumes.
+"""`lmforge run pipeline.toml`: stages in order, each from the run of the one before it;
+interrupted, it resumes.
 
-A stage is a verb with its arguments, carried out in a process of its own, as if it had been typed. Which stages are finished
-is written beside the runs, so that a pipeline that is started again begins with the first that is not.
+A stage is a verb with its arguments, carried out in a process of its own, as if it had been typed.
+Which stages are finished is written beside the runs, so that a pipeline that is started again
+begins with the first that is not.
 """
 
 import re
@@ -31,7 +33,9 @@ RESERVED_OPTIONS = ("--run.name", "--run.folder")
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """A stage to be carried out: the arguments after `lmforge`, and the run that it trains, if it trains."""
+    """A stage to be carried out: the arguments after `lmforge`, and the run that it trains, if it
+    trains.
+    """
 
     name: str
     arguments: list[str]
@@ -45,7 +49,10 @@ class PlannedStage:
 
 
 def plan_stages(options: PipelineOptions, file: Path) -> list[PlannedStage]:
-    """The command line of each stage. Raises UserError where one refers to a stage that is not before it."""
+    """The command line of each stage.
+
+    Raises UserError where one refers to a stage that is not before it.
+    """
     runs: dict[str, Path] = {}
     stages: list[PlannedStage] = []
     for stage in options.stages:
@@ -67,39 +74,55 @@ def plan_stages(options: PipelineOptions, file: Path) -> list[PlannedStage]:
 
 
 def _plan_training(
-    stage: PipelineStageOptions, name: str, words: list[str], run: Path, previous: Path | None, file: Path
+    stage: PipelineStageOptions,
+    name: str,
+    words: list[str],
+    run: Path,
+    previous: Path | None,
+    file: Path,
 ) -> PlannedStage:
-    """A stage that trains: `run` is the run that it makes, `previous` the run it starts from unless it names a model."""
+    """A stage that trains: `run` is the run that it makes, `previous` the run it starts from unless
+    it names a model.
+    """
     where = f"{file}: stage {name}"
     if words and not words[0].startswith("--"):
-        raise UserError(f"{where}: {words[0]}: give a recipe as `recipe`, and arguments as --section.option")
+        raise UserError(
+            f"{where}: {words[0]}: give a recipe as `recipe`, and arguments as --section.option"
+        )
     if reserved := [word for word in words if word.partition("=")[0] in RESERVED_OPTIONS]:
         raise UserError(
-            f"{where}: {reserved[0]}: the pipeline says where runs are; leave it out, and give the stage a `name`, the"
-            " pipeline a `folder`"
+            f"{where}: {reserved[0]}: the pipeline says where runs are; leave it out, and give the"
+            " stage a `name`, the pipeline a `folder`"
         )
     recipe = file.parent / stage.recipe if stage.recipe else None
-    if recipe is not None and recipe.is_fifo():  # read here for its digest and its model, and then by the stage
-        raise UserError(f"{where}: recipe: expected a file, got a named pipe ({recipe}), which can be read only once")
+    # Read here for its digest and its model, and then by the stage.
+    if recipe is not None and recipe.is_fifo():
+        raise UserError(
+            f"{where}: recipe: expected a file, got a named pipe ({recipe}), which can be read only"
+            " once"
+        )
     model = read_recipe(recipe).get("model", {}) if recipe is not None else {}
     if not isinstance(model, dict):
         raise UserError(f"{recipe}: model: expected a section, got {quoted(model)}")
     named = "source" in model or any(word.partition("=")[0] == "--model.source" for word in words)
     if previous and not named and "preset" in model:
         raise UserError(
-            f"{where}: {recipe} sets model.preset, but this stage starts from the run of the stage before it; leave it out,"
-            " or set model.source"
+            f"{where}: {recipe} sets model.preset, but this stage starts from the run of the stage"
+            " before it; leave it out, or set model.source"
         )
     source = ["--model.source", str(previous)] if previous and not named else []
     placed = ["--run.folder", str(run.parent), "--run.name", run.name, *source, *words]
-    return PlannedStage(name, [stage.verb, *([str(recipe)] if recipe else []), *placed], run, recipe)
+    return PlannedStage(
+        name, [stage.verb, *([str(recipe)] if recipe else []), *placed], run, recipe
+    )
 
 
 def _substitute_runs(word: str, runs: dict[str, Path], where: str) -> str:
     def run_of(match: re.Match[str]) -> str:
         if match[1] not in runs:
             raise UserError(
-                f"{where}: {match[0]}: no stage of this name trains before it; there are: {', '.join(runs) or 'none'}"
+                f"{where}: {match[0]}: no stage of this name trains before it; there are:"
+                f" {', '.join(runs) or 'none'}"
             )
         return str(runs[match[1]])
 
@@ -109,8 +132,8 @@ def _substitute_runs(word: str, runs: dict[str, Path], where: str) -> str:
 def run_pipeline(chosen: RunPipelineOptions) -> int:
     """Carry out the stages that are not finished yet.
 
-    Returns 0. If interrupted, returns the exit status of the stage, or 128 + signal if that is 0. Raises UserError and
-    RunFailed, and PeerLost where a stage lost a rank.
+    Returns 0. If interrupted, returns the exit status of the stage, or 128 + signal if that is 0.
+    Raises UserError and RunFailed, and PeerLost where a stage lost a rank.
     """
     file = chosen.file
     options = validate_options(PipelineOptions, read_recipe(file), str(file))
@@ -130,17 +153,24 @@ def run_pipeline(chosen: RunPipelineOptions) -> int:
         if status and not interrupted:
             hint = f"`lmforge run {shlex.quote(str(file))}` continues with this stage"
             if status == 2 and resumes and "--run.overwrite" in stage.arguments:
-                hint = f"its run cannot continue with these arguments; delete {stage.run} to train it from the beginning"
+                hint = (
+                    f"its run cannot continue with these arguments; delete {stage.run} to train it"
+                    " from the beginning"
+                )
             error = {2: UserError, EXIT_PEER_LOST: PeerLost}.get(status, RunFailed)
             raise error(f"{where} ended with status {status}; {hint}")
         was_finished = record.arguments is not None
-        if not status and was_finished and _newest_checkpoint(stage.run) == record.previous_checkpoint is not None:
+        if (
+            not status
+            and was_finished
+            and _newest_checkpoint(stage.run) == record.previous_checkpoint is not None
+        ):
             raise UserError(
-                f"{where}: this stage was finished with other arguments, and with the new ones there is no step left to train;"
-                " add --run.overwrite to train it again"
+                f"{where}: this stage was finished with other arguments, and with the new ones"
+                " there is no step left to train; add --run.overwrite to train it again"
             )
-        # An interrupted stage may have been finished already. A server, however, always ends by an interruption, and must serve
-        # again.
+        # An interrupted stage may have been finished already. A server, however, always ends by an
+        # interruption, and must serve again.
         if not status and not (interrupted and stage.arguments[0] == "serve"):
             state.mark_finished(stage)
         if interrupted:
@@ -158,7 +188,10 @@ def _newest_checkpoint(path: Path | None) -> list[int] | None:
 
 
 def _run_command(arguments: list[str]) -> tuple[int, int]:
-    """The status of a command line, and the signal that interrupted this process, or 0. The signal is passed on."""
+    """The status of a command line, and the signal that interrupted this process, or 0.
+
+    The signal is passed on.
+    """
     child = subprocess.Popen([sys.executable, "-m", "lmforge", *arguments])
     received: list[int] = []
 
@@ -195,12 +228,17 @@ class _StageRecord:
 
 
 class _PipelineState:
-    """Which stages are finished, and with which arguments. A changed stage and those after it are no longer finished."""
+    """Which stages are finished, and with which arguments.
+
+    A changed stage and those after it are no longer finished.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
-            self.records = read_json(path, dict[str, _StageRecord], hint="delete it; stages then see what they have done")
+            self.records = read_json(
+                path, dict[str, _StageRecord], hint="delete it; stages then see what they have done"
+            )
         except FileNotFoundError:
             self.records = {}
 
@@ -214,18 +252,28 @@ class _PipelineState:
     def start(self, stage: PlannedStage, later: list[PlannedStage], where: str) -> bool:
         """Record that a stage starts, which makes those after it stale.
 
-        Returns whether it resumes what was interrupted, with the same arguments. Raises UserError where its run is stale.
+        Returns whether it resumes what was interrupted, with the same arguments. Raises UserError
+        where its run is stale.
         """
         record = self.records.setdefault(stage.name, _StageRecord())
-        if record.stale and stage.run is not None and stage.run.exists() and "--run.overwrite" not in stage.arguments:
+        if (
+            record.stale
+            and stage.run is not None
+            and stage.run.exists()
+            and "--run.overwrite" not in stage.arguments
+        ):
             raise UserError(
-                f"{where}: what {stage.run} was trained from has changed since; delete this run, or add --run.overwrite to its"
-                " arguments"
+                f"{where}: what {stage.run} was trained from has changed since; delete this run, or"
+                " add --run.overwrite to its arguments"
             )
         starts_with = [stage.recipe_digest, *stage.arguments]
         started_at = Run(stage.run).started_at_ns if stage.run is not None else None
         # It was killed before it started its run, so it still has to delete the earlier run.
-        resumes = stage.run is not None and record.started_with == starts_with and record.previous_start_ns != started_at
+        resumes = (
+            stage.run is not None
+            and record.started_with == starts_with
+            and record.previous_start_ns != started_at
+        )
         if not resumes:
             record.started_with, record.previous_start_ns = starts_with, started_at
             record.previous_checkpoint = _newest_checkpoint(stage.run)
@@ -239,6 +287,10 @@ class _PipelineState:
         self._save()
 
     def _save(self) -> None:
-        with storage_errors(self._path.parent, "cannot be made a folder", "choose another `folder` of the pipeline"):
+        with storage_errors(
+            self._path.parent, "cannot be made a folder", "choose another `folder` of the pipeline"
+        ):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write_json(self._path, {name: asdict(record) for name, record in self.records.items()})
+        atomic_write_json(
+            self._path, {name: asdict(record) for name, record in self.records.items()}
+        )

@@ -16,7 +16,10 @@ MAX_RUNS = 50
 
 
 def run_report(options: ReportOptions) -> int:
-    """Write the page and print its path. Raises UserError where a path is not a run, or the page cannot be written."""
+    """Write the page and print its path.
+
+    Raises UserError where a path is not a run, or the page cannot be written.
+    """
     runs = [run for path in options.runs for run in _runs_of(path)]
     if len(runs) > MAX_RUNS:
         raise UserError(f"report: {len(runs)} runs; a page shows at most {MAX_RUNS}")
@@ -41,7 +44,9 @@ def _runs_of(path: Path) -> list[Run]:
     if kind != Kind.RECIPE:
         raise unexpected(path, (Kind.RUN, "the file of a pipeline"))
     stages = plan_stages(validate_options(PipelineOptions, read_recipe(path), str(path)), path)
-    runs = [run for stage in stages if stage.run is not None and (run := Run.open(stage.run)).exists()]
+    runs = [
+        run for stage in stages if stage.run is not None and (run := Run.open(stage.run)).exists()
+    ]
     if not runs:
         raise UserError(f"{path}: none of its stages has begun; `lmforge run {path}` begins")
     return runs

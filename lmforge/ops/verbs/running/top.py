@@ -1,6 +1,6 @@
-"""`lmforge top`: the usage of hosts and GPUs and the state of ranks, as a live page, once as text, or as JSON. A run is read
-from its directory, where its ranks and hosts publish their state; ranks are not contacted. Named hosts are queried over ssh,
-and those of a Slurm job over srun.
+"""`lmforge top`: the usage of hosts and GPUs and the state of ranks, as a live page, once as text,
+or as JSON. A run is read from its directory, where its ranks and hosts publish their state; ranks
+are not contacted. Named hosts are queried over ssh, and those of a Slurm job over srun.
 """
 
 import json
@@ -26,7 +26,13 @@ from lmforge.core.files.untrusted import cut
 from lmforge.core.records.runs import Run
 from lmforge.ops.monitor.run_status import RUN_GOES_ON, RunStatus, read_run_status
 from lmforge.ops.monitor.usage.host import HostSampler
-from lmforge.ops.monitor.usage.remote_hosts import HostAnswer, RemoteHost, remote_line, slurm_hosts, srun_words
+from lmforge.ops.monitor.usage.remote_hosts import (
+    HostAnswer,
+    RemoteHost,
+    remote_line,
+    slurm_hosts,
+    srun_words,
+)
 from lmforge.ops.options.running import TopOptions
 from lmforge.ops.verbs.running.jobs import JobWatch
 from lmforge.ops.verbs.running.top_screen import Snapshot, render_screen
@@ -44,7 +50,8 @@ def run_top(options: TopOptions) -> int:
     slurm = slurm_hosts(options.slurm_job) if options.slurm_job is not None else []
     local_names = [name for name in hosts if name in ("localhost", platform.node())]
     samples_this_host = bool(local_names) or not (runs or hosts or slurm)
-    once = options.once or not (options.output == "json" or sys.stdout.isatty())  # a page needs a terminal
+    # A page needs a terminal.
+    once = options.once or not (options.output == "json" or sys.stdout.isatty())
     interval = None if once else options.interval_seconds
     line = remote_line(options.remote_command, interval)
     ssh = shlex.split(options.ssh_command)
@@ -53,7 +60,11 @@ def run_top(options: TopOptions) -> int:
         for host in hosts
         if host not in local_names
     }
-    commands |= {host: srun_words(options.slurm_job, host, line) for host in slurm if options.slurm_job is not None}
+    commands |= {
+        host: srun_words(options.slurm_job, host, line)
+        for host in slurm
+        if options.slurm_job is not None
+    }
     for run in runs:
         read_run_status(run)  # a directory that is not a run is refused here
     sources = _Sources(
@@ -110,7 +121,9 @@ class _Sources:
         return Snapshot(time.time(), hosts, runs)
 
     def wait(self, timeout_seconds: float) -> None:
-        """Wait for the first rates of this host, and for the same time for the answers of the others."""
+        """Wait for the first rates of this host, and for the same time for the answers of the
+        others.
+        """
         deadline = time.monotonic() + timeout_seconds
         if self.sampler is not None:
             self.sampler.sample()
@@ -128,13 +141,18 @@ def _show(sources: _Sources, options: TopOptions, *, once: bool) -> None:
         sources.wait(options.timeout_seconds if once else FIRST_SAMPLE_SECONDS)
         while True:
             snapshot = sources.snapshot()
-            print(_as_json(snapshot) if options.output == "json" else _as_text(snapshot), flush=True)
+            print(
+                _as_json(snapshot) if options.output == "json" else _as_text(snapshot), flush=True
+            )
             if once:
                 return
             time.sleep(options.interval_seconds)
     console = Console(highlight=False)
     sources.wait(FIRST_SAMPLE_SECONDS)
-    with Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live, _keys() as key_pressed:
+    with (
+        Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live,
+        _keys() as key_pressed,
+    ):
         while True:
             snapshot = sources.snapshot()
             live.update(render_screen(snapshot, console.width, console.height), refresh=True)
@@ -157,11 +175,14 @@ def _as_text(snapshot: Snapshot) -> str:
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """A function that waits up to the given seconds for a key, and returns it or an empty string."""
+    """A function that waits up to the given seconds for a key, and returns it or an empty
+    string.
+    """
     import termios
     import tty
 
-    keyboard = [sys.stdin.fileno()] if sys.stdin.isatty() else []  # without one, `select` waits all the same
+    # Without one, `select` waits all the same.
+    keyboard = [sys.stdin.fileno()] if sys.stdin.isatty() else []
 
     def key_pressed(seconds: float) -> str:
         ready, _, _ = select.select(keyboard, [], [], seconds)

@@ -1,4 +1,6 @@
-"""Hosts, their GPUs and their busiest processes on the page of `lmforge top`: in each table the worst row first."""
+"""Hosts, their GPUs and their busiest processes on the page of `lmforge top`: in each table the
+worst row first.
+"""
 
 from collections.abc import Sequence
 
@@ -31,19 +33,32 @@ HOST_WIDTH = 16  # the minimum for a name, if the notes are long
 
 
 def cluster_line(hosts: Sequence[HostAnswer]) -> Text:
-    """Sums over the hosts and GPUs that answer now, and their number. Means exclude those that do not answer."""
+    """Sums over the hosts and GPUs that answer now, and their number.
+
+    Means exclude those that do not answer.
+    """
     fresh = [host.usage for host in hosts if host.usage and not host.is_stale]
     devices = [device for usage in fresh for device in usage.devices]
     alive = [device for device in devices if not device.error]
-    answer, style = "answers" if len(hosts) == 1 else "answer", "bold" if len(fresh) == len(hosts) else BAD
-    parts: list[str | tuple[str, str]] = [(f"{len(fresh)} of {format_count(len(hosts), 'host')} {answer}", style)]
+    answer, style = (
+        "answers" if len(hosts) == 1 else "answer",
+        "bold" if len(fresh) == len(hosts) else BAD,
+    )
+    parts: list[str | tuple[str, str]] = [
+        (f"{len(fresh)} of {format_count(len(hosts), 'host')} {answer}", style)
+    ]
     busy = [usage.cpu_percent for usage in fresh if usage.cpu_percent is not None]
     if busy:
-        parts.append(f"   CPU {sum(busy) / len(busy):.0f} %" + (f" (least {min(busy):.0f} %)" if len(busy) > 1 else ""))
+        parts.append(
+            f"   CPU {sum(busy) / len(busy):.0f} %"
+            + (f" (least {min(busy):.0f} %)" if len(busy) > 1 else "")
+        )
     if devices:
         style = "" if len(alive) == len(devices) else BAD
         parts.append((f"   {len(alive)} of {format_count(len(devices), 'GPU')} answer", style))
-    used = [device.utilization_percent for device in alive if device.utilization_percent is not None]
+    used = [
+        device.utilization_percent for device in alive if device.utilization_percent is not None
+    ]
     if used:
         parts.append(f"   use {sum(used) / len(used):.0f} % (least {min(used):.0f} %)")
     power = [device.power_watts for device in alive if device.power_watts is not None]
@@ -93,7 +108,11 @@ def _host_severity(host: HostAnswer) -> tuple[int, float, str]:
     if host.usage is None or host.is_stale:
         return 0, 0.0, host.name
     has_error = any(device.error for device in host.usage.devices)
-    return 1 if has_error else 2, -host.usage.memory_used_bytes / max(1, host.usage.memory_total_bytes), host.name
+    return (
+        1 if has_error else 2,
+        -host.usage.memory_used_bytes / max(1, host.usage.memory_total_bytes),
+        host.name,
+    )
 
 
 def _host_note(host: HostAnswer) -> str:
@@ -101,7 +120,9 @@ def _host_note(host: HostAnswer) -> str:
     if host.usage is not None and host.is_stale:
         notes.append(f"as it was {format_age(host.age_seconds or 0.0)} ago")
     if host.error:
-        notes.append(f"no answer: {host.error}" if not host.error.startswith("no answer") else host.error)
+        notes.append(
+            f"no answer: {host.error}" if not host.error.startswith("no answer") else host.error
+        )
     if host.usage is not None:
         if host.usage.memory_used_bytes > FULL_RATIO * host.usage.memory_total_bytes:
             notes.append("memory is nearly full")
@@ -142,7 +163,8 @@ def device_table(
             note, style = f"{format_age(host.age_seconds or 0.0)} ago", QUIET
         ranks = [rank_of.get((host.usage.host, pid)) for pid in device.processes]
         who = ", ".join(
-            f"rank {rank}" if rank is not None else f"{pid}" for rank, pid in zip(ranks, device.processes, strict=True)
+            f"rank {rank}" if rank is not None else f"{pid}"
+            for rank, pid in zip(ranks, device.processes, strict=True)
         )
         table.add_row(
             clean(host.name),
@@ -150,7 +172,10 @@ def device_table(
             *([clean(device.name)] if is_wide else []),
             format_percent(device.utilization_percent),
             format_gib(device.memory_used_bytes, device.memory_total_bytes),
-            "/".join("?" if watts is None else f"{watts:.0f}" for watts in (device.power_watts, device.power_limit_watts)),
+            "/".join(
+                "?" if watts is None else f"{watts:.0f}"
+                for watts in (device.power_watts, device.power_limit_watts)
+            ),
             "?" if device.temperature_celsius is None else f"{device.temperature_celsius:.0f}",
             who,
             note,
@@ -165,7 +190,13 @@ def _device_note(device: DeviceUsage) -> str:
     if device.slowdown:
         return device.slowdown
     watts, limit, use = device.power_watts, device.power_limit_watts, device.utilization_percent
-    if watts is not None and limit and use is not None and use >= BUSY_PERCENT and watts < WAITING_POWER_RATIO * limit:
+    if (
+        watts is not None
+        and limit
+        and use is not None
+        and use >= BUSY_PERCENT
+        and watts < WAITING_POWER_RATIO * limit
+    ):
         return f"busy at {watts / limit:.0%} of its power: waiting?"
     return "has a process but is idle" if device.processes and use == 0 else ""
 
@@ -179,12 +210,20 @@ def _device_severity(host: HostAnswer, device: DeviceUsage) -> tuple[int, float,
 
 def process_table(hosts: Sequence[HostAnswer], columns: int) -> list[RenderableType]:
     """The busiest processes of all hosts that were asked."""
-    processes = [(process, host.name) for host in hosts if host.usage for process in host.usage.processes]
+    processes = [
+        (process, host.name) for host in hosts if host.usage for process in host.usage.processes
+    ]
     if not processes:
         return []
     heads = [("process", 0, True), ("CPU", 0, True), ("GiB", 0, True), ("host", 0, False)]
     table = note_table(columns, heads)
     for process, host in sorted(processes, key=lambda pair: -pair[0].cpu_percent)[:MAX_PROCESSES]:
         memory = f"{process.memory_bytes / 2**30:.1f}"
-        table.add_row(str(process.pid), f"{process.cpu_percent:.0f} %", memory, clean(host), clean(process.name))
+        table.add_row(
+            str(process.pid),
+            f"{process.cpu_percent:.0f} %",
+            memory,
+            clean(host),
+            clean(process.name),
+        )
     return ["", table]

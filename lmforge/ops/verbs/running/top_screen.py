@@ -1,6 +1,9 @@
-"""The page of `lmforge top`: runs, hosts and GPUs, in each table the worst row first. Colour only repeats what words say.
+"""The page of `lmforge top`: runs, hosts and GPUs, in each table the worst row first.
 
-Everything is drawn for a number of columns (80 suffices) and, on a terminal, of lines: rows that do not fit are counted.
+Colour only repeats what words say.
+
+Everything is drawn for a number of columns (80 suffices) and, on a terminal, of lines: rows that do
+not fit are counted.
 """
 
 import time
@@ -25,7 +28,12 @@ from lmforge.ops.terminal.cells import (
     omitted,
     progress_line,
 )
-from lmforge.ops.verbs.running.top_hosts import cluster_line, device_table, host_table, process_table
+from lmforge.ops.verbs.running.top_hosts import (
+    cluster_line,
+    device_table,
+    host_table,
+    process_table,
+)
 
 # The letters of the strip of ranks. A straggler's letter is a capital.
 PHASE_LETTERS = {
@@ -48,7 +56,12 @@ PHASE_LETTERS = {
     "failed": "X",
 }
 CANNOT_GO_ON = "!"
-STATE_STYLES = {"running": "green", "done": "green", "interrupted": "yellow", "not started": "yellow"}
+STATE_STYLES = {
+    "running": "green",
+    "done": "green",
+    "interrupted": "yellow",
+    "not started": "yellow",
+}
 
 
 @dataclass(frozen=True)
@@ -63,7 +76,9 @@ class Snapshot:
 def render_screen(snapshot: Snapshot, columns: int, lines: int | None) -> RenderableType:
     """The page. `lines`: of the screen, or None to draw everything."""
     hosts = [*snapshot.hosts, *_hosts_of_runs(snapshot)]
-    num_tables = len(snapshot.runs) + bool(hosts) + any(host.usage and host.usage.devices for host in hosts)
+    num_tables = (
+        len(snapshot.runs) + bool(hosts) + any(host.usage and host.usage.devices for host in hosts)
+    )
     fixed = 2 + sum(8 + -(-len(run.ranks) // _strip_width(columns)) for run in snapshot.runs) + 5
     rows = None if lines is None else max(3, (lines - fixed) // max(1, num_tables) - 2)
     parts: list[RenderableType] = [_title(snapshot, is_live=lines is not None)]
@@ -78,11 +93,15 @@ def render_screen(snapshot: Snapshot, columns: int, lines: int | None) -> Render
 
 def _title(snapshot: Snapshot, *, is_live: bool) -> Text:
     clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(snapshot.time))
-    return Text.assemble(("lmforge top", "bold"), f"  {clock}", ("  q quits" if is_live else "", QUIET))
+    return Text.assemble(
+        ("lmforge top", "bold"), f"  {clock}", ("  q quits" if is_live else "", QUIET)
+    )
 
 
 def _hosts_of_runs(snapshot: Snapshot) -> list[HostAnswer]:
-    """Hosts that publish their usage in a run's directory, without those that are queried anyway."""
+    """Hosts that publish their usage in a run's directory, without those that are queried
+    anyway.
+    """
     named = {host.usage.host for host in snapshot.hosts if host.usage}
     ages = {
         usage.host: HostAnswer(usage.host, usage, max(0.0, snapshot.time - usage.time))
@@ -94,7 +113,7 @@ def _hosts_of_runs(snapshot: Snapshot) -> list[HostAnswer]:
     return list(ages.values())
 
 
-# --- runs -------------------------------------------------------------------------------------------------------------
+# --- runs -----------------------------------------------------------------------------------------
 
 
 def _render_run(run: RunStatus, columns: int, rows: int | None) -> list[RenderableType]:
@@ -104,9 +123,17 @@ def _render_run(run: RunStatus, columns: int, rows: int | None) -> list[Renderab
         Text.assemble(
             (clean(run.path), "bold"),
             f"  attempt {run.attempt}, {where}: ",
-            (run.state.upper() if run.state not in STATE_STYLES else run.state, STATE_STYLES.get(run.state, BAD)),
+            (
+                run.state.upper() if run.state not in STATE_STYLES else run.state,
+                STATE_STYLES.get(run.state, BAD),
+            ),
         ),
-        progress_line(run.step, run.steps, run.metrics.get("seconds_left") if run.state in RUN_GOES_ON else None, columns),
+        progress_line(
+            run.step,
+            run.steps,
+            run.metrics.get("seconds_left") if run.state in RUN_GOES_ON else None,
+            columns,
+        ),
     ]
     parts += [Text(clean(run.job), DOUBTFUL)] if run.job else []
     parts += _metrics_lines(run, columns)
@@ -157,13 +184,16 @@ def _phase_strip(run: RunStatus, columns: int) -> list[RenderableType]:
     """A letter for each rank, and what the letters mean."""
     width, number_width = _strip_width(columns), len(str(max(0, len(run.ranks) - 1)))
     counts = Counter(
-        (_letter(rank), clean(rank.phase) if _letter(rank) != CANNOT_GO_ON else "cannot go on") for rank in run.ranks
+        (_letter(rank), clean(rank.phase) if _letter(rank) != CANNOT_GO_ON else "cannot go on")
+        for rank in run.ranks
     )
     legend = [
         f"{letter} {phase}{' (slow)' if letter.isupper() and phase != 'failed' else ''} {count}"
         for (letter, phase), count in sorted(counts.items(), key=_legend_order)
     ]
-    lines: list[RenderableType] = [Text("ranks  " + "   ".join(legend), QUIET, no_wrap=True, overflow="ellipsis")]
+    lines: list[RenderableType] = [
+        Text("ranks  " + "   ".join(legend), QUIET, no_wrap=True, overflow="ellipsis")
+    ]
     for begin in range(0, len(run.ranks), width):
         strip = Text(f"{begin:>{max(5, number_width)}}  ")
         for rank in run.ranks[begin : begin + width]:
@@ -174,7 +204,14 @@ def _phase_strip(run: RunStatus, columns: int) -> list[RenderableType]:
 
 def _rank_table(run: RunStatus, columns: int, rows: int | None) -> list[RenderableType]:
     table = note_table(
-        columns, [("rank", 6, True), ("host", 0, False), ("phase", 0, False), ("for", 7, True), ("step", 9, True)]
+        columns,
+        [
+            ("rank", 6, True),
+            ("host", 0, False),
+            ("phase", 0, False),
+            ("for", 7, True),
+            ("step", 9, True),
+        ],
     )
     ranks = sorted(run.ranks, key=lambda rank: rank.severity)
     shown = ranks[:rows]
@@ -184,7 +221,9 @@ def _rank_table(run: RunStatus, columns: int, rows: int | None) -> list[Renderab
             str(rank.rank),
             clean(rank.host) or "?",
             clean(rank.phase) or "?",
-            format_age(rank.seconds_in_phase) if known and rank.state not in ("ended", "gone") else "",
+            format_age(rank.seconds_in_phase)
+            if known and rank.state not in ("ended", "gone")
+            else "",
             f"{rank.step:,}" if known else "",
             rank.note,
             style=_rank_style(rank).replace("green", ""),

@@ -1,4 +1,6 @@
-"""`lmforge show`: describes a recipe, a model, a token folder, a run or a checkpoint, without loading weights."""
+"""`lmforge show`: describes a recipe, a model, a token folder, a run or a checkpoint, without
+loading weights.
+"""
 
 from pathlib import Path
 
@@ -24,19 +26,34 @@ from lmforge.ops.verbs.show.describe_data import describe_data
 
 def run_show(options: ShowOptions) -> int:
     """Print a description of the thing, or samples of data. Raises UserError."""
-    of_files = ["mask", "format", "fields", "apply_chat_template", "split_turns", "ignore_media", "skip_invalid"]
+    of_files = [
+        "mask",
+        "format",
+        "fields",
+        "apply_chat_template",
+        "split_turns",
+        "ignore_media",
+        "skip_invalid",
+    ]
     reading = [name for name in options.changed() if name in of_files]
     if reading and options.tokenizer is None:
-        raise UserError(f"show: --{reading[0]} is for `lmforge show data FILE --tokenizer MODEL` alone")
+        raise UserError(
+            f"show: --{reading[0]} is for `lmforge show data FILE --tokenizer MODEL` alone"
+        )
     of_data = options.thing == "data" and options.of is not None
-    for_data = {"of": "a second THING", **{name: f"--{name}" for name in ("tokenizer", "samples", "num_samples")}}
+    for_data = {
+        "of": "a second THING",
+        **{name: f"--{name}" for name in ("tokenizer", "samples", "num_samples")},
+    }
     given = [words for name, words in for_data.items() if name in options.changed()]
     if given and not of_data:
         raise UserError(f"show: {given[0]} is for `lmforge show data OF` alone")
     try:
         text = _show_data(options) if of_data else show(options.thing)
     except OSError as problem:  # such as a folder in the place of a file
-        raise UserError(f"{describe_os_error(problem, options.thing)}; name something else") from None
+        raise UserError(
+            f"{describe_os_error(problem, options.thing)}; name something else"
+        ) from None
     print(text)
     return 0
 
@@ -64,7 +81,11 @@ def show(thing: str) -> str:
     if kind == Kind.MISSING and thing in PRESETS:
         return describe_model(get_preset(thing), f"preset {thing}")
     if kind in (Kind.HUB_NAME, Kind.HF_FOLDER):
-        title = f"Hugging Face folder {path}" if kind == Kind.HF_FOLDER else f"{thing} on the Hugging Face hub"
+        title = (
+            f"Hugging Face folder {path}"
+            if kind == Kind.HF_FOLDER
+            else f"{thing} on the Hugging Face hub"
+        )
         return describe_model(resolve_model_config(thing, {}, implementation="auto"), title)
     if kind == Kind.RUN:
         return _describe_run(Run.open(path))
@@ -72,7 +93,15 @@ def show(thing: str) -> str:
         return _describe_checkpoint(path)
     if kind == Kind.TOKENS:
         return _describe_token_folder(path)
-    shown = (Kind.RECIPE, Kind.RUN, Kind.CHECKPOINT, Kind.TOKENS, Kind.HF_FOLDER, Kind.HUB_NAME, "a preset")
+    shown = (
+        Kind.RECIPE,
+        Kind.RUN,
+        Kind.CHECKPOINT,
+        Kind.TOKENS,
+        Kind.HF_FOLDER,
+        Kind.HUB_NAME,
+        "a preset",
+    )
     raise unexpected(thing, shown, "; `lmforge show presets` lists the presets")
 
 
@@ -82,10 +111,21 @@ def _describe_token_folder(path: Path) -> str:
     lines = [f"token shards {path}"]
     for name in folder.splits:
         split = folder.split(name)
-        lines.append(f"{name:<10} {split.num_tokens:,} tokens in {format_count(split.num_documents, 'document')}")
-    lines += [f"best-fit   {describe_best_fit(folder, length)}" for length in best_fit_lengths(folder)]
-    separator = f"{tokenizer.decode([tokenizer.eos_token_id], include_special_tokens=True)!r} (id {tokenizer.eos_token_id})"
-    lines.append(f"tokenizer  {tokenizer.vocab_size:,} tokens, {separator} after each document; {tokenizer.hash}")
+        lines.append(
+            f"{name:<10} {split.num_tokens:,} tokens in"
+            f" {format_count(split.num_documents, 'document')}"
+        )
+    lines += [
+        f"best-fit   {describe_best_fit(folder, length)}" for length in best_fit_lengths(folder)
+    ]
+    separator = (
+        f"{tokenizer.decode([tokenizer.eos_token_id], include_special_tokens=True)!r} (id"
+        f" {tokenizer.eos_token_id})"
+    )
+    lines.append(
+        f"tokenizer  {tokenizer.vocab_size:,} tokens, {separator} after each document;"
+        f" {tokenizer.hash}"
+    )
     lines.append(f"stored as  {folder.dtype}")
     return "\n".join(lines)
 
@@ -99,33 +139,49 @@ def _describe_checkpoint(path: Path) -> str:
     writer, consumed = manifest.written_by, manifest.consumed_sequences
     length = manifest.recipe.get("data", {}).get("sequence_length", 0)
     phases = manifest.data_plan.get("phases")  # of which each may have a length of its own
-    tokens = sum(phase["samples"] * phase["sequence_length"] for phase in phases) if phases else consumed * length
+    tokens = (
+        sum(phase["samples"] * phase["sequence_length"] for phase in phases)
+        if phases
+        else consumed * length
+    )
     size = sum(file["bytes"] for file in manifest.files.values())
     return (
-        f"checkpoint {path}\n"
-        f"step       {manifest.step:,}: {consumed:,} sequences, {tokens:,} tokens\n"
-        f"written by {format_count(writer.get('ranks', 0), 'rank')}, engine {writer.get('engine')}, {writer.get('dtype')}\n"
-        f"on disk    {format_bytes(size)} in {len(manifest.files)} files\n"
-        + describe_model(stored_model_config(manifest), f"trained on {writer.get('data') or ''}", length)
+        f"checkpoint {path}\nstep       {manifest.step:,}: {consumed:,} sequences, {tokens:,}"
+        f" tokens\nwritten by {format_count(writer.get('ranks', 0), 'rank')}, engine"
+        f" {writer.get('engine')}, {writer.get('dtype')}\non disk    {format_bytes(size)} in"
+        f" {len(manifest.files)} files\n"
+        + describe_model(
+            stored_model_config(manifest), f"trained on {writer.get('data') or ''}", length
+        )
     )
 
 
 def _describe_run(run: Run) -> str:
     steps, config = run.checkpoint_steps(), run.load_config()
     records = run.read_metrics()
-    lines = [f"run {run.path}: {records[-1]['step'] if records else 0:,} of {config.train.steps:,} steps"]
+    lines = [
+        f"run {run.path}: {records[-1]['step'] if records else 0:,} of {config.train.steps:,} steps"
+    ]
     if records:
         last = newest_values(records)
         shown = ("loss", "val/loss", "val/bits_per_byte", "tokens", "tokens_per_second", "mfu")
         values = {name: last[name] for name in shown if last.get(name) is not None}
-        words = (f"{name} {value:,.0f}" if value >= 1000 else f"{name} {value:.4g}" for name, value in values.items())
+        words = (
+            f"{name} {value:,.0f}" if value >= 1000 else f"{name} {value:.4g}"
+            for name, value in values.items()
+        )
         lines.append(f"last       {', '.join(words)}")
     if isinstance(config, PretrainConfig) and (config.data.sources or config.data.phases):
         try:
-            lines += describe_data(config, records[-1]["step"] if records else 0, skipped_batches(records))[0]
+            lines += describe_data(
+                config, records[-1]["step"] if records else 0, skipped_batches(records)
+            )[0]
         except UserError as problem:  # the run is shown without its data
             lines.append(f"data       {problem}")
-    lines.append(f"saved      {', '.join(f'step {step:,}' for step in steps) if steps else 'no checkpoint yet'}")
+    lines.append(
+        "saved     "
+        f" {', '.join(f'step {step:,}' for step in steps) if steps else 'no checkpoint yet'}"
+    )
     for step in reversed(steps):
         try:
             lines.append(_describe_checkpoint(run.checkpoint_path(step)))
@@ -140,9 +196,12 @@ def _list_presets() -> str:
     rows = []
     for name in PRESETS:
         model = get_preset(name)
-        active = f", {active_parameters(model) / 1e6:,.1f} M active" if any(model.sparse_layers) else ""
+        active = (
+            f", {active_parameters(model) / 1e6:,.1f} M active" if any(model.sparse_layers) else ""
+        )
         rows.append(
             f"{name:<16} {parameter_count(model).total / 1e6:>10,.1f} M  {model.model_type:<11}"
-            f" {model.num_hidden_layers:>3} layers, width {model.hidden_size:>6}, vocabulary {model.vocab_size:>7,}{active}"
+            f" {model.num_hidden_layers:>3} layers, width {model.hidden_size:>6}, vocabulary"
+            f" {model.vocab_size:>7,}{active}"
         )
     return "\n".join(rows)

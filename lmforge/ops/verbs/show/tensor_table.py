@@ -1,4 +1,6 @@
-"""The table of a recipe's tensors: what a parametrization makes of the optimizer's numbers for each."""
+"""The table of a recipe's tensors: what a parametrization makes of the optimizer's numbers for
+each.
+"""
 
 import re
 
@@ -12,15 +14,32 @@ from lmforge.ops.verbs.show.describe_data import align_right
 
 def describe_tensors(config: StageConfig, model: ModelConfig) -> list[str]:
     """A row for each kind of trained tensor."""
-    built, optimizer, rows = empty_model(config, model), config.optimizer, dict[str, tuple[str, ...]]()
+    built, optimizer, rows = (
+        empty_model(config, model),
+        config.optimizer,
+        dict[str, tuple[str, ...]](),
+    )
     if (adapters := get_lora_config(config)) is not None:
         adapters.add_to(built)
     for name, own in tensor_options(built, optimizer).items():
         scale = built.tensor_scale(name, tuple(built.get_parameter(name).shape))
-        numbers = (scale.init, optimizer.lr * own["lr_ratio"], own["weight_decay"], own.get("eps", optimizer.eps))
+        numbers = (
+            scale.init,
+            optimizer.lr * own["lr_ratio"],
+            own["weight_decay"],
+            own.get("eps", optimizer.eps),
+        )
         rows[re.sub(r"\.\d+\.", ".N.", name)] = (scale.kind, *(f"{each:.4g}" for each in numbers))
-    title = f"tensors    under {config.model.parametrization}: factor of the first value; learning rate, weight decay, epsilon"
+    title = (
+        f"tensors    under {config.model.parametrization}: factor of the first value; learning"
+        " rate, weight decay, epsilon"
+    )
     return [
         title,
-        *align_right([["tensor", "kind", "first", "lr", "decay", "eps"], *([name, *row] for name, row in rows.items())]),
+        *align_right(
+            [
+                ["tensor", "kind", "first", "lr", "decay", "eps"],
+                *([name, *row] for name, row in rows.items()),
+            ]
+        ),
     ]

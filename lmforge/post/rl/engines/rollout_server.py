@@ -1,7 +1,9 @@
-"""One server that samples for a run: the calls of vLLM's interface for ids, versions and weights, each with a time-out.
+"""One server that samples for a run: the calls of vLLM's interface for ids, versions and weights,
+each with a time-out.
 
-vLLM and `lmforge serve --weight_updates` have the same paths and fields. Answers are not believed: what fits no request is a
-ServerProblem (the schemas below, and SampledTokens). Which server gets which request is not here.
+vLLM and `lmforge serve --weight_updates` have the same paths and fields. Answers are not believed:
+what fits no request is a ServerProblem (the schemas below, and SampledTokens). Which server gets
+which request is not here.
 """
 
 import base64
@@ -40,8 +42,8 @@ FLAGS: dict[str, Flags] = {
     },
 }
 EXPERTS_MISSING = (
-    "returns no routed experts; start it with vllm serve --enable-return-routed-experts, or lmforge serve"
-    " --return_routed_experts"
+    "returns no routed experts; start it with vllm serve --enable-return-routed-experts, or lmforge"
+    " serve --return_routed_experts"
 )
 Content = TypeVar("Content")
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -51,7 +53,10 @@ VersionName = Annotated[str, Field(max_length=200)]
 
 
 class ServerProblem(Exception):
-    """A server does not do what it was asked for: one line that names it. `status` is that of its answer, if it answered."""
+    """A server does not do what it was asked for: one line that names it.
+
+    `status` is that of its answer, if it answered.
+    """
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -91,22 +96,33 @@ class _WeightInfo(BaseModel):
 
 
 class SampledTokens:
-    """What a server sampled: ids, their log-probabilities and the names of the versions of their weights, of one length."""
+    """What a server sampled: ids, their log-probabilities and the names of the versions of their
+    weights, of one length.
+    """
 
     routed_experts: np.ndarray | None = None
 
     def __init__(self, choice: _Choice, request: SampleRequest, settings: SamplingSettings) -> None:
-        """Raises ValueError where the parts of the answer do not fit together, or are not what was requested."""
+        """Raises ValueError where the parts of the answer do not fit together, or are not what was
+        requested.
+        """
         self.token_ids, self.stopped = choice.token_ids, choice.finish_reason == "stop"
         self.logprobs = [token.logprob for token in choice.logprobs.content]
         count, stop_ids = len(self.token_ids), settings.stop_token_ids
         if choice.finish_reason not in ("stop", "length"):
             raise ValueError(f"the request ended with {cut(choice.finish_reason)!r}")
         if count > request.max_tokens:
-            raise ValueError(f"answers with {count:,} tokens, and at most {request.max_tokens:,} were requested")
+            raise ValueError(
+                f"answers with {count:,} tokens, and at most {request.max_tokens:,} were requested"
+            )
         if max(self.token_ids) >= settings.vocab_size:
-            raise ValueError(f"answers with the id {max(self.token_ids)}, and the policy has {settings.vocab_size:,} ids")
-        if not stop_ids.isdisjoint(self.token_ids[:-1]) or (self.stopped and self.token_ids[-1] not in stop_ids):
+            raise ValueError(
+                f"answers with the id {max(self.token_ids)}, and the policy has"
+                f" {settings.vocab_size:,} ids"
+            )
+        if not stop_ids.isdisjoint(self.token_ids[:-1]) or (
+            self.stopped and self.token_ids[-1] not in stop_ids
+        ):
             raise ValueError("its answer does not end with its first stop token")
         if [token.token_id for token in choice.logprobs.content] != self.token_ids:
             raise ValueError("its log-probabilities are of other ids")
@@ -120,7 +136,9 @@ class SampledTokens:
         if settings.replayed is not None:
             if choice.routed_experts is None:
                 raise ValueError(EXPERTS_MISSING)
-            self.routed_experts = _read_experts(choice.routed_experts, len(request.prompt_ids) + count - 1, settings.replayed)
+            self.routed_experts = _read_experts(
+                choice.routed_experts, len(request.prompt_ids) + count - 1, settings.replayed
+            )
 
 
 def _read_experts(encoded: str, num_tokens: int, model: ModelConfig) -> np.ndarray:
@@ -129,7 +147,8 @@ def _read_experts(encoded: str, num_tokens: int, model: ModelConfig) -> np.ndarr
         experts = np.load(io.BytesIO(base64.b64decode(encoded, validate=True)), allow_pickle=False)
         fits = experts.shape == shape and experts.dtype.kind in "iu"
         fits = fits and experts.min() >= 0 and experts.max() < model.num_experts
-    except Exception:  # numpy's reader raises errors of zip files, of Python's parser and of memory too
+    except Exception:
+        # numpy's reader raises errors of zip files, of Python's parser and of memory too.
         fits = False
     if not fits:
         raise ValueError("its routed experts are not those of each token; serve the policy's model")
@@ -137,24 +156,42 @@ def _read_experts(encoded: str, num_tokens: int, model: ModelConfig) -> np.ndarr
 
 
 class TokenServer:
-    """A server by its address. Every method raises ServerProblem where it does not answer in time, or not as expected."""
+    """A server by its address.
+
+    Every method raises ServerProblem where it does not answer in time, or not as expected.
+    """
 
     def __init__(self, url: str, flags: Flags, timeout_seconds: float, api_key: str | None) -> None:
         """`timeout_seconds`: of an answer that has to be computed."""
-        self.url, self._flags, self._timeout_seconds, self._api_key = url.rstrip("/"), flags, timeout_seconds, api_key
+        self.url, self._flags, self._timeout_seconds, self._api_key = (
+            url.rstrip("/"),
+            flags,
+            timeout_seconds,
+            api_key,
+        )
 
     def _call(
-        self, path: str, schema: type[Content] | Any, body: dict[str, Any] | None = None, timeout: float = ANSWER_SECONDS
+        self,
+        path: str,
+        schema: type[Content] | Any,
+        body: dict[str, Any] | None = None,
+        timeout: float = ANSWER_SECONDS,
     ) -> Any:
-        headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {self._api_key}"} if self._api_key else {})
+        headers = {"content-type": "application/json"} | (
+            {"authorization": f"Bearer {self._api_key}"} if self._api_key else {}
+        )
         content = None if body is None else json.dumps(body).encode()
         try:
-            answer = call(self.url + path, content, headers, seconds=timeout, max_bytes=MAX_ANSWER_BYTES)
+            answer = call(
+                self.url + path, content, headers, seconds=timeout, max_bytes=MAX_ANSWER_BYTES
+            )
             if answer.status >= 300:
                 raise self._refusal(path, answer)
             if schema is Any:
                 return None
-            return parse_json(answer.content, schema, f"{self.url}{path}", max_bytes=MAX_ANSWER_BYTES)
+            return parse_json(
+                answer.content, schema, f"{self.url}{path}", max_bytes=MAX_ANSWER_BYTES
+            )
         except TimeoutError:
             raise ServerProblem(f"{self.url}: no whole answer within {timeout:g} s") from None
         except (OSError, HTTPException, ValueError) as problem:
@@ -168,32 +205,53 @@ class TokenServer:
         if status < 400:
             where = f"redirects to {cut(answer.location)}"
             return ServerProblem(
-                f"{self.url}: {route}: {where}; no redirect is followed: name the server's own address", status
+                f"{self.url}: {route}: {where}; no redirect is followed: name the server's own"
+                " address",
+                status,
             )
         if status == 404:
-            return ServerProblem(f"{self.url}: has no {route}; {self._flags.get(route, self._flags[''])}", status)
+            return ServerProblem(
+                f"{self.url}: has no {route}; {self._flags.get(route, self._flags[''])}", status
+            )
         if status in (401, 403):
-            return ServerProblem(f"{self.url}: refuses the key; give the server's in LMFORGE_API_KEY", status)
+            return ServerProblem(
+                f"{self.url}: refuses the key; give the server's in LMFORGE_API_KEY", status
+            )
         try:
             error = json.loads(answer.content)["error"]
             message = error["message"] if isinstance(error, dict) else error
         except (ValueError, KeyError, TypeError, RecursionError):
             message = answer.content.decode("utf-8", "replace")
         return ServerProblem(
-            f"{self.url}: {route}: {cut(' '.join(str(message).split()), MAX_LISTED)} (status {status})", status
+            f"{self.url}: {route}: {cut(' '.join(str(message).split()), MAX_LISTED)} (status"
+            f" {status})",
+            status,
         )
 
 
 class RolloutServer(TokenServer):
     """A server that samples for a run."""
 
-    def __init__(self, url: str, kind: str, settings: SamplingSettings, timeout_seconds: float, api_key: str | None) -> None:
-        """`kind`: lmforge or vllm. `timeout_seconds`: of an answer with sampled tokens, and of loading weights."""
+    def __init__(
+        self,
+        url: str,
+        kind: str,
+        settings: SamplingSettings,
+        timeout_seconds: float,
+        api_key: str | None,
+    ) -> None:
+        """`kind`: lmforge or vllm.
+
+        `timeout_seconds`: of an answer with sampled tokens, and of loading weights.
+        """
         super().__init__(url, FLAGS[kind], timeout_seconds, api_key)
         self.kind, self._settings, self._may_be_paused = kind, settings, False
 
     def sample(
-        self, request: SampleRequest, sampling: SamplingParams, starts_with: dict[str, Any] | None = None
+        self,
+        request: SampleRequest,
+        sampling: SamplingParams,
+        starts_with: dict[str, Any] | None = None,
     ) -> SampledTokens:
         """The completion of a request. `starts_with`: see serve/token_api.py; for lmforge alone."""
         params = {
@@ -216,14 +274,19 @@ class RolloutServer(TokenServer):
             raise ServerProblem(f"{self.url}: {problem}") from None
 
     def version(self) -> str:
-        """What the server calls its weights. One that did not answer when it was to resume is asked again."""
+        """What the server calls its weights.
+
+        One that did not answer when it was to resume is asked again.
+        """
         if self._may_be_paused:
             self._resume()
         return self._call("/weight_info", _WeightInfo).weight_version
 
     def load(self, folder: Path, version: str) -> None:
-        """Replace the server's weights by those of a folder, and keep requests in flight. Raises ServerProblem unless the
-        server then says that it has this version."""
+        """Replace the server's weights by those of a folder, and keep requests in flight.
+
+        Raises ServerProblem unless the server then says that it has this version.
+        """
         self._may_be_paused = True
         self._call("/pause?mode=keep", Any, {})
         try:
@@ -236,21 +299,28 @@ class RolloutServer(TokenServer):
         finally:
             self._resume()
         if (confirmed := self.version()) != version:
-            raise ServerProblem(f"{self.url}: says that its weights are {cut(confirmed)}, and was given {version}")
+            raise ServerProblem(
+                f"{self.url}: says that its weights are {cut(confirmed)}, and was given {version}"
+            )
 
     def _resume(self) -> None:
         self._call("/resume", Any, {})
         self._may_be_paused = False
 
     def check(self, config: ModelConfig, num_token_ids: int) -> None:
-        """Raise ServerProblem where the server cannot serve a policy of this config, or not sequences of its length.
+        """Raise ServerProblem where the server cannot serve a policy of this config, or not
+        sequences of its length.
 
-        Of the rows of its embedding the tokenizer uses `num_token_ids`; a server may refuse the others.
+        Of the rows of its embedding the tokenizer uses `num_token_ids`; a server may refuse the
+        others.
         """
         info, expected = self._call("/weight_info", _WeightInfo), to_config_json(config)
         for name, value in info.model.items():
             if value != expected.get(name):
-                words = f"serves another model ({name} {quoted(value)}, the policy's is {quoted(expected.get(name))})"
+                words = (
+                    f"serves another model ({name} {quoted(value)}, the policy's is"
+                    f" {quoted(expected.get(name))})"
+                )
                 raise ServerProblem(f"{self.url}: {words}; serve the one that the run begins from")
         # A trainer that was killed while the server was given weights has left it paused.
         self._resume()
@@ -259,24 +329,42 @@ class RolloutServer(TokenServer):
         longest = SampleRequest(0, [highest] * (self._settings.max_length - 1), 1, 0)
         # So cold that the likeliest token is certain.
         cold = self.sample(longest, SamplingParams(0.01)).logprobs[0]
-        if self.kind == "vllm" and self._settings.params(False) != SamplingParams() and cold < math.log(0.9):
+        if (
+            self.kind == "vllm"
+            and self._settings.params(False) != SamplingParams()
+            and cold < math.log(0.9)
+        ):
             flag = "start it with vllm serve --logprobs-mode processed_logprobs"
-            raise ServerProblem(f"{self.url}: reports log-probabilities before temperature and top_p; {flag}")
+            raise ServerProblem(
+                f"{self.url}: reports log-probabilities before temperature and top_p; {flag}"
+            )
         try:
             self.sample(SampleRequest(0, [vocab_size], 1, 0), SamplingParams())
         except ServerProblem as problem:
             if problem.status is None or problem.status >= 500:
                 raise
         else:
-            raise ServerProblem(f"{self.url}: reads ids from {vocab_size} on, which the policy lacks; serve the policy's model")
+            raise ServerProblem(
+                f"{self.url}: reads ids from {vocab_size} on, which the policy lacks; serve the"
+                " policy's model"
+            )
 
 
-def check_servers(options: RolloutOptions, config: ModelConfig, num_token_ids: int, sequence_length: int) -> None:
-    """Raise UserError where a server of a recipe does not answer, or cannot serve the policy, whose tokenizer has
-    `num_token_ids`."""
+def check_servers(
+    options: RolloutOptions, config: ModelConfig, num_token_ids: int, sequence_length: int
+) -> None:
+    """Raise UserError where a server of a recipe does not answer, or cannot serve the policy, whose
+    tokenizer has `num_token_ids`.
+    """
     replayed = config if options.replay_routed_experts else None
     settings = SamplingSettings(
-        options.temperature, options.top_p, config.vocab_size, sequence_length, frozenset(), 1, replayed
+        options.temperature,
+        options.top_p,
+        config.vocab_size,
+        sequence_length,
+        frozenset(),
+        1,
+        replayed,
     )
     key = os.environ.get(API_KEY_VARIABLE)
     servers = [build_server(url, options, settings, key) for url in options.engine_urls]
@@ -288,6 +376,8 @@ def check_servers(options: RolloutOptions, config: ModelConfig, num_token_ids: i
                 raise UserError(f"rollout.engine_urls: {problem}") from None
 
 
-def build_server(url: str, options: RolloutOptions, settings: SamplingSettings, api_key: str | None) -> RolloutServer:
+def build_server(
+    url: str, options: RolloutOptions, settings: SamplingSettings, api_key: str | None
+) -> RolloutServer:
     """A server of a recipe, which may ask for a key."""
     return RolloutServer(url, options.engine, settings, options.engine_timeout_seconds, api_key)

@@ -1,8 +1,9 @@
-"""Servers that a run starts itself, here or by ssh on other hosts, and that end with it, however it ends. One that ends before
-is started again.
+"""Servers that a run starts itself, here or by ssh on other hosts, and that end with it, however it
+ends. One that ends before is started again.
 
-A shell beside each server reads from a pipe of this process, and ends the server when the pipe is closed: the kernel closes it
-when the process is killed, and ssh passes that on. What is asked of servers is in rollout_server.py.
+A shell beside each server reads from a pipe of this process, and ends the server when the pipe is
+closed: the kernel closes it when the process is killed, and ssh passes that on. What is asked of
+servers is in rollout_server.py.
 """
 
 import os
@@ -33,12 +34,14 @@ from lmforge.post.rl.engines.rollout_server import API_KEY_VARIABLE, ServerProbl
 from lmforge.post.rl.sampling import SamplingSettings
 
 # Variables that tell a rank where it belongs. A server is none.
-RANK_VARIABLES = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT OMP_NUM_THREADS"
+RANK_VARIABLES = (
+    "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT OMP_NUM_THREADS"
+)
 GRACE_SECONDS, POLL_SECONDS = 10, 0.2
 # How often each server is started again. The folders that it then opens are called so.
 MAX_RESTARTS, RESTART_FOLDER = 3, "restart-"
-# It is read as a whole before it runs, since what follows it on standard input is for `cat`. The server has a process group of
-# its own (set -m).
+# It is read as a whole before it runs, since what follows it on standard input is for `cat`. The
+# server has a process group of its own (set -m).
 SCRIPT = """
 run() {{
 set -m
@@ -63,8 +66,11 @@ ADDRESS_PATTERN = re.compile(r"^lmforge-server (\S+) ([0-9]+)$", re.M)
 
 @dataclass
 class _Server:
-    """One of them: how the recipe names it, its shell, and what it and its shell print. `url`: where it answered; `restarts`:
-    how often it was started again, and `folder` the model that it then opens, until it answers."""
+    """One of them: how the recipe names it, its shell, and what it and its shell print.
+
+    `url`: where it answered; `restarts`: how often it was started again, and `folder` the model
+    that it then opens, until it answers.
+    """
 
     name: str
     shell: "subprocess.Popen[bytes]"
@@ -82,10 +88,20 @@ class ServerStarter:
     """Starts the servers of `rollout.engine_start`. On rank 0."""
 
     def __init__(
-        self, config: AlignConfig, settings: SamplingSettings, tokenizer: Tokenizer, dtype: torch.dtype, logs_folder: Path
+        self,
+        config: AlignConfig,
+        settings: SamplingSettings,
+        tokenizer: Tokenizer,
+        dtype: torch.dtype,
+        logs_folder: Path,
     ) -> None:
         """`dtype`: in which they compute."""
-        self._config, self._options, self._settings, self._tokenizer = config, config.rollout, settings, tokenizer
+        self._config, self._options, self._settings, self._tokenizer = (
+            config,
+            config.rollout,
+            settings,
+            tokenizer,
+        )
         self._dtype, self._logs_folder = dtype, logs_folder
         self._servers: list[_Server] = []
         self._own_address = ""
@@ -94,9 +110,11 @@ class ServerStarter:
         self._watcher: threading.Thread | None = None
 
     def start(self, model_folder: Path, rank_info: RankInfo) -> tuple[tuple[str, ...], str]:
-        """Start all with the model of a folder, to which the tokenizer is added, and wait until they answer.
+        """Start all with the model of a folder, to which the tokenizer is added, and wait until
+        they answer.
 
-        Returns their addresses and key. Raises UserError with the end of what one printed that does not come up.
+        Returns their addresses and key. Raises UserError with the end of what one printed that does
+        not come up.
         """
         self._tokenizer.save(model_folder)
         here_only = rank_info.local_world_size == rank_info.world_size
@@ -109,12 +127,17 @@ class ServerStarter:
         return tuple(server.url for server in self._servers), self._key
 
     def keep_up(
-        self, weights: Callable[[], Path | None], on_answer: Callable[[int], None], warn: Callable[[str], None]
+        self,
+        weights: Callable[[], Path | None],
+        on_answer: Callable[[int], None],
+        warn: Callable[[str], None],
     ) -> None:
-        """From now on start servers again that end, at their addresses, each at most MAX_RESTARTS times.
+        """From now on start servers again that end, at their addresses, each at most MAX_RESTARTS
+        times.
 
-        `weights`: the newest folder of weights, if there is one; `on_answer`: called with the number of a server that answers
-        again; `warn`: gets a line for each. All three are called in a thread.
+        `weights`: the newest folder of weights, if there is one; `on_answer`: called with the
+        number of a server that answers again; `warn`: gets a line for each. All three are called in
+        a thread.
         """
 
         def watch() -> None:
@@ -132,7 +155,10 @@ class ServerStarter:
 
     def _restart(self, number: int, weights: Path | None, warn: Callable[[str], None]) -> None:
         server = self._servers[number]
-        what = f"rollout.engine_start: {server.name}: its server ended with status {server.shell.returncode} ({server.log})"
+        what = (
+            f"rollout.engine_start: {server.name}: its server ended with status"
+            f" {server.shell.returncode} ({server.log})"
+        )
         if server.restarts == MAX_RESTARTS:
             server.restarts += 1
             warn(f"{what}; it is left out, since it was started again {MAX_RESTARTS} times")
@@ -172,10 +198,14 @@ class ServerStarter:
         if self._options.engine == "vllm":
             variables["VLLM_SERVER_DEV_MODE"] = "1"
         if device.startswith("cuda:"):
-            variables["CUDA_VISIBLE_DEVICES"] = device[5:] if host else _visible_gpu(name, int(device[5:]))
+            variables["CUDA_VISIBLE_DEVICES"] = (
+                device[5:] if host else _visible_gpu(name, int(device[5:]))
+            )
         script = SCRIPT.format(
             rank_variables=RANK_VARIABLES,
-            exports=export_lines({**(forwarded_variables(FORWARDED_VARIABLES) if host else {}), **variables}),
+            exports=export_lines(
+                {**(forwarded_variables(FORWARDED_VARIABLES) if host else {}), **variables}
+            ),
             folder=shlex.quote(os.getcwd()),
             port=port,
             python=shlex.quote(sys.executable),
@@ -191,9 +221,13 @@ class ServerStarter:
             words = ["bash", "-s"] if host is None else ssh_command(host, "bash -s")
             try:
                 # In a session of its own: Ctrl-C is for the run, which goes on until it has saved.
-                shell = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=out, stderr=out, start_new_session=True)
+                shell = subprocess.Popen(
+                    words, stdin=subprocess.PIPE, stdout=out, stderr=out, start_new_session=True
+                )
             except FileNotFoundError:
-                raise UserError(f"rollout.engine_start: {name}: {words[0]} is not installed here") from None
+                raise UserError(
+                    f"rollout.engine_start: {name}: {words[0]} is not installed here"
+                ) from None
         assert shell.stdin
         with suppress(BrokenPipeError):  # it has ended, as `_await` finds
             shell.stdin.write(script.encode())
@@ -202,7 +236,12 @@ class ServerStarter:
 
     def _command(self, model_folder: Path, device: str, address: str) -> list[str]:
         if self._options.engine == "vllm":
-            sizes = ["--max-model-len", str(self._settings.max_length), "--dtype", str(self._dtype).removeprefix("torch.")]
+            sizes = [
+                "--max-model-len",
+                str(self._settings.max_length),
+                "--dtype",
+                str(self._dtype).removeprefix("torch."),
+            ]
             modes = ["--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
             modes += ["--enable-return-routed-experts"] if self._settings.replayed else []
             return ["vllm", "serve", str(model_folder), "--host", address, *sizes, *modes]
@@ -220,7 +259,12 @@ class ServerStarter:
             dtype,
         ]
         words += ["--return_routed_experts"] if self._settings.replayed else []
-        words += ["--max_length", self._settings.max_length, "--max_batch_size", self._options.decode_batch_size]
+        words += [
+            "--max_length",
+            self._settings.max_length,
+            "--max_batch_size",
+            self._options.decode_batch_size,
+        ]
         return [sys.executable, "-m", "lmforge", *map(str, words), *plugins]
 
     def _await(self, server: _Server, deadline: float) -> None:
@@ -234,12 +278,20 @@ class ServerStarter:
                 server.url = f"http://{found[1]}:{found[2]}"
                 if self._answers(server):
                     return
-                problem = f"{server.url}: no answer within {self._options.engine_timeout_seconds:g} s"
+                problem = (
+                    f"{server.url}: no answer within {self._options.engine_timeout_seconds:g} s"
+                )
             time.sleep(POLL_SECONDS)
-        lines = [line.strip() for line in server.printed().splitlines() if line.strip() and "lmforge-server " not in line]
+        lines = [
+            line.strip()
+            for line in server.printed().splitlines()
+            if line.strip() and "lmforge-server " not in line
+        ]
         tail = f": {cut(lines[-1], MAX_LISTED)}" if lines else ""
         self.close()
-        raise UserError(f"rollout.engine_start: {server.name}: {problem}{tail}; its log is {server.log}")
+        raise UserError(
+            f"rollout.engine_start: {server.name}: {problem}{tail}; its log is {server.log}"
+        )
 
     def close(self) -> None:
         """End all servers."""
@@ -270,12 +322,18 @@ def _link_or_copy(source: str, target: str) -> None:
 
 
 def _visible_gpu(name: str, number: int) -> str:
-    """What CUDA calls a GPU of this host: numbers count those that the run may use. Raises UserError for others."""
+    """What CUDA calls a GPU of this host: numbers count those that the run may use.
+
+    Raises UserError for others.
+    """
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is None:
         return str(number)
     visible = [each for each in given.split(",") if each]
     if number >= len(visible):
         count = format_count(len(visible), "GPU")
-        raise UserError(f"rollout.engine_start: {name}: CUDA_VISIBLE_DEVICES = {given!r} has {count}, and the first is cuda:0")
+        raise UserError(
+            f"rollout.engine_start: {name}: CUDA_VISIBLE_DEVICES = {given!r} has {count}, and the"
+            " first is cuda:0"
+        )
     return visible[number]
