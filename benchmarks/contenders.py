@@ -29,7 +29,8 @@ from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.config_json import to_config_json
 from lmforge.core.model.init_weights import init_adapters, init_weights
-from lmforge.core.model.lora import adapter_parameters, add_lora
+from lmforge.core.model.lora import add_lora
+from lmforge.core.model.lora_config import adapter_parameters
 from lmforge.core.model.quantization import blocks
 from lmforge.core.optim.schedules import build_schedule
 from lmforge.core.options.activation_checkpointing import CheckpointingMode

@@ -20,7 +20,7 @@ from lmforge.core.errors import UserError
 from lmforge.core.files.untrusted import compile_pattern, read_json
 from lmforge.core.model.build import build_model
 from lmforge.core.model.init_weights import LORA_SUFFIXES
-from lmforge.core.model.lora import ALL_LINEAR, LoraConfig, adapted_name
+from lmforge.core.model.lora_config import ALL_LINEAR, LoraConfig, adapted_name
 from lmforge.core.model.merge_adapters import LM_HEAD_WEIGHT
 from lmforge.core.model.mixture.experts import Experts
 from lmforge.core.records.kinds import ADAPTER_CONFIG, Kind, kind_of

@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 import xxhash
 
 from lmforge.core import checkpoint
-from lmforge.core.checkpoint import Manifest
+from lmforge.core.checkpoint import Manifest, stored_model
 from lmforge.core.data.shards.staged_copy import find_staged
 from lmforge.core.data.tokenizer import Tokenizer
 from lmforge.core.errors import UserError
@@ -98,7 +98,7 @@ class Pretrained:
         """What is done with the weights besides reading them, in words."""
         if self.manifest is None:
             return describe_folder(self.folder)
-        lora = checkpoint.stored_lora_config(self.manifest)
+        lora = stored_model.stored_lora_config(self.manifest)
         return (
             [f"dequantized from {lora.stored.describe()}"]
             if lora is not None and lora.stored is not None
@@ -157,7 +157,7 @@ class Pretrained:
         if self.manifest is None:
             load_folder(self.folder, model, new)
         else:
-            checkpoint.load_weights(self.folder, self.manifest, model, new)
+            stored_model.load_weights(self.folder, self.manifest, model, new)
         if self.adapters is not None:
             lora, tensors = load_peft_folder(self.adapters)
             tensors = continue_adapters(model, lora, tensors, str(self.adapters))

@@ -23,7 +23,8 @@ from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.init_weights import init_weights
 from lmforge.core.model.layers import LanguageModel
-from lmforge.core.model.lora import LoraConfig, add_lora
+from lmforge.core.model.lora import add_lora
+from lmforge.core.model.lora_config import LoraConfig
 from lmforge.core.model.rng import weight_rng
 from lmforge.core.options.sections import ParallelOptions
 from lmforge.core.parallel.parallel_model import ParallelModel, full_tensor, local_tensor

@@ -20,7 +20,8 @@ from lmforge.core.losses.language import NextTokenObjective
 from lmforge.core.model.build import build_model
 from lmforge.core.model.init_weights import init_weights
 from lmforge.core.model.layers import LanguageModel
-from lmforge.core.model.lora import LoraConfig, add_lora, disable_adapters
+from lmforge.core.model.lora import add_lora, disable_adapters
+from lmforge.core.model.lora_config import LoraConfig
 from lmforge.core.optim.optimizer import build_optimizer, named_optimizer_state
 from lmforge.core.options.sections import OptimizerOptions, ParallelOptions
 from lmforge.core.parallel.parallel_model import ParallelModel, train_step

@@ -13,7 +13,8 @@ from typing import Any
 
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.layers import LanguageModel
-from lmforge.core.model.lora import LoraConfig, add_lora
+from lmforge.core.model.lora import add_lora
+from lmforge.core.model.lora_config import LoraConfig
 from lmforge.core.model.mixture.balance import BalanceConfig
 from lmforge.core.model.parametrization import Parametrization
 from lmforge.lab.bench.parity import SMALL_MODEL, ParityCase, expert_parallel_cases, strategy_cases

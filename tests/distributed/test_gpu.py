@@ -27,6 +27,7 @@ from lmforge.core.distributed.rank_info import RankInfo
 from lmforge.core.losses.language import NextTokenObjective, cross_entropy_and_z_loss
 from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.incremental import incremental_decoder
 from lmforge.core.model.init_weights import init_weights
 from lmforge.core.model.layers import HeadOptions
 from lmforge.core.model.state_bytes import count_all, optimizer_state_bytes
@@ -465,8 +466,8 @@ def test_cuda_graphs_decode_what_single_kernels_do() -> None:
     results = []
     for graphs in (True, False):
         model = init_weights(build_model(SMALL_MODEL, torch.device("cuda")), 0)
-        decoder = model.incremental_decoder(
-            3, 600, device=torch.device("cuda"), dtype=torch.float32
+        decoder = incremental_decoder(
+            model, 3, 600, device=torch.device("cuda"), dtype=torch.float32
         )
         assert decoder._graphs is not None
         if not graphs:
@@ -489,8 +490,8 @@ def test_cuda_graphs_decode_a_checkpointed_model_in_autocast() -> None:
     model = init_weights(build_model(SMALL_MODEL, torch.device("cuda")), 0)
     apply_activation_checkpointing(model, "full")
     with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
-        decoder = model.incremental_decoder(
-            2, 600, device=torch.device("cuda"), dtype=torch.bfloat16
+        decoder = incremental_decoder(
+            model, 2, 600, device=torch.device("cuda"), dtype=torch.bfloat16
         )
         steps = [decoder.prefill([[5, 6, 7], [8, 9]])]
         tokens = torch.tensor([[5, 6, 7] + [1] * 12, [8, 9] + [1] * 13], device="cuda")

@@ -21,9 +21,11 @@ from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.init_weights import init_adapters, init_weights
 from lmforge.core.model.layers import LanguageModel
-from lmforge.core.model.lora import LoraConfig, adapter_parameters, add_lora
+from lmforge.core.model.lora import add_lora
+from lmforge.core.model.lora_config import LoraConfig, adapter_parameters
 from lmforge.core.model.quantization import blocks
-from lmforge.core.model.quantization.blocks import BlockFormat, dequantize, quantize
+from lmforge.core.model.quantization.blocks import dequantize, quantize
+from lmforge.core.model.quantization.formats import BlockFormat
 from lmforge.core.model.state_bytes import optimizer_state_bytes
 from lmforge.core.optim.optimizer import build_optimizer
 from lmforge.core.options.sections import OptimizerOptions, ParallelOptions

@@ -7,7 +7,8 @@ import pytest
 
 from lmforge.core.errors import UserError
 from lmforge.core.model.build import build_model
-from lmforge.core.model.lora import LoraConfig, add_lora
+from lmforge.core.model.lora import add_lora
+from lmforge.core.model.lora_config import LoraConfig
 from lmforge.core.parallel.pipeline_parallel import check_stages_are_trained, split_blocks
 from lmforge.lab.bench.bounds import FP32
 from tests.distributed.conftest import HERE, SampledTrials, assert_is_one_process, sampled

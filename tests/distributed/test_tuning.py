@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 
 from lmforge.core.data.tokenizer import Tokenizer
 from lmforge.core.model.init_weights import LORA_SUFFIXES
-from lmforge.core.model.quantization.blocks import BlockFormat, dequantize, quantize
+from lmforge.core.model.quantization.blocks import dequantize, quantize
+from lmforge.core.model.quantization.formats import BlockFormat
 from lmforge.core.records.runs import Run
 from lmforge.lab.bench.bounds import FP32
 from lmforge.post.rl.scoring import RewardModelScorer
@@ -455,10 +456,10 @@ def test_what_a_run_of_pairs_or_prompts_has_is_no_text_to_be_measured(
 
 
 def test_adapters_leave_the_base_as_it_was_and_open_merged(world: World) -> None:
-    from lmforge.core import checkpoint
+    from lmforge.core.checkpoint.stored_model import StoredModel
 
     folder, manifest = newest_checkpoint(world.run("sft lora").path)
-    stored, base = checkpoint.StoredModel(folder, manifest), weights_of(world.run("base"))
+    stored, base = StoredModel(folder, manifest), weights_of(world.run("base"))
     assert stored.lora
     merged = weights_of(world.run("sft lora"))
     changed = set()
@@ -476,10 +477,10 @@ def test_adapters_leave_the_base_as_it_was_and_open_merged(world: World) -> None
 def test_adapters_beside_four_bits_are_merged_into_what_they_were_trained_with(
     world: World, lmforge: Command, tmp_path: Path
 ) -> None:
-    from lmforge.core import checkpoint
+    from lmforge.core.checkpoint.stored_model import StoredModel
 
     folder, manifest = newest_checkpoint(world.run("sft qlora").path)
-    stored, base = checkpoint.StoredModel(folder, manifest), weights_of(world.run("base"))
+    stored, base = StoredModel(folder, manifest), weights_of(world.run("base"))
     merged, four_bits = weights_of(world.run("sft qlora")), BlockFormat("nf4", double_quant=True)
     for name, before in base.items():
         if name in stored.quantized:

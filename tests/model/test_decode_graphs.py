@@ -16,7 +16,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
-from lmforge.core.model.incremental import DecodeGraphs, IncrementalDecoder, is_plain
+from lmforge.core.model.incremental import (
+    DecodeGraphs,
+    IncrementalDecoder,
+    incremental_decoder,
+    is_plain,
+)
 from lmforge.core.model.init_weights import init_weights
 from lmforge.core.model.layers import LanguageModel
 from lmforge.core.parallel.activation_checkpointing import apply_activation_checkpointing
@@ -37,7 +42,7 @@ def model_of(shape: str) -> LanguageModel:
 
 
 def decoder_of(model: LanguageModel) -> IncrementalDecoder:
-    return model.incremental_decoder(BATCH, MAX_LENGTH, device=CPU, dtype=torch.float32)
+    return incremental_decoder(model, BATCH, MAX_LENGTH, device=CPU, dtype=torch.float32)
 
 
 def recording(

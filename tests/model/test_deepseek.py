@@ -16,6 +16,7 @@ from lmforge.core.errors import UserError
 from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig, get_preset
 from lmforge.core.model.config_json import config_fields_from_json, to_config_json
+from lmforge.core.model.incremental import incremental_decoder
 from lmforge.core.model.init_weights import init_weights, named_tensors
 from lmforge.core.model.mixture.experts import BIAS
 from lmforge.hf.export import export_folder
@@ -128,7 +129,7 @@ def test_decoding_with_a_cache_continues_as_transformers_does(
     wanted = theirs.generate(
         tokens, generation_config=greedy, attention_mask=torch.ones_like(tokens)
     )[0, 20:]
-    decoder = ours.incremental_decoder(1, 64, device=torch.device("cpu"), dtype=torch.float32)
+    decoder = incremental_decoder(ours, 1, 64, device=torch.device("cpu"), dtype=torch.float32)
     hidden, found = decoder.prefill([tokens[0].tolist()]), []
     for _ in range(20):
         with torch.no_grad():

@@ -20,13 +20,8 @@ from lmforge.core.losses.language import NextTokenObjective
 from lmforge.core.model.build import build_model
 from lmforge.core.model.init_weights import init_adapters, init_weights
 from lmforge.core.model.layers import LanguageModel
-from lmforge.core.model.lora import (
-    LoraConfig,
-    LoraLinear,
-    adapter_parameters,
-    add_lora,
-    disable_adapters,
-)
+from lmforge.core.model.lora import LoraLinear, add_lora, disable_adapters
+from lmforge.core.model.lora_config import LoraConfig, adapter_parameters
 from lmforge.core.model.merge_adapters import merge_adapters
 from lmforge.core.optim.optimizer import build_optimizer, named_optimizer_state
 from lmforge.core.options.sections import GroupOptions, OptimizerOptions, ParallelOptions

@@ -19,9 +19,10 @@ from lmforge.core.errors import UserError
 from lmforge.core.model.build import build_model
 from lmforge.core.model.init_weights import init_adapters, init_weights
 from lmforge.core.model.layers import LanguageModel
-from lmforge.core.model.lora import LoraConfig, adapter_parameters, add_lora, disable_adapters
-from lmforge.core.model.quantization.blocks import BlockFormat, dequantize, dynamic_values, quantize
-from lmforge.core.model.quantization.matrices import quantized_matrices
+from lmforge.core.model.lora import add_lora, disable_adapters
+from lmforge.core.model.lora_config import LoraConfig, adapter_parameters
+from lmforge.core.model.quantization.blocks import dequantize, dynamic_values, quantize
+from lmforge.core.model.quantization.formats import BlockFormat, quantized_matrices
 from lmforge.core.parallel.activation_checkpointing import apply_activation_checkpointing
 from lmforge.hf.export import export_folder
 from lmforge.hf.peft_folder import save_peft_folder

@@ -15,18 +15,20 @@ from lmforge.core.model.incremental import (
     MIN_LENGTH_RATIO,
     IncrementalDecoder,
     group_by_length,
+    incremental_decoder,
 )
 from lmforge.core.model.init_weights import init_adapters
 from lmforge.core.model.layers import LanguageModel
-from lmforge.core.model.lora import LoraConfig, add_lora
+from lmforge.core.model.lora import add_lora
+from lmforge.core.model.lora_config import LoraConfig
 from lmforge.core.parallel.activation_checkpointing import apply_activation_checkpointing
 from tests.model.conftest import MODEL_TYPES, built, drawn_config, logits, one_document, shaken
 
 
 def reader(model: nn.Module, rows: int, length: int) -> IncrementalDecoder:
     assert isinstance(model, LanguageModel)
-    results = model.incremental_decoder(
-        rows, length, device=torch.device("cpu"), dtype=torch.float32
+    results = incremental_decoder(
+        model, rows, length, device=torch.device("cpu"), dtype=torch.float32
     )
     assert isinstance(results, IncrementalDecoder)
     return results
@@ -86,7 +88,9 @@ def test_a_checkpointed_model_with_adapters_reads_in_autocast_what_it_computes(
     prompt = [draw.randrange(31) for _ in range(20)]
     before = {name: each.clone() for name, each in model.named_parameters()}
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        decoder = model.incremental_decoder(1, 20, device=torch.device("cpu"), dtype=torch.bfloat16)
+        decoder = incremental_decoder(
+            model, 1, 20, device=torch.device("cpu"), dtype=torch.bfloat16
+        )
         hidden = [decoder.prefill([prompt[:12]])] + [
             decoder.decode_step(torch.tensor([token])) for token in prompt[12:]
         ]

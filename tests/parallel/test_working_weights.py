@@ -14,7 +14,8 @@ from lmforge.core.distributed.rank_info import RankInfo
 from lmforge.core.losses.language import NextTokenObjective
 from lmforge.core.model.build import build_model
 from lmforge.core.model.init_weights import init_weights
-from lmforge.core.model.lora import LoraConfig, add_lora
+from lmforge.core.model.lora import add_lora
+from lmforge.core.model.lora_config import LoraConfig
 from lmforge.core.options.sections import ParallelOptions
 from lmforge.core.parallel.parallel_model import ParallelModel
 from lmforge.core.parallel.parallelize import parallelize

@@ -30,7 +30,8 @@ from lmforge.core.model.flops import (
     flops_per_token,
     parameter_count,
 )
-from lmforge.core.model.lora import LoraConfig, add_lora
+from lmforge.core.model.lora import add_lora
+from lmforge.core.model.lora_config import LoraConfig
 from lmforge.core.model.rope import rotary_embedding
 from lmforge.core.options.activation_checkpointing import CHECKPOINTING_MODES
 from lmforge.core.options.builtin_names import FAMILIES

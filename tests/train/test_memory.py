@@ -17,7 +17,8 @@ from lmforge.core.losses.language import NextTokenObjective
 from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.init_weights import init_adapters, init_weights
-from lmforge.core.model.lora import LoraConfig, add_lora
+from lmforge.core.model.lora import add_lora
+from lmforge.core.model.lora_config import LoraConfig
 from lmforge.core.model.state_bytes import ParameterCounts, optimizer_state_bytes
 from lmforge.core.optim.optimizer import build_optimizer
 from lmforge.core.options.activation_checkpointing import CHECKPOINTING_MODES
@@ -25,8 +26,9 @@ from lmforge.core.options.builtin_names import BUILT_IN_NAMES
 from lmforge.core.options.sections import OptimizerOptions, ParallelOptions
 from lmforge.core.parallel.parallel_model import ParallelModel, local_tensor
 from lmforge.core.parallel.parallelize import parallelize
-from lmforge.core.stages.parameter_counts import block_adapters, count_parameters
+from lmforge.core.stages.parameter_counts import count_parameters
 from lmforge.lab.bench.parity import SMALL_MODEL, ParityData
+from lmforge.lab.plan.adapters import block_adapters
 from lmforge.lab.plan.operators import ActivationTracker
 from lmforge.lab.plan.prediction.step_config import StepConfig
 from lmforge.lab.plan.traces import TracedModel, trace_block

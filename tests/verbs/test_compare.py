@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lmforge.cli import run as command
-from lmforge.core.checkpoint import StoredModel
+from lmforge.core.checkpoint.stored_model import StoredModel
 from lmforge.core.records.runs import Run
 from lmforge.lab.bench.bounds import (
     BOUND_STEPS,

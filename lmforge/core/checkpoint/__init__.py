@@ -18,13 +18,14 @@ What keeps a half-written checkpoint from being loaded:
 3. Every block of 4 MiB is verified against its checksum as it is read (storage.py), so a damaged
    tensor is never used.
 
-Begin with manifest.py, then async_save.py (save) and load.py; which checkpoints a run makes, and
-when, is decided in core/steps/checkpoints.py. The names below are for other packages.
+Begin with manifest.py, then async_save.py (save), load.py and stored_model.py (a model's weights);
+which checkpoints a run makes, and when, is decided in core/steps/checkpoints.py. The names below
+are for other packages.
 """
 
 # ruff: noqa: F401 - nothing here is used in this file
 from lmforge.core.checkpoint.async_save import AsyncCheckpointer, RetentionPolicy, StateDict
-from lmforge.core.checkpoint.load import StoredModel, load, load_weights, stored_lora_config
+from lmforge.core.checkpoint.load import load
 from lmforge.core.checkpoint.manifest import (
     candidates,
     get_rng_state,

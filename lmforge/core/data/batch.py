@@ -64,8 +64,8 @@ class Batch:
     rng_keys      int64, keys for randomness per token (`order.py`); None if nothing is random, as
                   in evaluation
     document_starts  int32 [sequences, documents]: where each document of a sequence begins, padding
-                     included as one, then the
-        sequence's length as often as it takes; None on a CPU, where no kernel takes them
+                     included as one, then the sequence's length as often as it takes; None on a
+                     CPU, where no kernel takes them
     source_ids    int32, the number of the source in a mixture of several; None where there is one
     extras        what else an objective needs, or None
     """

@@ -32,7 +32,7 @@ from typing import Self
 import numpy as np
 import xxhash
 
-from lmforge.core.data.packing import best_fit
+from lmforge.core.data.packing import BestFitPacking, Packing, best_fit
 from lmforge.core.data.shards.files import ShardFile, SizeCheck, StoredChecksums
 from lmforge.core.data.shards.folder import MAX_PARSED_SHARDS, TokenFolder
 from lmforge.core.data.shards.format import TRAIN_SPLIT
@@ -283,3 +283,13 @@ class BestFitIndex:
         return lru_cache(MAX_PARSED_SHARDS)(
             lambda shard: IndexReader(self.folder, self.manifest.shards[shard], length)
         )
+
+
+def pack_best_fit(
+    folder: TokenFolder, split: str, sequence_length: int
+) -> tuple[Packing, int, int]:
+    """The packing of the training split by its index; its version; and the sequences of a group."""
+    assert split == TRAIN_SPLIT
+    index = BestFitIndex.open(folder, sequence_length)
+    packed = BestFitPacking(folder.split(split), index, sequence_length)
+    return packed, BEST_FIT_VERSION, GROUP_SEQUENCES

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lmforge.core.data.best_fit_index import BEST_FIT_VERSION, GROUP_SEQUENCES, BestFitIndex
+from lmforge.core import registry
 from lmforge.core.data.order import (
     Lanes,
     Permutation,
@@ -21,7 +21,6 @@ from lmforge.core.data.order import (
     windowed_permutation,
 )
 from lmforge.core.data.packing import (
-    BestFitPacking,
     ConcatPacking,
     Extra,
     MapRows,
@@ -30,7 +29,6 @@ from lmforge.core.data.packing import (
     Packing,
 )
 from lmforge.core.data.shards.folder import TokenFolder
-from lmforge.core.data.shards.format import TRAIN_SPLIT
 from lmforge.core.errors import UserError
 from lmforge.core.files.checksums import hash_json
 from lmforge.core.records.manifests import DataPlan
@@ -190,15 +188,9 @@ class TokenDataset(PackedDataset):
         Raises UserError if the folder has no such split, or it has too few tokens to train on, or
         (best fit) no index for this length; only the training split has one.
         """
-        tokens, chunk = folder.split(split), max(1, CHUNK_TOKENS // sequence_length)
-        packed: Packing = ConcatPacking(tokens, sequence_length, tokens.quarantined.overlap)
-        version = PACKING_VERSION
-        if packing == "best-fit":
-            assert split == TRAIN_SPLIT
-            packed = BestFitPacking(
-                tokens, BestFitIndex.open(folder, sequence_length), sequence_length
-            )
-            version, chunk = BEST_FIT_VERSION, GROUP_SEQUENCES
+        pack = registry.get("packing", packing).load()
+        packed, version, chunk = pack(folder, split, sequence_length)
+        tokens = folder.split(split)
         if shuffle and not packed.num_sequences:
             raise UserError(
                 f"{folder.path}: {split}: no token to predict from another; prepare more text"
@@ -215,6 +207,15 @@ class TokenDataset(PackedDataset):
             lanes=lanes,
             read_threads=folder.storage.read_threads,
         )
+
+
+def pack_concat(folder: TokenFolder, split: str, sequence_length: int) -> tuple[Packing, int, int]:
+    """The tokens of a split one after another; the version of this packing; and the sequences of a
+    chunk.
+    """
+    tokens = folder.split(split)
+    packed = ConcatPacking(tokens, sequence_length, tokens.quarantined.overlap)
+    return packed, PACKING_VERSION, max(1, CHUNK_TOKENS // sequence_length)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ MIN_SLOTS on. What pads reads token 0 at position 0 of sequences that are not in
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +38,22 @@ DecodeStep = Callable[[Tensor, Tensor, int], Tensor]
 Recorder = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 
 MIN_SLOTS = 256
+
+
+def incremental_decoder(
+    model: Any,
+    batch_size: int,
+    max_length: int,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    **options: Any,
+) -> Any:
+    """A decoder of a model, wrapped ones too: their own; for arguments see `IncrementalDecoder`."""
+    decoder: Callable[..., Any] = getattr(
+        model, "incremental_decoder", partial(IncrementalDecoder, model)
+    )
+    return decoder(batch_size, max_length, device=device, dtype=dtype, **options)
 
 
 class IncrementalDecoder:

@@ -17,7 +17,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from lmforge.core.data.order import derive_key
 from lmforge.core.model.config import ModelConfig
-from lmforge.core.model.quantization.matrices import quantized_matrices
+from lmforge.core.model.quantization.formats import quantized_matrices
 from lmforge.core.model.rng.weight_rng import (
     Distribution,
     fill_random,

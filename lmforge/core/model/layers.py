@@ -14,7 +14,6 @@ from torch.nn.functional import gelu, linear, silu
 from lmforge.core.data.batch import Batch
 from lmforge.core.model.attention import ContextParallel, LayerKVCache, create_attention_mask
 from lmforge.core.model.config import ModelConfig
-from lmforge.core.model.incremental import IncrementalDecoder
 from lmforge.core.model.init_weights import FlatShard, InitialValue, initial_value
 from lmforge.core.model.parametrization import (
     STANDARD,
@@ -344,29 +343,6 @@ class LanguageModel(nn.Module):
             with self.activation_offload.saving(blocks[layer], layer == indices[0], inputs):
                 hidden = blocks[layer](hidden, *inputs, **of_mixture)
         return hidden
-
-    def incremental_decoder(
-        self,
-        batch_size: int,
-        max_length: int,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        records_experts: bool = False,
-    ) -> Any:
-        """An incremental decoder of at most `batch_size` sequences of `max_length` tokens, with its
-        cache in `dtype`.
-
-        Raises UserError where the model cannot compute that many tokens.
-        """
-        return IncrementalDecoder(
-            self,
-            batch_size,
-            max_length,
-            device=device,
-            dtype=dtype,
-            records_experts=records_experts,
-        )
 
     def initial_values(
         self, shapes: Mapping[str, torch.Size], seed: int, embedding_std: float | None = None

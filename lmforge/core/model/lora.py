@@ -10,10 +10,8 @@ The matrices of a mixture of experts are parameters of modules of their own: tha
 inputs], and B is [experts, outputs, rank].
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -24,51 +22,12 @@ from lmforge.core.errors import UserError
 from lmforge.core.files.untrusted import compile_pattern
 from lmforge.core.model.init_weights import LORA_SUFFIXES
 from lmforge.core.model.layers import Conv1D, LanguageModel, to_autocast_dtype
+from lmforge.core.model.lora_config import ALL_LINEAR, LoraConfig
 from lmforge.core.model.mixture.experts import Experts, Router, local_weight
 from lmforge.core.model.mixture.grouped_mm import grouped_linear
-from lmforge.core.model.quantization.blocks import Bits, BlockFormat
+from lmforge.core.model.quantization.formats import BlockFormat
 from lmforge.core.model.quantization.matrices import QuantizedMatrix, quantize_parameter
 from lmforge.core.model.rng.token_rng import ADAPTER_SITE, TokenRng, dropout
-
-ALL_LINEAR = "all-linear"
-
-
-@dataclass(frozen=True)
-class LoraConfig:
-    """Which layers of the blocks are adapted, and how. Its numbers are checked by `LoraOptions`.
-
-    target_modules: each is the end of layer names (`q_proj`, `mlp.up_proj`), a regular expression
-        that matches full names, or "all-linear".
-    target_parameters: each is the end of the names of parameters of mixtures of experts
-        (`experts.gate_up_proj`, `gate.weight`). These have no dropout, as in PEFT.
-    dropout: of the input of A, in training; a function of rng keys as all dropout is.
-    use_rslora: scale by alpha / sqrt(rank) (arXiv 2312.03732) instead of alpha / rank.
-    base_dtype: "nf4" or "int8": all linear layers of the blocks are stored so, those without
-        adapters too (QLoRA, arXiv 2305.14314), and with double_quant the scales of NF4 in 8 bits.
-        None: as they are.
-    """
-
-    rank: int
-    alpha: float
-    target_modules: tuple[str, ...] = (ALL_LINEAR,)
-    target_parameters: tuple[str, ...] = ()
-    dropout: float = 0.0
-    use_rslora: bool = False
-    base_dtype: Bits | None = None
-    double_quant: bool = False
-
-    @property
-    def stored(self) -> BlockFormat | None:
-        """How the frozen matrices are stored; None: as they are."""
-        return None if self.base_dtype is None else BlockFormat(self.base_dtype, self.double_quant)
-
-    @property
-    def scaling(self) -> float:
-        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
-
-    def add_to(self, model: LanguageModel) -> None:
-        """As `add_lora`, for callers that this module imports."""
-        add_lora(model, self)
 
 
 class LoraLinear(nn.Module):
@@ -77,6 +36,8 @@ class LoraLinear(nn.Module):
     It takes over the parameters of `layer`; a quantized weight is the bytes of it.
     """
 
+    # What is cast to the compute dtype once a step.
+    matrices = ("weight",)
     quantized: Mapping[str, QuantizedMatrix] = MappingProxyType({})
 
     def __init__(self, layer: nn.Linear | Conv1D, config: LoraConfig, site: int) -> None:
@@ -153,11 +114,6 @@ class ParameterAdapter(nn.Module):
         return out + self.scaling * grouped_linear(
             grouped_linear(rows, to_autocast_dtype(a), ends), to_autocast_dtype(b), ends
         )
-
-
-def adapted_name(adapter: str) -> str:
-    """The name of the weight that an adapter of this name adds to."""
-    return adapter.replace(".adapters.", ".") if ".adapters." in adapter else f"{adapter}.weight"
 
 
 def lora_delta(scaling: float, lora_a: Tensor, lora_b: Tensor, transposed: bool) -> Tensor:
@@ -285,15 +241,6 @@ def _matches_target(target: str, name: str) -> bool:
     if target == ALL_LINEAR or name == target or name.endswith(f".{target}"):
         return True
     return compile_pattern(target, "lora.target_modules").fullmatch(name) is not None
-
-
-def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The tensors of a model's adapters, by name."""
-    return {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if name.endswith(LORA_SUFFIXES)
-    }
 
 
 @contextmanager

@@ -10,7 +10,8 @@ from lmforge.core.errors import UserError
 from lmforge.core.model.build import build_model
 from lmforge.core.model.init_weights import LORA_SUFFIXES, local_part
 from lmforge.core.model.layers import LanguageModel
-from lmforge.core.model.lora import LoraConfig, adapted_name, lora_delta
+from lmforge.core.model.lora import lora_delta
+from lmforge.core.model.lora_config import LoraConfig, adapted_name
 
 # Our head.
 LM_HEAD_WEIGHT = "lm_head.weight"

@@ -17,7 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from lmforge.core.model.quantization.blocks import pack_rows, unpack_rows
 from lmforge.core.optim.adamw import AdamW, assign_unless
+from lmforge.core.optim.optimizer import STATE_DTYPES, common_numbers
 from lmforge.core.optim.stored import StochasticBF16
+from lmforge.core.options.sections import OptimizerOptions
 from lmforge.core.parallel.parallel_model import local_tensor
 from lmforge.core.parallel.precision import has_native_bf16
 
@@ -284,3 +286,10 @@ def _compute_dtype(device: torch.device) -> torch.dtype:
     # Five iterations tolerate the rounding of bf16. On a CPU with bf16 support it gains little, and
     # without support it is much slower.
     return torch.bfloat16 if device.type == "cuda" and has_native_bf16(device) else torch.float32
+
+
+def build_muon(
+    groups: list[dict[str, Any]], options: OptimizerOptions, own: None = None
+) -> torch.optim.Optimizer:
+    dtype = STATE_DTYPES[options.state_dtype]
+    return Muon(groups, momentum=options.momentum, state_dtype=dtype, **common_numbers(options))

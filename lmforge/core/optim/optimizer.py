@@ -12,8 +12,6 @@ from lmforge.core import registry
 from lmforge.core.data.order import derive_key
 from lmforge.core.errors import UserError
 from lmforge.core.model.layers import LanguageModel
-from lmforge.core.optim.adamw import AdamW
-from lmforge.core.optim.muon import Muon
 from lmforge.core.options.extend import entry_options
 from lmforge.core.options.sections import GroupOptions, OptimizerOptions
 from lmforge.core.parallel.precision import DTYPES
@@ -89,20 +87,17 @@ def build_adamw(
 ) -> torch.optim.Optimizer:
     # So that it does not depend on the name that a plugin gives its optimizer.
     if options.uses_state_dtype:
-        return AdamW(
-            groups, state_dtype=STATE_DTYPES[options.state_dtype], **_common_numbers(options)
+        own_adamw = registry.import_named("lmforge.core.optim.adamw:AdamW")
+        dtype = STATE_DTYPES[options.state_dtype]
+        optimizer: torch.optim.Optimizer = own_adamw(
+            groups, state_dtype=dtype, **common_numbers(options)
         )
-    return torch.optim.AdamW(groups, fused=True, **_common_numbers(options))
+        return optimizer
+    return torch.optim.AdamW(groups, fused=True, **common_numbers(options))
 
 
-def build_muon(
-    groups: list[dict[str, Any]], options: OptimizerOptions, own: None = None
-) -> torch.optim.Optimizer:
-    dtype = STATE_DTYPES[options.state_dtype]
-    return Muon(groups, momentum=options.momentum, state_dtype=dtype, **_common_numbers(options))
-
-
-def _common_numbers(options: OptimizerOptions) -> dict[str, Any]:
+def common_numbers(options: OptimizerOptions) -> dict[str, Any]:
+    """The arguments that all optimizers of the options take."""
     return {"lr": options.lr, "betas": (options.beta1, options.beta2), "eps": options.eps}
 
 

@@ -78,13 +78,32 @@ BUILT_IN_NAMES: dict[str, dict[str, str]] = {
     },
     "optimizer": {
         "adamw": "lmforge.core.optim.optimizer:build_adamw",
-        "muon": "lmforge.core.optim.optimizer:build_muon",
+        "muon": "lmforge.core.optim.muon:build_muon",
     },
     "schedule": {
         "cosine": "lmforge.core.optim.schedules:cosine",
         "linear": "lmforge.core.optim.schedules:linear",
         "warmup-stable-decay": "lmforge.core.optim.schedules:warmup_stable_decay",
         "constant": "lmforge.core.optim.schedules:constant",
+    },
+    "packing": {
+        "concat": "lmforge.core.data.dataset:pack_concat",
+        "best-fit": "lmforge.core.data.best_fit_index:pack_best_fit",
+    },
+    # What a model is wrapped in.
+    "engine": {
+        "single": "lmforge.core.parallel.parallel_model:ParallelModel",
+        "ddp": "lmforge.core.parallel.ddp:DDPModel",
+        "fsdp1": "lmforge.core.parallel.fsdp1:FSDP1Model",
+        "fsdp2": "lmforge.core.parallel.fsdp2:FSDP2Model",
+        "pipeline": "lmforge.core.parallel.pipeline_parallel:PipelineModel",
+    },
+    # What changes a model in place before it is wrapped.
+    "transform": {
+        "lora": "lmforge.core.model.lora:add_lora",
+        "expert-parallel": "lmforge.core.parallel.expert_parallel:apply_expert_parallel",
+        "tensor-parallel": "lmforge.core.parallel.tensor_parallel:apply_tensor_parallel",
+        "activation-offload": "lmforge.core.parallel.activation_offload:offload_activations",
     },
     "model_family": dict.fromkeys(FAMILIES, "lmforge.core.model.family:build_module"),
     "implementation": {

@@ -19,10 +19,7 @@ from torch.utils.checkpoint import (
 
 from lmforge.core.model.attention_backend import load_varlen_attn
 from lmforge.core.model.layers import LanguageModel
-from lmforge.core.model.mixture import experts  # noqa: F401  (its operators)
-from lmforge.core.model.quantization import matrices  # noqa: F401  (its operators)
 from lmforge.core.options.activation_checkpointing import CHECKPOINTING_MODES, NoCheckpointing
-from lmforge.core.parallel import expert_parallel  # noqa: F401  (its operators)
 
 _ATTENTION_OPS = {
     torch.ops.aten._scaled_dot_product_flash_attention.default,
@@ -31,19 +28,15 @@ _ATTENTION_OPS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.higher_order.flex_attention,
 }
-# What is chosen, and what the host and other ranks were asked: kept whatever the mode.
-_ASKED_ONCE = {
-    torch.ops.lmforge.choose_experts.default,
-    torch.ops.lmforge.exchange_counts.default,
-    torch.ops.lmforge.sizes_by_rank.default,
-}
+# What is chosen, and what the host and other ranks were asked: kept whatever the mode. By their
+# names, since operators exist once a model uses them.
+_ASKED_ONCE = {"lmforge::choose_experts", "lmforge::exchange_counts", "lmforge::sizes_by_rank"}
 _MATMUL_OPS = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten._scaled_mm.default,
-    torch.ops.lmforge.multiply_groups.default,
-    torch.ops.lmforge.quantized_product.default,
 }
+_OWN_MATMUL_OPS = {"lmforge::multiply_groups", "lmforge::quantized_product"}
 
 
 def apply_activation_checkpointing(model: LanguageModel, mode: str, every: int = 2) -> None:
@@ -87,8 +80,9 @@ def _selective_context(mode: NoCheckpointing) -> Any:
     num_matmuls = {False: 0, True: 0}  # in the forward pass, and in the recomputation
 
     def choose(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        keep = operator in _ASKED_ONCE or (mode.keeps_operators and operator in _ATTENTION_OPS)
-        if operator in _MATMUL_OPS:
+        name = operator.name()
+        keep = name in _ASKED_ONCE or (mode.keeps_operators and operator in _ATTENTION_OPS)
+        if operator in _MATMUL_OPS or name in _OWN_MATMUL_OPS:
             num_matmuls[context.is_recompute] += 1
             keep = mode.keeps_product(num_matmuls[context.is_recompute])
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE

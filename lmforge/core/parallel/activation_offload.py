@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from lmforge.core.model.layers import LanguageModel
 from lmforge.core.parallel.parallel_model import local_tensor
 
 # Smaller tensors are not worth a copy.
@@ -243,3 +244,8 @@ def _storage_ids(owned: Iterable[Mapping[str, Tensor | None]]) -> set[int]:
         for each in tensors.values()
         if each is not None
     }
+
+
+def offload_activations(model: LanguageModel, device: torch.device) -> None:
+    """Let the blocks of a model keep on the host what they save for their backward pass."""
+    model.activation_offload = ActivationOffload(device)

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from lmforge.core.distributed.memory import check_fits
 from lmforge.core.model.layers import LanguageModel, LMHead
 from lmforge.core.model.mixture.experts import Experts, Router
-from lmforge.core.model.quantization.matrices import quantized_matrices
+from lmforge.core.model.quantization.formats import quantized_matrices
 from lmforge.core.parallel.expert_parallel import Dispatch, whole_experts
 from lmforge.core.parallel.parallel_model import NamedState, ParallelModel, local_tensor
 

@@ -17,7 +17,6 @@ from lmforge.core.data.batch import Batch, Metrics
 from lmforge.core.distributed.distributed import DistributedContext
 from lmforge.core.model.init_weights import named_tensors
 from lmforge.core.model.layers import LanguageModel
-from lmforge.core.model.mixture.balance import count_rows_and_tokens
 from lmforge.core.parallel.dims import ParallelDims
 from lmforge.core.parallel.precision import uncompiled_blocks
 from lmforge.core.parallel.working_weights import working_weights
@@ -63,15 +62,7 @@ def train_step(
     the host does not wait.
     """
     set_phase("reduce")
-    counts = torch.stack([count_items(batch) for batch in micro_batches]).sum()[None]
-    if (balance := parallel_model.model.balance) is not None:
-        counts = torch.cat(
-            [counts, torch.stack([count_rows_and_tokens(batch) for batch in micro_batches]).sum(0)]
-        )
-    counts = parallel_model.dist_ctx.all_reduce_sum(counts) / parallel_model.model_parallel_size
-    if balance is not None:
-        balance.begin_step(*counts[1:], parallel_model.gradient_divide_factor)
-    num_items = counts[0].clamp(min=1.0)
+    num_items = parallel_model.begin_step(micro_batches, count_items)
     metrics = parallel_model.forward_backward(micro_batches, num_items, set_phase)
     set_phase("reduce")
     grad_norm = parallel_model.clip_grad_norm(max_grad_norm)
@@ -83,9 +74,7 @@ def train_step(
         optimizer.step()
     else:
         step_unless(optimizer, is_bad)
-    if balance is not None:
-        balance.end_step(parallel_model.dist_ctx, is_bad)
-    parallel_model.zero_grad(optimizer)
+    parallel_model.end_step(optimizer, is_bad)
     return grad_norm, metrics
 
 
@@ -212,6 +201,27 @@ class ParallelModel:
         with it, and which later.
         """
         return nullcontext()
+
+    def begin_step(
+        self, micro_batches: Sequence[Batch], count_items: Callable[[Batch], Tensor]
+    ) -> Tensor:
+        """The items of the global batch, at least 1, by which its loss is divided: fp32, on the
+        device.
+        """
+        counts = torch.stack([count_items(batch) for batch in micro_batches]).sum()[None]
+        balance = self.model.balance
+        if balance is not None:
+            counts = torch.cat([counts, balance.count(micro_batches)])
+        counts = self.dist_ctx.all_reduce_sum(counts) / self.model_parallel_size
+        if balance is not None:
+            balance.begin_step(*counts[1:], self.gradient_divide_factor)
+        return counts[0].clamp(min=1.0)
+
+    def end_step(self, optimizer: Optimizer, is_bad: Tensor | None) -> None:
+        """End a step, whose update was skipped where `is_bad`, a bool on the device."""
+        if self.model.balance is not None:
+            self.model.balance.end_step(self.dist_ctx, is_bad)
+        self.zero_grad(optimizer)
 
     def forward_backward(
         self, micro_batches: Sequence[Batch], num_items: Tensor, set_phase: Callable[[str], None]

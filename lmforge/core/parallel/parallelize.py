@@ -6,21 +6,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from lmforge.core import registry
 from lmforge.core.distributed.distributed import DistributedContext
 from lmforge.core.model.attention import ContextParallel
 from lmforge.core.model.layers import LanguageModel
 from lmforge.core.options.sections import ParallelOptions
 from lmforge.core.parallel.activation_checkpointing import apply_activation_checkpointing
-from lmforge.core.parallel.activation_offload import ActivationOffload
-from lmforge.core.parallel.ddp import DDPModel
 from lmforge.core.parallel.dims import CONTEXT, TENSOR, ParallelDims, parallel_dims
-from lmforge.core.parallel.expert_parallel import apply_expert_parallel
-from lmforge.core.parallel.fsdp1 import FSDP1Model
-from lmforge.core.parallel.fsdp2 import FSDP2Model
 from lmforge.core.parallel.parallel_model import LossFn, ParallelModel
-from lmforge.core.parallel.pipeline_parallel import PipelineModel
 from lmforge.core.parallel.precision import check_float8, convert_to_float8
-from lmforge.core.parallel.tensor_parallel import apply_tensor_parallel
 from lmforge.core.parallel.validate import check_lora, check_neftune, choose_engine
 
 # The number of graphs of a block after which torch would run it uncompiled.
@@ -68,9 +62,9 @@ def parallelize(
     dims = parallel_dims(options, dist_ctx.world_size, dist_ctx.rank_info.local_world_size)
     mesh = _build_mesh(dims, dist_ctx) if engine == "fsdp2" else None
     if mesh is not None and options.expert_parallel_degree > 1:
-        apply_expert_parallel(model, *dims.expert_meshes(mesh))
+        registry.get("transform", "expert-parallel").load()(model, *dims.expert_meshes(mesh))
     if mesh is not None and options.tensor_parallel_degree > 1:
-        apply_tensor_parallel(model, mesh[TENSOR])
+        registry.get("transform", "tensor-parallel").load()(model, mesh[TENSOR])
     if mesh is not None and options.context_parallel_degree > 1:
         model.context_parallel = ContextParallel(mesh[CONTEXT].get_group())
         if model.balance is not None:
@@ -79,7 +73,7 @@ def parallelize(
         model, options.activation_checkpointing, options.activation_checkpointing_every
     )
     if options.activation_offload:
-        model.activation_offload = ActivationOffload(dist_ctx.device)
+        registry.get("transform", "activation-offload").load()(model, dist_ctx.device)
     if compile_model:
         _compile(model, dist_ctx.device)
     device = torch.device("cpu") if engine == "fsdp1" or options.cpu_offload else dist_ctx.device
@@ -88,8 +82,8 @@ def parallelize(
         _allocate(model, device, device)
         if engine != "fsdp1" or loads_weights:
             init_weights(model)
-    engines = {"single": ParallelModel, "ddp": DDPModel, "fsdp1": FSDP1Model, "fsdp2": FSDP2Model}
-    engine_class = PipelineModel if options.pipeline_parallel_degree > 1 else engines[engine]
+    wrapper = "pipeline" if options.pipeline_parallel_degree > 1 else engine
+    engine_class: type[ParallelModel] = registry.get("engine", wrapper).load()
     compute_dtype = None if dtype == torch.float32 else dtype
     parallel_model = engine_class(model, loss_fn, dist_ctx, dims, compute_dtype, mesh)
     if engine == "fsdp2" and init_weights is not None:

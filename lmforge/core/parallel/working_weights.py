@@ -15,8 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from lmforge.core.model.layers import Conv1D, LanguageModel
-from lmforge.core.model.lora import LoraLinear
-from lmforge.core.model.mixture.experts import Experts
 
 
 @contextmanager
@@ -60,12 +58,10 @@ def working_weights(model: LanguageModel, dtype: torch.dtype) -> Iterator[None]:
 
 def _matrices(module: nn.Module) -> tuple[str, ...]:
     """The names of a module's own parameters that it multiplies with."""
-    if isinstance(module, Experts):
-        return () if module.quantized else module.matrices
-    multiplies = isinstance(module, nn.Linear | Conv1D) or (
-        isinstance(module, LoraLinear) and not module.quantized
-    )
-    return ("weight",) if multiplies else ()
+    if isinstance(module, nn.Linear | Conv1D):
+        return ("weight",)
+    matrices: tuple[str, ...] = getattr(module, "matrices", ())
+    return () if getattr(module, "quantized", None) else matrices
 
 
 @contextmanager

@@ -3,10 +3,11 @@ checkpointer.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from lmforge.core import registry
 from lmforge.core.checkpoint import AsyncCheckpointer, CorruptCheckpoint, RetentionPolicy
 from lmforge.core.distributed.distributed import DistributedContext
 from lmforge.core.losses.objective import Objective
@@ -14,8 +15,6 @@ from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.init_weights import init_adapters, init_weights
 from lmforge.core.model.layers import LanguageModel
-from lmforge.core.model.lora import add_lora
-from lmforge.core.model.mixture.balance import DEFAULT_BIAS_UPDATE_SPEED, BalanceConfig
 from lmforge.core.model.parametrization import relative_to_base
 from lmforge.core.model.state_bytes import checkpoint_bytes
 from lmforge.core.optim.optimizer import build_optimizer, named_optimizer_state
@@ -29,6 +28,8 @@ from lmforge.core.stages.inputs import RunInputs
 from lmforge.core.stages.parameter_counts import count_parameters, get_lora_config
 from lmforge.core.steps.bad_steps import BadStepDetector
 from lmforge.core.steps.resume import ResumePoint, load_resume_point
+
+DEFAULT_BIAS_UPDATE_SPEED = 0.001  # of pretraining
 
 
 @dataclass(frozen=True)
@@ -120,12 +121,15 @@ def build_model_and_optimizer(
         speed = options.bias_update_speed
         if speed is None:
             speed = 0.0 if config.is_fine_tuning else DEFAULT_BIAS_UPDATE_SPEED
-        model.balance.config = BalanceConfig(
-            options.router_aux_loss_scope, options.router_z_loss_coef, speed
+        model.balance.config = replace(
+            model.balance.config,
+            scope=options.router_aux_loss_scope,
+            z_loss_coef=options.router_z_loss_coef,
+            bias_update_speed=speed,
         )
     model.neftune_noise_alpha = config.neftune_noise_alpha
     if (adapters := get_lora_config(config)) is not None:
-        add_lora(model, adapters)
+        registry.get("transform", "lora").load()(model, adapters)
 
     def fill_weights(model: LanguageModel) -> None:
         """Nothing is sent between ranks."""

@@ -6,19 +6,13 @@ from functools import cache
 
 from torch import nn
 
+from lmforge.core import registry
 from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.flops import adapted_flops_per_token, flops_per_token
 from lmforge.core.model.layers import LanguageModel
-from lmforge.core.model.lora import (
-    LoraConfig,
-    LoraLinear,
-    ParameterAdapter,
-    adapted_name,
-    adapter_parameters,
-    add_lora,
-)
-from lmforge.core.model.quantization.matrices import quantized_matrices
+from lmforge.core.model.lora_config import LoraConfig, adapter_parameters
+from lmforge.core.model.quantization.formats import quantized_matrices
 from lmforge.core.model.state_bytes import ParameterCounts, count_all
 from lmforge.core.options.stage import StageConfig
 from lmforge.core.parallel.validate import check_float8_layers
@@ -36,7 +30,7 @@ def build_meta_model(model_config: ModelConfig, lora: LoraConfig | None) -> Lang
     """The model, with its adapters, on the meta device: shapes and names without memory."""
     model = build_model(model_config, "meta")
     if lora is not None:
-        add_lora(model, lora)
+        registry.get("transform", "lora").load()(model, lora)
     return model
 
 
@@ -61,29 +55,6 @@ def count_parameters(model_config: ModelConfig, lora: LoraConfig | None) -> Para
         trained(matrices),
         sum(each.shape.numel() for each in quantized),
         sum(each.stored_shape.numel() for each in quantized),
-    )
-
-
-@cache
-def block_adapters(model_config: ModelConfig, lora: LoraConfig | None) -> LoraConfig | None:
-    """The adapters of the block that has most of them, by the names of layers within it."""
-    if lora is None:
-        return None
-    model = build_meta_model(model_config, lora)
-    names = [
-        [
-            name
-            for name, each in block.named_modules()
-            if isinstance(each, LoraLinear | ParameterAdapter)
-        ]
-        for block in model.blocks
-    ]
-    most = max(names, key=len)
-    parameters = tuple(adapted_name(name) for name in most if ".adapters." in name)
-    return replace(
-        lora,
-        target_modules=tuple(name for name in most if ".adapters." not in name),
-        target_parameters=parameters,
     )
 
 

@@ -13,14 +13,8 @@ from typing_extensions import TypedDict
 
 from lmforge.core.errors import UserError
 from lmforge.core.files.untrusted import parse_json
-from lmforge.core.model.quantization.blocks import (
-    BLOCK,
-    NF4_BLOCK,
-    BlockFormat,
-    code_values,
-    dequantize,
-    pack_nf4,
-)
+from lmforge.core.model.quantization.blocks import code_values, dequantize, pack_nf4
+from lmforge.core.model.quantization.formats import BLOCK, NF4_BLOCK, BlockFormat
 from lmforge.hf.safetensors_file import SafetensorsFile
 
 _STATE = ".quant_state.bitsandbytes__nf4"

@@ -24,8 +24,9 @@ from lmforge.core.parallel.validate import (
     check_parallel,
     choose_engine,
 )
-from lmforge.core.stages.parameter_counts import block_adapters, check_float8, get_lora_config
+from lmforge.core.stages.parameter_counts import check_float8, get_lora_config
 from lmforge.lab.options.plan import AnyPlanConfig, MachineOptions, PlanOptions
+from lmforge.lab.plan.adapters import block_adapters
 from lmforge.lab.plan.calibration import Calibration, read_calibration
 from lmforge.lab.plan.hardware import GB, GPU, Hardware, Network, data_sheets, read_hardware
 from lmforge.lab.plan.prediction.predict import (

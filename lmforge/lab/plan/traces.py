@@ -27,9 +27,10 @@ from lmforge.core.model.attention import AttentionMask
 from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.layers import LanguageModel
-from lmforge.core.model.lora import LoraConfig, add_lora
+from lmforge.core.model.lora import add_lora
+from lmforge.core.model.lora_config import LoraConfig
 from lmforge.core.model.mixture.experts import MixtureOfExperts
-from lmforge.core.model.quantization.matrices import quantized_matrices
+from lmforge.core.model.quantization.formats import quantized_matrices
 from lmforge.core.model.rng.token_rng import TokenRng
 from lmforge.core.parallel.activation_checkpointing import apply_activation_checkpointing
 from lmforge.lab.plan.operators import ActivationTracker, Work, WorkCounter, graph_work, source_node

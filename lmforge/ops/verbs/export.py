@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lmforge.core import checkpoint
 from lmforge.core.checkpoint import Manifest
+from lmforge.core.checkpoint.stored_model import StoredModel, stored_lora_config
 from lmforge.core.data.tokenizer import Tokenizer
 from lmforge.core.errors import UserError
 from lmforge.core.model.build import build_model
@@ -45,7 +46,7 @@ def run_export(options: ExportOptions) -> int:
     for line in warnings:
         print(line, file=sys.stderr)
     what, layout = ("adapters of step", "PEFT") if options.adapters else ("step", "Hugging Face")
-    lora = checkpoint.stored_lora_config(manifest)
+    lora = stored_lora_config(manifest)
     if lora is not None and lora.stored is not None and not options.adapters:
         rounded = "not rounded" if options.dtype == "fp32" else f"rounded to {options.dtype}"
         print(
@@ -68,7 +69,7 @@ def export_checkpoint(options: ExportOptions) -> tuple[Manifest, list[str]]:
 
 
 def _export(options: ExportOptions, checkpoint_path: Path, manifest: Manifest) -> Manifest:
-    stored = checkpoint.StoredModel(checkpoint_path, manifest)
+    stored = StoredModel(checkpoint_path, manifest)
     if options.adapters:
         _write_adapters(options, stored, checkpoint_path, manifest)
     else:
@@ -86,7 +87,7 @@ def _export(options: ExportOptions, checkpoint_path: Path, manifest: Manifest) -
 
 def _write_adapters(
     options: ExportOptions,
-    stored: checkpoint.StoredModel,
+    stored: StoredModel,
     checkpoint_path: Path,
     manifest: Manifest,
 ) -> None:
@@ -127,7 +128,7 @@ def _write_adapters(
 
 
 def _grown_rows(
-    stored: checkpoint.StoredModel, manifest: Manifest, checkpoint_path: Path, base: str
+    stored: StoredModel, manifest: Manifest, checkpoint_path: Path, base: str
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Embedding and head, and the tokenizer's files, where a run has added rows for tokens that its
     base lacks.

@@ -36,7 +36,8 @@ from lmforge.core.files.own_folders import (
 from lmforge.core.files.untrusted import MAX_LISTED, cut, read_json
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.init_weights import LORA_SUFFIXES, named_tensors
-from lmforge.core.model.lora import adapted_name, lora_delta
+from lmforge.core.model.lora import lora_delta
+from lmforge.core.model.lora_config import adapted_name
 from lmforge.core.parallel.parallel_model import ParallelModel, full_tensor
 from lmforge.core.records.runs import Run, storage_errors
 from lmforge.post.options.align import RolloutOptions, split_server

@@ -16,6 +16,7 @@ from torch import Tensor
 from lmforge.core.data.order import derive_key
 from lmforge.core.data.tokenizer import Tokenizer
 from lmforge.core.errors import RunFailed, UserError
+from lmforge.core.model.incremental import incremental_decoder
 from lmforge.core.model.layers import LanguageModel
 from lmforge.serve.decoding.prompts import (
     check_room,
@@ -117,8 +118,8 @@ class Engine:
         self._max_batch_size = max_batch_size
         self._max_length = max_length
         records = {"records_experts": True} if return_routed_experts else {}
-        self._decoder = model.incremental_decoder(
-            max_batch_size, max_length, device=self._device, dtype=dtype, **records
+        self._decoder = incremental_decoder(
+            model, max_batch_size, max_length, device=self._device, dtype=dtype, **records
         )
         self._returns_experts = return_routed_experts
         self._last_request_id = 0

@@ -13,6 +13,7 @@ import torch
 
 from lmforge.core import checkpoint
 from lmforge.core.checkpoint import Manifest
+from lmforge.core.checkpoint.stored_model import load_weights
 from lmforge.core.data.tokenizer import Tokenizer, refuse_sentencepiece
 from lmforge.core.distributed.distributed import choose_device, keep_freed_memory
 from lmforge.core.distributed.rank_info import threads_per_rank
@@ -215,7 +216,7 @@ def _from_checkpoint(
     config = stored_model_config(manifest)
     check_reward_head(config, folder, reward_model)
     model = build_model(config, device)
-    checkpoint.load_weights(folder, manifest, model)
+    load_weights(folder, manifest, model)
     tokenizer = Tokenizer.open(folder)
     prefix_ids, stop_ids = prefix_and_stop_ids(tokenizer, training_stage(manifest))
     recipe = manifest.recipe

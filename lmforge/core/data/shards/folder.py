@@ -14,16 +14,12 @@ from typing import Self
 
 import numpy as np
 
+from lmforge.core import registry
 from lmforge.core.data.shards.files import ShardFile, SizeCheck, StoredChecksums
 from lmforge.core.data.shards.format import RESTORE_HINT, SHARDS_MANIFEST, describes
-from lmforge.core.data.shards.piece_cache import PieceCache
 from lmforge.core.data.shards.quarantine import Blocks, QuarantinedSpans, parse_quarantine
-from lmforge.core.data.shards.remote_storage import (
-    DEFAULT_CACHE_BYTES,
-    RemoteStorage,
-    default_cache_folder,
-)
 from lmforge.core.data.shards.storage import (
+    DEFAULT_CACHE_BYTES,
     LocalStorage,
     ShardStorage,
     read_manifest,
@@ -337,4 +333,6 @@ def open_storage(
     path = parse_location(location)
     if is_local(path):
         return LocalStorage(path)
-    return RemoteStorage(path, PieceCache(cache_folder or default_cache_folder(), cache_bytes))
+    open_remote = registry.import_named("lmforge.core.data.shards.remote_storage:open_remote")
+    storage: ShardStorage = open_remote(path, cache_folder, cache_bytes)
+    return storage

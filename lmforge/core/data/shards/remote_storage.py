@@ -22,7 +22,6 @@ PIECE_BYTES = 4 * 2**20
 REMOTE_RETRY_DELAYS_SECONDS = (0.5, 2.0, 8.0, 30.0)
 REQUEST_TIMEOUT_SECONDS = 60.0
 REMOTE_READ_THREADS = 16
-DEFAULT_CACHE_BYTES = 20 * 2**30
 
 
 def default_cache_folder() -> Path:
@@ -121,3 +120,8 @@ class RemoteStorage:
         except Exception as problem:
             reason = describe_storage_error(problem) if str(problem) else type(problem).__name__
             raise OSError(errno.EIO, reason, f"{self.path}/{name}") from problem
+
+
+def open_remote(path: Path, cache_folder: Path | None, cache_bytes: int) -> RemoteStorage:
+    """The storage of an address, whose pieces are kept in a folder of this host."""
+    return RemoteStorage(path, PieceCache(cache_folder or default_cache_folder(), cache_bytes))

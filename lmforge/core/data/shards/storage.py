@@ -20,6 +20,8 @@ from lmforge.core.records.manifests import hash_manifest
 # The usual limit of a process is 1,024.
 MAX_OPEN_FILES = 256
 RETRY_DELAYS_SECONDS = (0.05, 0.5, 2.0)
+# Of the cache on this host in which pieces of remote shards are kept.
+DEFAULT_CACHE_BYTES = 20 * 2**30
 
 T = TypeVar("T")
 

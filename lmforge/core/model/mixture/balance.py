@@ -32,8 +32,6 @@ from lmforge.core.data.batch import Batch
 from lmforge.core.distributed.distributed import DistributedContext
 from lmforge.core.model.config import ModelConfig
 
-DEFAULT_BIAS_UPDATE_SPEED = 0.001  # of pretraining
-
 
 @dataclass(frozen=True)
 class BalanceConfig:
@@ -93,9 +91,18 @@ class Balance:
         ):
             mixture.counts, mixture.fractions = None if device.type == "meta" else counts, fractions
 
+    @staticmethod
+    def count(batches: Sequence[Batch]) -> Tensor:
+        """The rows of batches that are not all padding, and the tokens that are none: fp32 [2]."""
+        counts = []
+        for batch in batches:
+            is_token = batch.document_ids >= 0
+            counts.append(torch.stack([is_token.any(1).sum(), is_token.sum()]).float())
+        return torch.stack(counts).sum(0)
+
     def begin_step(self, num_rows: Tensor, num_tokens: Tensor, divide_factor: float) -> None:
-        """Of the global batch, scalars; gradients will be divided by `divide_factor` when ranks are
-        summed.
+        """Begin a step whose global batch has so many rows and tokens, scalars; gradients will be
+        divided by `divide_factor` when ranks are summed.
         """
         self.row_weight = (
             self._coefficient / len(self._mixtures) * divide_factor / num_rows.clamp(min=1.0)
@@ -196,12 +203,6 @@ class Balance:
         if self.config.z_loss_coef:
             words.append(f"router z-loss of weight {self.config.z_loss_coef:g}")
         return ", ".join(words) + (", which the metric loss is without" if self.has_loss else "")
-
-
-def count_rows_and_tokens(batch: Batch) -> Tensor:
-    """The rows of a batch that are not all padding, and its tokens that are none: fp32 [2]."""
-    is_token = batch.document_ids >= 0
-    return torch.stack([is_token.any(1).sum(), is_token.sum()]).float()
 
 
 class _AddLoss(torch.autograd.Function):

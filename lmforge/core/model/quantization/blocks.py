@@ -8,7 +8,6 @@ any way. Here is only the arithmetic: nothing of models, engines or optimizers.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from typing import Literal
@@ -17,10 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-Bits = Literal["nf4", "int8"]
+from lmforge.core.model.quantization.formats import (
+    BLOCK,
+    SCALE_BYTES,
+    BlockFormat,
+)
+
 Codes = Literal["nf4", "int8", "uint8"]  # the last are for numbers that are never negative
-SCALE_BYTES = 4  # a scale is in fp32
-NF4_BLOCK, BLOCK = 64, 256  # numbers; the scales of `double_quant` are in blocks of the second size
 # Whose kernels a GPU computes with where it is installed.
 _HAS_BITSANDBYTES = find_spec("bitsandbytes") is not None
 BINS = 2**16  # what bitsandbytes rounds to on a CPU before it looks up a code of 8 bits
@@ -48,50 +50,6 @@ NF4_VALUES = (
     0.7229568362236023,
     1.0,
 )
-
-
-@dataclass(frozen=True)
-class BlockFormat:
-    """How numbers are stored.
-
-    bits: "nf4", 16 values in blocks of 64, or "int8", 256 values in blocks of 256.
-    double_quant: of NF4, the scales of 256 blocks, less the mean of all scales, are in 8 bits too:
-        4.13 bits a number instead of 4.5. The mean is in every row.
-    """
-
-    bits: Bits
-    double_quant: bool = False
-
-    def describe(self) -> str:
-        return self.bits + (" with scales in 8 bits" if self.double_quant else "")
-
-    @property
-    def block(self) -> int:
-        return NF4_BLOCK if self.bits == "nf4" else BLOCK
-
-    @property
-    def blocks_per_row(self) -> int:
-        return BLOCK if self.double_quant else 1
-
-    @property
-    def row_numel(self) -> int:
-        """The numbers of a row."""
-        return self.block * self.blocks_per_row
-
-    @property
-    def code_bytes(self) -> int:
-        """The bytes of a row that have its numbers; its scales follow."""
-        return self.row_numel // 2 if self.bits == "nf4" else self.row_numel
-
-    @property
-    def row_bytes(self) -> int:
-        return self.code_bytes + (BLOCK + 2 * SCALE_BYTES if self.double_quant else SCALE_BYTES)
-
-    def stored_shape(self, numel: int) -> torch.Size:
-        """The shape of the bytes of so many numbers; those that are missing in the last row are
-        0.
-        """
-        return torch.Size([-(-numel // self.row_numel), self.row_bytes])
 
 
 def quantize(values: Tensor, stored: BlockFormat) -> Tensor:

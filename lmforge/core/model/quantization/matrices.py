@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
 from lmforge.core.model.mixture.grouped_mm import multiply_groups
-from lmforge.core.model.quantization.blocks import BlockFormat, dequantize, quantize
+from lmforge.core.model.quantization.blocks import dequantize, quantize
+from lmforge.core.model.quantization.formats import BlockFormat
 
 
 @dataclass(frozen=True)
@@ -75,15 +76,6 @@ def quantize_parameter(
     known: Any = getattr(module, "quantized", {})
     quantized: Any = {**known, name: matrix}
     module.quantized = quantized
-
-
-def quantized_matrices(model: nn.Module) -> dict[str, QuantizedMatrix]:
-    """What the quantized parameters of a model stand for, by name."""
-    return {
-        f"{owner}.{name}": matrix
-        for owner, module in model.named_modules()
-        for name, matrix in getattr(module, "quantized", {}).items()
-    }
 
 
 @torch.library.custom_op("lmforge::quantized_product", mutates_args=())

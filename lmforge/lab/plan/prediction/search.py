@@ -18,7 +18,7 @@ from typing import Any
 
 from lmforge.core.errors import UserError, format_bytes
 from lmforge.core.model.config import ModelConfig
-from lmforge.core.model.quantization.blocks import Bits
+from lmforge.core.model.quantization.formats import Bits
 from lmforge.core.options.activation_checkpointing import (
     CHECKPOINTING_MODES,
     FullCheckpointing,

@@ -5,7 +5,7 @@ from functools import cache, cached_property
 from typing import Any, Literal
 
 from lmforge.core.model.config import ModelConfig
-from lmforge.core.model.lora import LoraConfig
+from lmforge.core.model.lora_config import LoraConfig
 from lmforge.core.model.state_bytes import DTYPE_BYTES, ParameterCounts
 from lmforge.core.options.activation_checkpointing import CHECKPOINTING_MODES, NoCheckpointing
 from lmforge.core.options.sections import OptimizerOptions, ParallelOptions

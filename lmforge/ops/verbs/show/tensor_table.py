@@ -5,6 +5,7 @@ each.
 import re
 
 from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.lora import add_lora
 from lmforge.core.optim.optimizer import tensor_options
 from lmforge.core.options.stage import StageConfig
 from lmforge.core.stages.build_model import empty_model
@@ -20,7 +21,7 @@ def describe_tensors(config: StageConfig, model: ModelConfig) -> list[str]:
         dict[str, tuple[str, ...]](),
     )
     if (adapters := get_lora_config(config)) is not None:
-        adapters.add_to(built)
+        add_lora(built, adapters)
     for name, own in tensor_options(built, optimizer).items():
         scale = built.tensor_scale(name, tuple(built.get_parameter(name).shape))
         numbers = (
