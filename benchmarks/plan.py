@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lmforge.core.model.config import ModelConfig, get_preset
+from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.presets import get_preset
 from lmforge.core.options.options import validate_options
 from lmforge.core.options.sections import ParallelOptions
 from lmforge.lab.plan.hardware import data_sheets

@@ -30,7 +30,7 @@ _PUBLIC = {
     # training
     "train_model": "lmforge.library.training:train_model",
     "Objective": "lmforge.core.losses.objective:Objective",
-    "label_logprobs": "lmforge.core.losses.objective:label_logprobs",
+    "label_logprobs": "lmforge.core.losses.logprobs:label_logprobs",
     "init_distributed": "lmforge.core.distributed.distributed:init_distributed",
     "parallelize": "lmforge.library.custom_loop:parallelize",
     "build_optimizer": "lmforge.library.custom_loop:build_optimizer",

@@ -6,7 +6,8 @@ from lmforge.core.data.batch import Batch
 from lmforge.core.data.labels import IGNORE_INDEX
 from lmforge.core.distributed.distributed import init_distributed
 from lmforge.core.errors import RunFailed, UserError
-from lmforge.core.losses.objective import Objective, label_logprobs
+from lmforge.core.losses.logprobs import label_logprobs
+from lmforge.core.losses.objective import Objective
 from lmforge.core.options.builtin_names import register
 from lmforge.core.options.options import Options, option
 from lmforge.core.parallel.parallel_model import train_step

@@ -30,9 +30,9 @@ from lmforge.core.data.tokenizer import train_tokenizer
 from lmforge.core.errors import EXIT_PEER_LOST
 from lmforge.core.files.atomic_files import PARTIAL_SUFFIX
 from lmforge.core.model.build import build_model
-from lmforge.core.model.config import get_preset
 from lmforge.core.model.config_json import to_config_json
 from lmforge.core.model.init_weights import init_weights
+from lmforge.core.model.presets import get_preset
 from lmforge.core.parallel import precision
 from lmforge.core.records.manifests import BLOCK_BYTES, checkpoint_checksum
 from lmforge.core.records.runs import MANIFEST, Run

@@ -23,8 +23,8 @@ from lmforge.core.distributed.rank_info import RankInfo
 from lmforge.core.errors import UserError
 from lmforge.core.files.untrusted import parse_json, parse_toml, quoted
 from lmforge.core.model.build import build_model
-from lmforge.core.model.config import get_preset
 from lmforge.core.model.config_json import to_config_json
+from lmforge.core.model.presets import get_preset
 from lmforge.core.options.load import parse_config
 from lmforge.core.options.stage import PretrainConfig
 from lmforge.core.records.kinds import is_hub_name

@@ -13,10 +13,9 @@ import pytest
 from lmforge.cli import run
 from lmforge.core.data.shards.folder import TokenFolder
 from lmforge.core.errors import UserError
-from lmforge.core.model.config import get_preset
 from lmforge.core.model.config_json import to_config_json
 from lmforge.core.model.flops import parameter_count
-from lmforge.core.model.presets import PRESETS
+from lmforge.core.model.presets import PRESETS, get_preset
 from lmforge.core.records.manifests import checkpoint_checksum
 from lmforge.core.records.run_records import read_metrics, skipped_batches
 from lmforge.core.records.runs import Run

@@ -29,8 +29,7 @@ from lmforge.core.losses.objective import Objective
 from lmforge.core.parallel.parallel_model import ParallelModel, train_step
 from lmforge.core.parallel.precision import compiled_graph_count
 from lmforge.core.steps.bad_steps import IN_A_ROW, BadStepDetector
-from lmforge.core.steps.callbacks import BatchSource, LoopCallbacks
-from lmforge.core.steps.checkpoints import Checkpoints, SaveRequest
+from lmforge.core.steps.callbacks import BatchSource, LoopCallbacks, RunCheckpoints, SaveRequest
 from lmforge.core.steps.metrics import MetricsAccumulator, Throughput
 
 
@@ -41,7 +40,7 @@ def train(
     objective: Objective,
     batches: BatchSource,
     detector: BadStepDetector,
-    checkpoints: Checkpoints,
+    checkpoints: RunCheckpoints,
     throughput: Throughput,
     callbacks: LoopCallbacks,
     *,

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from lmforge.core.errors import UserError
-from lmforge.core.model.config import ModelConfig, base_model_type, get_preset
+from lmforge.core.model.config import ModelConfig, base_model_type
 from lmforge.core.model.config_json import (
     config_fields_from_json,
     is_supported_family,
     read_config_json,
 )
 from lmforge.core.model.family import load_family
-from lmforge.core.model.presets import PRESETS
+from lmforge.core.model.presets import PRESETS, get_preset
 from lmforge.core.model.resolve import (
     build_model_config,
     check_model_options,

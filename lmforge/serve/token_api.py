@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from torch import Tensor
 
-from lmforge.core.data.batch import Batch
+from lmforge.core.data.loader import batch_of_token_lists
 from lmforge.core.errors import UserError
 from lmforge.core.files.untrusted import cut
 from lmforge.core.losses.top_logprobs import top_log_probs
@@ -279,7 +279,7 @@ def _score_prompt(served: ServedModel, token_ids: list[int], k: int) -> tuple[Te
     temperature 1.
     """
     model, vocab_size = served.loaded.model, served.vocab_size
-    batch = Batch.from_token_lists([token_ids]).to(model.lm_head.weight.device)
+    batch = batch_of_token_lists([token_ids]).to(model.lm_head.weight.device)
     hidden = model(
         batch.tokens, batch.positions, batch.document_ids, document_starts=batch.document_starts
     )

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lmforge.cli import run as command
-from lmforge.core.data.batch import Batch
+from lmforge.core.data.loader import batch_of_token_lists
 from lmforge.core.data.tokenizer import Tokenizer
 from lmforge.core.errors import UserError
 from lmforge.core.model.build import build_model
@@ -397,7 +397,7 @@ def test_rows_that_a_run_adds_are_exported_with_its_adapters(tuned: Tuned, tmp_p
 
 
 def logits(model: LanguageModel, tokens: torch.Tensor) -> torch.Tensor:
-    batch = Batch.from_token_lists(tokens.tolist())
+    batch = batch_of_token_lists(tokens.tolist())
     with torch.no_grad():
         result: torch.Tensor = model.lm_head(
             model(batch.tokens, batch.positions, batch.document_ids)
@@ -543,7 +543,7 @@ def test_adapters_of_half_of_a_tied_pair_untie_it_as_peft_computes_it(
         "bloom": ("query_key_value", "word_embeddings"),
     }[model_type]
     tokens = torch.tensor([draw.choices(range(261), k=20)])
-    batch = Batch.from_token_lists([tokens[0].tolist()])
+    batch = batch_of_token_lists([tokens[0].tolist()])
     chosen: dict[str, tuple[dict[str, object], bool]] = {
         "head": ({"target_modules": [linear, "lm_head"]}, False),
         "embedding": ({"target_modules": [linear, embedding]}, False),

@@ -14,11 +14,12 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from lmforge.core.errors import UserError
 from lmforge.core.model.build import build_model
-from lmforge.core.model.config import ModelConfig, get_preset
+from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.config_json import config_fields_from_json, to_config_json
 from lmforge.core.model.incremental import incremental_decoder
 from lmforge.core.model.init_weights import init_weights, named_tensors
 from lmforge.core.model.mixture.experts import BIAS
+from lmforge.core.model.presets import get_preset
 from lmforge.hf.export import export_folder
 from lmforge.hf.resolve import resolve_model_config
 from lmforge.hf.weights import describe_folder, load_folder

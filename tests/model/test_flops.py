@@ -7,9 +7,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from lmforge.core.model.build import build_model
-from lmforge.core.model.config import get_preset
 from lmforge.core.model.flops import active_parameters, flops_per_token, parameter_count
-from lmforge.core.model.presets import PRESETS
+from lmforge.core.model.presets import PRESETS, get_preset
 from lmforge.lab.plan.hardware import data_sheets
 from tests.model.conftest import MODEL_TYPES, drawn_config, one_document
 

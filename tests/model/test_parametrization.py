@@ -15,11 +15,11 @@ from torch import Tensor
 from lmforge.cli import run
 from lmforge.core.losses.language import NextTokenObjective
 from lmforge.core.model.build import build_model
-from lmforge.core.model.config import ModelConfig, get_preset
+from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.init_weights import init_weights
 from lmforge.core.model.layers import LanguageModel
 from lmforge.core.model.parametrization import Parametrization, relative_to_base
-from lmforge.core.model.presets import PRESETS
+from lmforge.core.model.presets import PRESETS, get_preset
 from lmforge.core.optim.optimizer import build_optimizer
 from lmforge.core.options.sections import GroupOptions, ModelOptions, OptimizerOptions
 from lmforge.core.options.stage import PretrainConfig

@@ -8,9 +8,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lmforge.core.model.build import build_model
-from lmforge.core.model.config import get_preset
 from lmforge.core.model.config_json import to_config_json
-from lmforge.core.model.presets import PRESETS
+from lmforge.core.model.presets import PRESETS, get_preset
 from lmforge.hf.export import export_folder
 from lmforge.hf.resolve import resolve_model_config
 from lmforge.hf.weights import load_folder

@@ -12,7 +12,7 @@ import torch
 
 from lmforge.core.errors import UserError
 from lmforge.core.model.build import build_model
-from lmforge.core.model.config import get_preset
+from lmforge.core.model.presets import get_preset
 from lmforge.core.parallel.precision import check_float8, convert_to_float8
 from lmforge.lab.bench.parity import SMALL_MODEL
 from tests.conftest import Command

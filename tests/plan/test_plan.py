@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from lmforge.cli import run
-from lmforge.core.model.config import ModelConfig, get_preset
+from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.flops import active_parameters, flops_per_token, parameter_count
+from lmforge.core.model.presets import get_preset
 from lmforge.core.options.activation_checkpointing import CHECKPOINTING_MODES
 from lmforge.core.options.load import read_config
 from lmforge.core.options.sections import ParallelOptions

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from lmforge.cli import run as command
 from lmforge.core.data.batch import Batch
 from lmforge.core.data.tokenizer import Tokenizer
-from lmforge.core.losses.objective import label_logprobs
+from lmforge.core.losses.logprobs import label_logprobs
 from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.init_weights import init_weights

@@ -6,8 +6,6 @@ from typing import Any, Self
 
 import torch
 
-from lmforge.core.data.packing import PackedSequences
-
 # The minimum size of a sequence's document starts, so that most batches have the same size.
 MIN_DOCUMENT_STARTS = 8
 # The metrics of a batch by name, as (sum, count), so that any reduction over batches and ranks is
@@ -80,11 +78,11 @@ class Batch:
     extras: Extras | None = None
 
     @classmethod
-    def from_sequences(cls, sequences: PackedSequences) -> Self:
-        """Packed sequences as tensors, without a copy."""
+    def from_sequences(cls, sequences: Any) -> Self:
+        """Packed sequences (packing.PackedSequences) as tensors, without a copy."""
         arrays = {
             field.name: getattr(sequences, field.name)
-            for field in fields(PackedSequences)
+            for field in fields(sequences)
             if field.name != "extras"
         }
         tensors = {
@@ -92,14 +90,6 @@ class Batch:
         }
         extras = {name: torch.from_numpy(array) for name, array in sequences.extras.items()}
         return cls(**tensors, extras=Extras(**extras) if extras else None)
-
-    @classmethod
-    def from_token_lists(cls, token_lists: Sequence[Sequence[int]]) -> Self:
-        """One document per sequence, padded at the end to the longest; no label is scored."""
-        sequences = PackedSequences.empty(len(token_lists), max(map(len, token_lists)))
-        for sequence, tokens in zip(sequences, token_lists, strict=True):
-            sequence.put_document(tokens)
-        return cls.from_sequences(sequences)
 
     @classmethod
     def cat(cls, batches: Sequence["Batch"]) -> Self:

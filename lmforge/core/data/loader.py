@@ -6,6 +6,7 @@ The samples of a step depend only on its number, so the loader has no state to c
 import logging
 import math
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, replace
@@ -15,6 +16,7 @@ import torch
 from lmforge.core.data.batch import Batch
 from lmforge.core.data.mixture import TrainingDataset
 from lmforge.core.data.order import token_rng_keys
+from lmforge.core.data.packing import PackedSequences
 from lmforge.core.data.shards.storage import slow_read
 from lmforge.core.distributed.distributed import use_device_in_thread
 
@@ -129,3 +131,13 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def batch_of_token_lists(token_lists: Sequence[Sequence[int]]) -> Batch:
+    """A batch with one document per sequence, padded at the end to the longest; no label is
+    scored.
+    """
+    sequences = PackedSequences.empty(len(token_lists), max(map(len, token_lists)))
+    for sequence, tokens in zip(sequences, token_lists, strict=True):
+        sequence.put_document(tokens)
+    return Batch.from_sequences(sequences)

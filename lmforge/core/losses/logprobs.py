@@ -15,6 +15,7 @@ from torch import Tensor
 from lmforge.core.data.batch import Batch
 from lmforge.core.data.labels import IGNORE_INDEX
 from lmforge.core.losses.language import HeadGradients, head_chunks, loss_dtype
+from lmforge.core.losses.objective import apply_head
 from lmforge.core.losses.sharded_head import Scoring, ShardedHead, sum_over_ranks
 from lmforge.core.model.attention import ContextParallel
 from lmforge.core.model.layers import PLAIN_HEAD, HeadOptions, LanguageModel
@@ -162,3 +163,13 @@ def broadcast_to_tokens(values: Tensor, document_ids: Tensor) -> Tensor:
     length]; 0 on padding.
     """
     return torch.where(document_ids >= 0, values.gather(1, document_ids.clamp(min=0).long()), 0)
+
+
+def label_logprobs(model: LanguageModel, batch: Batch) -> Tensor:
+    """Run the model on a batch: log p(label) of every token in nats, fp32 [sequences, length], 0
+    where not scored.
+
+    Differentiable. The logits never exist as a whole (logprobs.py).
+    """
+    logprobs: Tensor = apply_head(model, batch, partial(token_logprobs, labels=batch.labels))
+    return logprobs

@@ -1,13 +1,11 @@
 """The interface of every objective, and how an objective runs the model."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from lmforge.core.data.batch import Batch, Metrics
-from lmforge.core.losses.logprobs import token_logprobs
 from lmforge.core.model.layers import LanguageModel
 
 
@@ -54,13 +52,3 @@ def replayed_experts(batch: Batch) -> dict[str, Tensor]:
     """
     extras = batch.extras.tensors if batch.extras else {}
     return {name: extras[name] for name in ("routed_experts",) if name in extras}
-
-
-def label_logprobs(model: LanguageModel, batch: Batch) -> Tensor:
-    """Run the model on a batch: log p(label) of every token in nats, fp32 [sequences, length], 0
-    where not scored.
-
-    Differentiable. The logits never exist as a whole (logprobs.py).
-    """
-    logprobs: Tensor = apply_head(model, batch, partial(token_logprobs, labels=batch.labels))
-    return logprobs

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 from lmforge.core import registry
-from lmforge.core.errors import UserError, did_you_mean
-from lmforge.core.files.untrusted import cut, quoted
+from lmforge.core.errors import UserError
+from lmforge.core.files.untrusted import quoted
 from lmforge.core.model.config_checks import (
     check_latent_attention,
     check_numbers,
@@ -20,7 +20,6 @@ from lmforge.core.model.config_checks import (
     number_problem,
 )
 from lmforge.core.model.family import Family, Linear, load_family, mixture_linears, name_layer_types
-from lmforge.core.model.presets import PRESETS
 from lmforge.core.options.ranges import MODEL_RANGES, ROPE_SCALING_RANGES
 
 
@@ -374,19 +373,6 @@ def base_model_type(model_type: str) -> str:
     Raises UserError for one that is not registered.
     """
     return str(registry.get("model_family", model_type).facts["like"])
-
-
-def get_preset(name: str) -> ModelConfig:
-    """A ready-made config by its name in presets.py.
-
-    Raises UserError, with the nearest name, when there is none.
-    """
-    if name not in PRESETS:
-        hint = did_you_mean(name, PRESETS) or ";"
-        raise UserError(
-            f'"{cut(name)}" is neither a preset nor a folder{hint} presets: {", ".join(PRESETS)}'
-        )
-    return ModelConfig(**PRESETS[name])
 
 
 # Of each rope_type: the fields that it needs, and those that it may have.

@@ -6,6 +6,10 @@ Presets named after a published model have its config, so its weights can be loa
 
 from typing import Any
 
+from lmforge.core.errors import UserError, did_you_mean
+from lmforge.core.files.untrusted import cut
+from lmforge.core.model.config import ModelConfig
+
 _LLAMA2: dict[str, Any] = {
     "vocab_size": 32000,
     "max_position_embeddings": 4096,
@@ -194,3 +198,16 @@ PRESETS: dict[str, dict[str, Any]] = {
     "llama3.1-8b": _preset(4096, 14336, 32, 32, 8, **_LLAMA31),
     "llama3.1-405b": _preset(16384, 53248, 126, 128, 8, **_LLAMA31),
 }
+
+
+def get_preset(name: str) -> ModelConfig:
+    """A ready-made config by its name in presets.py.
+
+    Raises UserError, with the nearest name, when there is none.
+    """
+    if name not in PRESETS:
+        hint = did_you_mean(name, PRESETS) or ";"
+        raise UserError(
+            f'"{cut(name)}" is neither a preset nor a folder{hint} presets: {", ".join(PRESETS)}'
+        )
+    return ModelConfig(**PRESETS[name])

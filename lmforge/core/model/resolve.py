@@ -8,9 +8,9 @@ from typing import Any
 
 from lmforge.core import registry
 from lmforge.core.errors import UserError, did_you_mean, prefix_errors
-from lmforge.core.model.config import ModelConfig, get_preset
+from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.config_json import REQUIRED_FIELDS, config_fields_from_json
-from lmforge.core.model.presets import PRESETS
+from lmforge.core.model.presets import PRESETS, get_preset
 from lmforge.core.options.sections import BALANCE_OPTIONS, ModelOptions
 from lmforge.core.records.manifests import Manifest
 

@@ -2,6 +2,8 @@
 happens.
 """
 
+from collections.abc import Callable
+from enum import IntEnum
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -63,6 +65,51 @@ class BatchSource(Protocol):
 
     def close(self) -> None:
         """Called when training ends."""
+
+
+class SaveRequest(IntEnum):
+    """The requests of ranks at a step. The largest request of any rank counts."""
+
+    NONE = 0
+    REGULAR = 1
+    KEPT = 2
+    GIVE_UP = 3
+    LOCK_LOST = 4
+
+
+class RunCheckpoints(Protocol):
+    """The checkpoints of a run, as the loop asks for them; checkpoints.Checkpoints is what it gets.
+
+    Every rank calls each method at the same step.
+    """
+
+    wait_for_staging: Callable[[], None]
+
+    @property
+    def blocking_seconds(self) -> float:
+        """How long the loop has waited for saves, in total."""
+
+    @property
+    def needs_validation(self) -> bool:
+        """Whether each checkpoint needs a validation at its step."""
+
+    def requested_by_clock(self) -> SaveRequest:
+        """What this rank requests now."""
+
+    def requested_by_step(self, step: int, stopping: bool) -> SaveRequest:
+        """The request that follows from the number of steps done."""
+
+    def raise_if_ending(self, request: int, step: int) -> None:
+        """Raise RunFailed where a request of any rank ends the run."""
+
+    def defer(self, request: SaveRequest) -> None:
+        """Repeat a request later."""
+
+    def save(self, step: int, metrics: dict[str, Any], kept: bool, stopping: bool) -> None:
+        """Save a checkpoint of `step`; where the run is `stopping`, wait until it is written."""
+
+    def roll_back(self, last_bad_step: BadStep, cause: str) -> int:
+        """Return to the step of a checkpoint from before the bad steps in a row."""
 
 
 def is_due(every_steps: int | None, step: int) -> bool:

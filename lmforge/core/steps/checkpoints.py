@@ -4,7 +4,6 @@ the same step.
 """
 
 import time
-from enum import IntEnum
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,7 @@ from lmforge.core.options.stage import StageConfig
 from lmforge.core.parallel.parallel_model import ParallelModel
 from lmforge.core.records.runs import remove_checkpoint
 from lmforge.core.steps.bad_steps import BadStep, BadStepDetector
-from lmforge.core.steps.callbacks import BatchSource
+from lmforge.core.steps.callbacks import BatchSource, SaveRequest
 from lmforge.core.steps.resume import find_resume_point, load_resume_point
 
 # Until a failed save is tried again, unless the next one is due before.
@@ -28,16 +27,6 @@ MAX_FAILED_SAVES = 3
 # After the last step there is no later step at which to retry.
 FINAL_SAVE_ATTEMPTS = 3
 FINAL_RETRY_SECONDS = 5.0
-
-
-class SaveRequest(IntEnum):
-    """The requests of ranks at a step. The largest request of any rank counts."""
-
-    NONE = 0
-    REGULAR = 1
-    KEPT = 2
-    GIVE_UP = 3
-    LOCK_LOST = 4
 
 
 class Checkpoints:

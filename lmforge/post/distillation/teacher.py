@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lmforge.core.data.batch import Batch
 from lmforge.core.data.labels import IGNORE_INDEX
+from lmforge.core.data.loader import batch_of_token_lists
 from lmforge.core.data.tokenizer import Tokenizer
 from lmforge.core.distributed.distributed import DistributedContext
 from lmforge.core.errors import UserError, prefix_errors
@@ -228,7 +229,7 @@ class TeacherModel:
         """A copy of its head, whole on each rank: the student's may be split over ranks between
         other ids. Every rank calls it.
         """
-        batch = Batch.from_token_lists([[0] * sequence_length]).to(
+        batch = batch_of_token_lists([[0] * sequence_length]).to(
             self.parallel_model.dist_ctx.device
         )
         weight, bias = self.parallel_model.score(batch, partial(_head, dtype=self.dtype))

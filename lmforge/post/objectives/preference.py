@@ -24,8 +24,8 @@ from torch.nn.functional import logsigmoid
 
 from lmforge.core.data.batch import Batch, Metrics
 from lmforge.core.data.labels import IGNORE_INDEX
-from lmforge.core.losses.logprobs import document_label_counts, document_sums
-from lmforge.core.losses.objective import apply_head, label_logprobs
+from lmforge.core.losses.logprobs import document_label_counts, document_sums, label_logprobs
+from lmforge.core.losses.objective import apply_head
 from lmforge.core.model.attention import ContextParallel
 from lmforge.core.model.layers import LanguageModel
 

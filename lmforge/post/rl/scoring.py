@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lmforge.core.data.batch import Batch
+from lmforge.core.data.loader import batch_of_token_lists
 from lmforge.core.data.tokenizer import Tokenizer
 from lmforge.core.parallel.dims import data_parallel_rank_and_size
 from lmforge.core.records.run_records import completions_path
@@ -256,7 +256,7 @@ class RewardModelScorer:
         for first in range(0, len(indices), SCORING_BATCH_SIZE):
             self._on_batch()
             members = indices[first : first + SCORING_BATCH_SIZE]
-            batch = Batch.from_token_lists([encoded[index] for index in members]).to(self._device)
+            batch = batch_of_token_lists([encoded[index] for index in members]).to(self._device)
             with self._lock:
                 rewards = document_rewards(self._loaded.model, batch)[:, 0].tolist()
             for index, reward in zip(members, rewards, strict=True):

@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from lmforge.core.data.batch import Batch
 from lmforge.core.data.labels import CHUNK_TOKENS
+from lmforge.core.data.loader import batch_of_token_lists
 from lmforge.core.data.tokenizer import Tokenizer
 from lmforge.core.errors import UserError
 from lmforge.core.model.config import ModelConfig
@@ -121,7 +121,7 @@ def scored_logits(
 
     Each sequence: its tokens, and how many of the last ones are scored, all but the first at most.
     """
-    batch = Batch.from_token_lists([list(tokens[:-1]) for tokens, _ in sequences]).to(
+    batch = batch_of_token_lists([list(tokens[:-1]) for tokens, _ in sequences]).to(
         model.embeddings[0].weight.device
     )
     hidden = model(

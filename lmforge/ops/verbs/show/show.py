@@ -8,9 +8,8 @@ from lmforge.core.data.best_fit_index import best_fit_lengths, describe_best_fit
 from lmforge.core.data.shards.folder import TokenFolder
 from lmforge.core.errors import UserError, format_bytes, format_count
 from lmforge.core.files.untrusted import describe_os_error
-from lmforge.core.model.config import get_preset
 from lmforge.core.model.flops import active_parameters, parameter_count
-from lmforge.core.model.presets import PRESETS
+from lmforge.core.model.presets import PRESETS, get_preset
 from lmforge.core.model.resolve import stored_model_config
 from lmforge.core.options.load import read_config
 from lmforge.core.options.stage import PretrainConfig
