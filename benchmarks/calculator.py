@@ -1,8 +1,10 @@
-"""What the calculator recipe learns, and what it learns from completions that are sampled while it trains.
+"""What the calculator recipe learns, and what it learns from completions that are sampled while it
+trains.
 
-The recipe's pipeline runs with each seed: reward on held-out questions before and after GRPO, and calls in an episode. Then its
-last stage alone, from one model of its SFT, with rollout.max_staleness 0, 1 and 2 and a server that the run starts on the CPU.
-Speeds are not compared: one machine samples, trains and serves.
+The recipe's pipeline runs with each seed: reward on held-out questions before and after GRPO, and
+calls in an episode. Then its last stage alone, from one model of its SFT, with
+rollout.max_staleness 0, 1 and 2 and a server that the run starts on the CPU. Speeds are not
+compared: one machine samples, trains and serves.
 """
 
 import json
@@ -26,8 +28,10 @@ STALENESS = (0, 1, 2)
 
 
 def run(name: str, words: list[str], folder: Path) -> float:
-    """Carry out a program of Python in `folder`, unless one of this name was. Returns its CPU time in seconds, with that of the
-    processes it waited for."""
+    """Carry out a program of Python in `folder`, unless one of this name was.
+
+    Returns its CPU time in seconds, with that of the processes it waited for.
+    """
     done = folder / f"{name}.seconds"
     if not done.exists():
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -46,7 +50,9 @@ def stages_of(folder: Path, name: str) -> list[PlannedStage]:
 
 
 def learned(folder: Path, name: str, seed: int, seconds: float) -> dict[str, Any]:
-    """Of a run of GRPO: held-out reward before the first and after the last step, and calls in sampled episodes."""
+    """Of a run of GRPO: held-out reward before the first and after the last step, and calls in
+    sampled episodes.
+    """
     lines = (folder / "runs" / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]
     rewards = [record["val/reward"] for record in records if "val/reward" in record]

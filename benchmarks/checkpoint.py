@@ -1,8 +1,10 @@
-"""What checkpoints cost: the speed of saving and loading compared with a plain write, and how long they stall training.
+"""What checkpoints cost: the speed of saving and loading compared with a plain write, and how long
+they stall training.
 
-Saving is timed from the call until the checkpoint has its final name, hashing and syncing included; a plain write is the same
-number of bytes from memory into one file, in large pieces, with an fsync. They take turns on the same disk. Then a run is
-trained through the command itself, saving every minute.
+Saving is timed from the call until the checkpoint has its final name, hashing and syncing included;
+a plain write is the same number of bytes from memory into one file, in large pieces, with an fsync.
+They take turns on the same disk. Then a run is trained through the command itself, saving every
+minute.
 """
 
 import json
@@ -115,7 +117,9 @@ def wait_until(done: Callable[[], Any], process: subprocess.Popen[bytes]) -> Non
 
 
 def stall(folder: Path, minutes: float, every_minutes: float, width: int) -> dict[str, Any]:
-    """Train through the command, with a save after this many minutes, and read from its metrics how long it was stalled."""
+    """Train through the command, with a save after this many minutes, and read from its metrics how
+    long it was stalled.
+    """
     tokens = tokens_of_stdlib(folder, files=40, vocab_size=2048)
     chosen = {
         "data.folder": tokens.path,

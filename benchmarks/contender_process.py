@@ -1,4 +1,7 @@
-"""A contender in a separate process, controlled through a pipe. If it ends early, EndedEarly says why."""
+"""A contender in a separate process, controlled through a pipe.
+
+If it ends early, EndedEarly says why.
+"""
 
 import multiprocessing
 import time
@@ -8,7 +11,10 @@ from contenders import Contest, Turn, contend
 
 
 class EndedEarly(SystemExit):
-    """A contender failed. `status` is its exit status (None: time-out), `said` the end of its log."""
+    """A contender failed.
+
+    `status` is its exit status (None: time-out), `said` the end of its log.
+    """
 
     def __init__(self, name: str, status: int | None, said: str) -> None:
         super().__init__(f"{name} ended early, status {status}:\n{said}")
@@ -41,7 +47,10 @@ class Contender:
             raise EndedEarly(self.name, self._process.exitcode, tail) from None
 
     def take_turn(self, seconds: float) -> Turn:
-        """Let it run steps for this long, the first time through its warm-up. Raises EndedEarly where it fails."""
+        """Let it run steps for this long, the first time through its warm-up.
+
+        Raises EndedEarly where it fails.
+        """
         self._pipe.send(seconds)
         return self._receive()
 

@@ -1,6 +1,7 @@
-"""The contenders of train_cpu.py, mixture_cpu.py and gpu.py, each in a separate process: what they have in common, and their
-training loops. lmforge does everything that a run does except validation and saving. The others get the cheapest setup: their
-data is in memory, their AdamW is fused, and the compiled loop has its loss in the graph.
+"""The contenders of train_cpu.py, mixture_cpu.py and gpu.py, each in a separate process: what they
+have in common, and their training loops. lmforge does everything that a run does except validation
+and saving. The others get the cheapest setup: their data is in memory, their AdamW is fused, and
+the compiled loop has its loss in the graph.
 """
 
 import json
@@ -69,8 +70,11 @@ OPTIMIZER = OptimizerOptions(lr=LR)
 
 @dataclass(frozen=True)
 class Contest:
-    """The settings that all contenders share. `rows` is the number of sequences per step, in `accumulation` micro-batches.
-    With `lora` adapters are trained beside frozen weights."""
+    """The settings that all contenders share.
+
+    `rows` is the number of sequences per step, in `accumulation` micro-batches. With `lora`
+    adapters are trained beside frozen weights.
+    """
 
     shape: ModelConfig
     rows: int
@@ -115,7 +119,9 @@ class Over(Exception):
 
 
 class Turns:
-    """Called after each step of a contender; lets it continue, or reports the turn and waits for the next one."""
+    """Called after each step of a contender; lets it continue, or reports the turn and waits for
+    the next one.
+    """
 
     def __init__(self, pipe: Connection, contest: Contest) -> None:
         """Returns when it is this contender's turn to warm up."""
@@ -143,8 +149,10 @@ class Turns:
 
 
 class TakesTurns(ConsoleLogger):
-    """Reports each finished step. A checkpoint cannot be used for this, since the loop reads all metrics before it saves
-    one."""
+    """Reports each finished step.
+
+    A checkpoint cannot be used for this, since the loop reads all metrics before it saves one.
+    """
 
     def __init__(self, turns: Turns, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -184,8 +192,9 @@ def run_lmforge(
     float8: bool = False,
     bitsandbytes: bool = True,
 ) -> None:
-    """lmforge's own loop with its own parts: loader, objective, clip, optimizer, heartbeat, metrics and log. `bitsandbytes`:
-    whether its kernels are used where they are installed."""
+    """lmforge's own loop with its own parts: loader, objective, clip, optimizer, heartbeat, metrics
+    and log. `bitsandbytes`: whether its kernels are used where they are installed.
+    """
     folder = Path(tempfile.mkdtemp(dir=contest.folder))
     blocks._HAS_BITSANDBYTES &= bitsandbytes
     ranks = cluster.init_distributed(contest.device, contest.threads)
@@ -236,7 +245,9 @@ def run_lmforge(
 
 
 def transformers_model(contest: Contest) -> nn.Module:
-    """transformers' model of the same family with the weights that lmforge begins with; experts are its grouped products."""
+    """transformers' model of the same family with the weights that lmforge begins with; experts are
+    its grouped products.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if contest.device == "cpu":
@@ -247,7 +258,8 @@ def transformers_model(contest: Contest) -> nn.Module:
         model = AutoModelForCausalLM.from_config(config, **grouped)
     for parameter in model.parameters():  # not its buffers, which include the rotary frequencies
         parameter.data = parameter.data.to(DTYPES[contest.master_dtype])
-    # On the CPU, since the device may have memory for one copy only; beside adapters, which need no gradients of it, for two.
+    # On the CPU, since the device may have memory for one copy only; beside adapters, which need no
+    # gradients of it, for two.
     first = build_model(contest.shape, contest.device if contest.lora else "cpu").to(DTYPES[contest.master_dtype])
     model.load_state_dict(init_weights(first, 0).state_dict(), strict=not contest.shape.tie_word_embeddings)
     if contest.lora:
@@ -271,8 +283,9 @@ def first_adapters(contest: Contest) -> dict[str, nn.Parameter]:
 
 
 def adapted_by_peft(model: nn.Module, lora: LoraOptions, contest: Contest) -> nn.Module:
-    """A model of transformers with PEFT's adapters, which begin as lmforge's, its linear layers quantized by bitsandbytes.
-    Memory is counted from here on."""
+    """A model of transformers with PEFT's adapters, which begin as lmforge's, its linear layers
+    quantized by bitsandbytes. Memory is counted from here on.
+    """
     import bitsandbytes
     import peft
 
@@ -298,7 +311,9 @@ def adapted_by_peft(model: nn.Module, lora: LoraOptions, contest: Contest) -> nn
 
 
 def rows_at_hand(contest: Contest) -> tuple[Tensor, Tensor]:
-    """Tokens and targets of an epoch, int64 [rows, length], in lmforge's order and in memory: no contender waits for them."""
+    """Tokens and targets of an epoch, int64 [rows, length], in lmforge's order and in memory: no
+    contender waits for them.
+    """
     stream = contest.stream()
     rows = stream.sequences(0, stream.sequences_per_epoch // contest.rows * contest.rows)
     return torch.stack([torch.from_numpy(row.tokens) for row in rows]), torch.stack(
@@ -409,7 +424,9 @@ RUNS: dict[str, Callable[[Contest, Turns, list[float]], None]] = {
 
 
 def contend(name: str, contest: Contest, pipe: Connection, log: Path) -> None:
-    """Entry of a contender's process: turns until the contest is over, then the mean loss of the first steps."""
+    """Entry of a contender's process: turns until the contest is over, then the mean loss of the
+    first steps.
+    """
     with open(log, "w", encoding="utf-8") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

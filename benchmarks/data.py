@@ -1,10 +1,13 @@
-"""What the data of a run costs: a plan of 15T tokens in 30,000 shards, and lmforge's loader compared with others.
+"""What the data of a run costs: a plan of 15T tokens in 30,000 shards, and lmforge's loader
+compared with others.
 
-For the plan: opening it, finding the sequences of a step, and reading some of them. Also the cost of reading a batch with
-best-fit packing compared with concat packing, for documents with lengths as on the web.
+For the plan: opening it, finding the sequences of a step, and reading some of them. Also the cost
+of reading a batch with best-fit packing compared with concat packing, for documents with lengths as
+on the web.
 
-The shards are real files of 1 GB each with all their checksums, but of zeros that take no space, and hard links of one another.
-Each measurement is a process of its own; memory is what it has beyond its imports. The loaders: data_contenders.py.
+The shards are real files of 1 GB each with all their checksums, but of zeros that take no space,
+and hard links of one another. Each measurement is a process of its own; memory is what it has
+beyond its imports. The loaders: data_contenders.py.
 """
 
 import argparse

@@ -1,11 +1,14 @@
-"""The loaders that data.py compares, each in a separate process, in an environment that need not have lmforge.
+"""The loaders that data.py compares, each in a separate process, in an environment that need not
+have lmforge.
 
-    python data_contenders.py write NAME FOLDER             makes the files that a loader reads, of FOLDER/tokens.bin
+    python data_contenders.py write NAME FOLDER             makes the files that a loader reads, of
+                                                            FOLDER/tokens.bin
     python data_contenders.py measure NAME FOLDER BATCHES   prints the figures as JSON
 
-A sample is a sequence of SEQUENCE_LENGTH tokens and its labels, as long. All but the floor give with it document ids and
-positions, and batches in a shuffled order that goes on from a saved state. Whatever a library lacks of it is `with_documents`,
-which runs in its worker. The floor and what is by hand are a DataLoader over a memory map.
+A sample is a sequence of SEQUENCE_LENGTH tokens and its labels, as long. All but the floor give
+with it document ids and positions, and batches in a shuffled order that goes on from a saved state.
+Whatever a library lacks of it is `with_documents`, which runs in its worker. The floor and what is
+by hand are a DataLoader over a memory map.
 """
 
 import json
@@ -28,7 +31,9 @@ Opened = tuple[Iterator[Arrays], Callable[[], Any]]  # batches, and the state to
 
 
 def with_documents(raw: np.ndarray) -> Arrays:
-    """The model inputs made of raw tokens [batch, SEQUENCE_LENGTH + 1], with as few passes over them as possible in numpy."""
+    """The model inputs made of raw tokens [batch, SEQUENCE_LENGTH + 1], with as few passes over
+    them as possible in numpy.
+    """
     tokens = raw[:, :-1].astype(np.int64)
     ends = tokens == EOS
     starts = np.zeros_like(ends)
@@ -45,7 +50,9 @@ def with_documents(raw: np.ndarray) -> Arrays:
 
 
 def raw_sequences(folder: Path) -> np.ndarray:
-    """Every sequence of the corpus with the token after it: a view of the file, uint16 [sequences, SEQUENCE_LENGTH + 1]."""
+    """Every sequence of the corpus with the token after it: a view of the file, uint16 [sequences,
+    SEQUENCE_LENGTH + 1].
+    """
     tokens = np.memmap(folder / "tokens.bin", np.uint16, "r")
     return np.lib.stride_tricks.sliding_window_view(tokens, SEQUENCE_LENGTH + 1)[::SEQUENCE_LENGTH]
 
@@ -230,7 +237,10 @@ def _cpu_seconds() -> float:
 
 
 def _memory_mb() -> float:
-    """Memory of the tree without pages of files, which the system can drop. Shared memory is counted once."""
+    """Memory of the tree without pages of files, which the system can drop.
+
+    Shared memory is counted once.
+    """
     kib = 0
     for pid in _tree():
         fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])
@@ -250,7 +260,9 @@ def _check(batch: Arrays) -> None:
 
 
 def measure(name: str, folder: Path, batches: int) -> dict[str, Any]:
-    """The figures of one loader; those a thousand samples are of `batches` batches, after some to warm up."""
+    """The figures of one loader; those a thousand samples are of `batches` batches, after some to
+    warm up.
+    """
     imports = {
         "Grain": "grain",
         "MosaicML Streaming": "streaming",

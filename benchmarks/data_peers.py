@@ -1,4 +1,5 @@
-"""lmforge's loader compared with others, each in a separate environment: corpus, environments and measurement.
+"""lmforge's loader compared with others, each in a separate environment: corpus, environments and
+measurement.
 
 The measured code is in data_contenders.py. data.py calls this, and writes the result.
 """
@@ -24,7 +25,8 @@ from lmforge.text.prepare.prepare import prepare
 CONTENDERS = Path(__file__).with_name("data_contenders.py")
 SHARD_TOKENS = 10_000_000
 VOCAB_SIZE = 8192
-# What is installed for a loader, over the packages of this environment, torch among them. Streaming takes an older numpy.
+# What is installed for a loader, over the packages of this environment, torch among them. Streaming
+# takes an older numpy.
 PACKAGES = {
     "MosaicML Streaming": (
         "mosaicml-streaming==0.13.0",
@@ -61,7 +63,9 @@ STAND_IN = {
 
 
 def write_corpus(folder: Path, tokens: int) -> None:
-    """The standard library's documents, repeated in other orders up to this many tokens: shards, and one file of raw tokens."""
+    """The standard library's documents, repeated in other orders up to this many tokens: shards,
+    and one file of raw tokens.
+    """
     prepare("stdlib", folder / "once", vocab_size=VOCAB_SIZE, validation_ratio=0)
     once = TokenFolder.open(folder / "once")
     split = once.split("train")
@@ -94,7 +98,9 @@ def write_corpus(folder: Path, tokens: int) -> None:
 
 
 def measure_loaders(folder: Path, names: list[str], tokens: int, batches: int, rounds: int) -> dict[str, Any]:
-    """The figures of each loader in each round, each in a separate process, one after another; or why there are none."""
+    """The figures of each loader in each round, each in a separate process, one after another; or
+    why there are none.
+    """
     write_corpus(folder, tokens)
     result: dict[str, Any] = {name: {"packages": PACKAGES.get(name, ())} for name in names}
     pythons: dict[str, str] = {}
@@ -149,7 +155,9 @@ def loaders_table(loaders: dict[str, Any]) -> list[str]:
 
 
 def lead(loaders: dict[str, Any]) -> str:
-    """The ratio of lmforge's samples per CPU second to those of the best other loader with the same features."""
+    """The ratio of lmforge's samples per CPU second to those of the best other loader with the same
+    features.
+    """
     cpu = {name: row["figures"]["all_cpu"]["median"] for name, row in loaders.items() if "figures" in row}
     others = {name: cpu[name] for name in cpu if name not in ("lmforge", FLOOR)}
     best = min(others, key=lambda name: others[name])

@@ -1,7 +1,9 @@
-"""What is lost where 64 tokens of a teacher are stored instead of all: loss and gradient, of likeliest and of drawn tokens.
+"""What is lost where 64 tokens of a teacher are stored instead of all: loss and gradient, of
+likeliest and of drawn tokens.
 
-A tokenizer, a small teacher and a smaller student are trained on the standard library's text. Both score held-out tokens, at
-temperatures that make the teacher surer. The draws with replacement are those of arXiv 2503.16870, as a reference.
+A tokenizer, a small teacher and a smaller student are trained on the standard library's text. Both
+score held-out tokens, at temperatures that make the teacher surer. The draws with replacement are
+those of arXiv 2503.16870, as a reference.
 """
 
 import argparse
@@ -92,8 +94,10 @@ class Comparison:
 
     @torch.no_grad()
     def _draw_with_replacement(self, seed: int) -> tuple[Extras, float]:
-        """KEPT draws from the teacher itself: a token counts as the fraction of draws that it has. And by how much the
-        divergence from these fractions is too large."""
+        """KEPT draws from the teacher itself: a token counts as the fraction of draws that it has.
+
+        And by how much the divergence from these fractions is too large.
+        """
         generator = torch.Generator().manual_seed(seed)
         logits = self.teacher.lm_head(self.hidden)[..., : self.config.vocab_size].flatten(0, 1)
         logprobs = (logits / self.config.temperature).log_softmax(-1)
@@ -106,7 +110,9 @@ class Comparison:
 
 
 def measure(comparison: Comparison, kind: str, draws: int) -> dict[str, Any]:
-    """Of what is stored in one way: the loss relative to that from the whole teacher, the gradient's error and cosine."""
+    """Of what is stored in one way: the loss relative to that from the whole teacher, the
+    gradient's error and cosine.
+    """
     expected, direction = comparison.whole
     losses, gradients, masses = zip(*(comparison.stored(kind, draw) for draw in range(draws)), strict=True)
     norm = direction.norm()

@@ -1,9 +1,10 @@
 """Tokens per second of lmforge's generation compared with transformers' `generate` on a CPU.
 
-Both have the same model, prompts and threads. Each runs in a separate process, since a process shares the allocator's settings,
-and they take turns. Ratios are within a round, and include the prefill. Greedy tokens must be the same; where they part, the
-two likeliest tokens may be as close as rounding brings them, and then that row is compared no further. Sampled tokens are drawn
-from the whole softmax by either, each with numbers of its own.
+Both have the same model, prompts and threads. Each runs in a separate process, since a process
+shares the allocator's settings, and they take turns. Ratios are within a round, and include the
+prefill. Greedy tokens must be the same; where they part, the two likeliest tokens may be as close
+as rounding brings them, and then that row is compared no further. Sampled tokens are drawn from the
+whole softmax by either, each with numbers of its own.
 """
 
 import json
@@ -35,7 +36,8 @@ from lmforge.serve.decoding.engine import Engine, GenerationRequest
 from lmforge.serve.decoding.sampling import SamplingParams
 
 OURS, THEIRS = "lmforge", "transformers"
-# That of train_cpu.py, and the same with grouped heads. First weights so large that the likeliest token stands out.
+# That of train_cpu.py, and the same with grouped heads. First weights so large that the likeliest
+# token stands out.
 LLAMA = ModelConfig(
     vocab_size=4096,
     hidden_size=256,
@@ -55,7 +57,9 @@ Write = Callable[[SamplingParams], list[list[int]]]
 
 @dataclass(frozen=True)
 class Work:
-    """The input of both: a folder with a model, prompts, the number of tokens to generate after each, and threads."""
+    """The input of both: a folder with a model, prompts, the number of tokens to generate after
+    each, and threads.
+    """
 
     folder: Path
     prompts: list[list[int]]
@@ -110,7 +114,10 @@ def theirs(work: Work) -> Write:
 
 
 def contend(name: str, work: Work, pipe: Connection) -> None:
-    """Run in a process of its own: generate once to warm up, then once per request. Sends (seconds, tokens)."""
+    """Run in a process of its own: generate once to warm up, then once per request.
+
+    Sends (seconds, tokens).
+    """
     torch.set_num_threads(work.threads)
     write = ours(work) if name == OURS else theirs(work)
     write(SAMPLINGS["sampled"])
@@ -122,7 +129,9 @@ def contend(name: str, work: Work, pipe: Connection) -> None:
 
 
 def hold(work: Work, shape: ModelConfig, rounds: int) -> dict[str, Any]:
-    """Let both take `rounds` turns in each way of choosing tokens; their figures, and how greedy tokens compare."""
+    """Let both take `rounds` turns in each way of choosing tokens; their figures, and how greedy
+    tokens compare.
+    """
     context = multiprocessing.get_context("spawn")
     pipes, processes = {}, []
     for name in (OURS, THEIRS):

@@ -1,15 +1,18 @@
-"""Tokens per second and MFU of lmforge compared with others on one GPU: Llama shapes of 124M, 1B, 3B and 8B in bf16 and float8,
-and OLMoE in bf16.
+"""Tokens per second and MFU of lmforge compared with others on one GPU: Llama shapes of 124M, 1B,
+3B and 8B in bf16 and float8, and OLMoE in bf16.
 
-A trial is a process: it starts, warms up and compiles, is timed, and ends, so that one that crashes or runs out of memory or
-time becomes a marked row, and the table continues. Each row is written at once, into the one file of this GPU: a call that is
-killed keeps what it has, and a call for another size adds to it. One size (`--only 8b`) takes less than eight minutes.
+A trial is a process: it starts, warms up and compiles, is timed, and ends, so that one that crashes
+or runs out of memory or time becomes a marked row, and the table continues. Each row is written at
+once, into the one file of this GPU: a call that is killed keeps what it has, and a call for another
+size adds to it. One size (`--only 8b`) takes less than eight minutes.
 
 Beside lmforge's rows stands what `lmforge plan` predicts from the GPU's data sheet.
 
-`8b-published` repeats the setting of a published figure, and `8b-best` looks for the fastest that fits; both are lmforge alone.
+`8b-published` repeats the setting of a published figure, and `8b-best` looks for the fastest that
+fits; both are lmforge alone.
 
-Without a GPU a tiny shape takes the same way on the CPU, and nothing is recorded unless `--out` says where.
+Without a GPU a tiny shape takes the same way on the CPU, and nothing is recorded unless `--out`
+says where.
 """
 
 import argparse
@@ -59,16 +62,19 @@ from lmforge.lab.plan.prediction.step_config import StepConfig
 from lmforge.post.options.tuning import LoraOptions
 
 GIB = 2**30
-# The fraction of a GPU's memory for weights, gradients and optimizer states; the rest is for activations and logits.
+# The fraction of a GPU's memory for weights, gradients and optimizer states; the rest is for
+# activations and logits.
 SHARE_AT_REST = 0.8
-# The time limit for one size, from its first process to the last row. A trial may use the remaining time.
+# The time limit for one size, from its first process to the last row. A trial may use the remaining
+# time.
 SECONDS_A_SIZE = 440.0
-# Tokens/s of Llama-3 8B on one H200, published: length 4,096, 4 sequences in each of 2 micro-batches, full activation
-# checkpointing, compiled, weights and states in bf16.
+# Tokens/s of Llama-3 8B on one H200, published: length 4,096, 4 sequences in each of 2
+# micro-batches, full activation checkpointing, compiled, weights and states in bf16.
 PUBLISHED_8B = 10_471.0
-# Tokens/s of Mistral 7B with adapters beside NF4, published: foundation-model-stack/fms-acceleration, which has kernels of
-# Unsloth, scripts/benchmarks/refs/a100_80gb.csv, row 36. Rank 16 on four matrices, 4 sequences of 4,096 tokens, full activation
-# checkpointing, fp16; 14.8 GiB allocated at the peak.
+# Tokens/s of Mistral 7B with adapters beside NF4, published:
+# foundation-model-stack/fms-acceleration, which has kernels of Unsloth,
+# scripts/benchmarks/refs/a100_80gb.csv, row 36. Rank 16 on four matrices, 4 sequences of 4,096
+# tokens, full activation checkpointing, fp16; 14.8 GiB allocated at the peak.
 PUBLISHED_QLORA = 3_428.6
 
 
@@ -76,10 +82,11 @@ PUBLISHED_QLORA = 3_428.6
 class Size:
     """A shape, its sequences, and how many tokens a forward pass and a step take.
 
-    With `checkpointing_from` that length and longer ones compute activations again, for all contenders alike. `variants` are
-    settings of lmforge that are tried in place of the contest, by the name of the row: activation checkpointing, and tokens
-    of a forward pass. `published` is a figure to compare with, in tokens/s, which `published_on` reached. `lora`: these
-    adapters are trained, beside frozen weights.
+    With `checkpointing_from` that length and longer ones compute activations again, for all
+    contenders alike. `variants` are settings of lmforge that are tried in place of the contest, by
+    the name of the row: activation checkpointing, and tokens of a forward pass. `published` is a
+    figure to compare with, in tokens/s, which `published_on` reached. `lora`: these adapters are
+    trained, beside frozen weights.
     """
 
     shape: ModelConfig
@@ -107,8 +114,8 @@ def llama(vocabulary: int, hidden: int, inner: int, layers: int, heads: int, kep
     )
 
 
-# Written out rather than presets, so that results stay comparable when presets change. The number of tokens per forward pass
-# leaves room, on 80 GB, for a contender that keeps all of its logits.
+# Written out rather than presets, so that results stay comparable when presets change. The number
+# of tokens per forward pass leaves room, on 80 GB, for a contender that keeps all of its logits.
 LLAMA_8B = llama(128256, 4096, 14336, 32, 32, 8, tied=False)
 SIZES = {
     "124m": Size(llama(50304, 768, 2048, 12, 12, 12, tied=True), micro_tokens=32_768, step_tokens=65_536),
@@ -148,7 +155,8 @@ SIZES["7b-qlora"] = Size(
     published_on="one A100 of 80 GB",
     lora=LoraOptions(rank=16, alpha=16.0, target_modules=("q_proj", "k_proj", "v_proj", "o_proj"), base_dtype="nf4"),
 )
-# A mixture of experts: MFU counts those that a token goes to. Without its auxiliary loss, as all contenders.
+# A mixture of experts: MFU counts those that a token goes to. Without its auxiliary loss, as all
+# contenders.
 OLMOE = ModelConfig(
     model_type="olmoe",
     vocab_size=50304,
@@ -195,8 +203,9 @@ def bytes_at_rest(shape: ModelConfig, bytes_a_number: int) -> int:
 
 
 def what_fits(size: Size, length: int, memory_bytes: float) -> dict[str, Any]:
-    """Options that all contenders share: bf16 masters (and so bf16 gradients and states) only where fp32 finds no room, or
-    where a published figure had them."""
+    """Options that all contenders share: bf16 masters (and so bf16 gradients and states) only where
+    fp32 finds no room, or where a published figure had them.
+    """
     fits = bytes_at_rest(size.shape, 4) <= SHARE_AT_REST * memory_bytes and size.published is None
     checkpointing = size.checkpointing_from is not None and length >= size.checkpointing_from
     return {"master_dtype": "fp32" if fits else "bf16", "activation_checkpointing": "full" if checkpointing else "none"}
@@ -246,7 +255,9 @@ def why(ended: EndedEarly) -> str:
 
 
 def warmed_up(name: str, contest: Contest, seconds: float, limit: float) -> tuple[Contender | None, dict[str, Any]]:
-    """A contender that may run for `limit` seconds, `seconds` of them timed, and what its trial is so far. None: it failed."""
+    """A contender that may run for `limit` seconds, `seconds` of them timed, and what its trial is
+    so far. None: it failed.
+    """
     if limit <= seconds:
         return None, {"failed": "no time was left: run it alone with --contender"}
     contender = Contender(name, contest, limit)
@@ -307,8 +318,9 @@ def outcome(trial: dict[str, Any]) -> str:
 
 
 def prediction_of(name: str, contest: Contest, device_name: str) -> Prediction | None:
-    """The plan of a row; None for other programs than lmforge, for a GPU that the hardware file does not have, and for a model
-    that no plan is made of."""
+    """The plan of a row; None for other programs than lmforge, for a GPU that the hardware file
+    does not have, and for a model that no plan is made of.
+    """
     gpu = data_sheets().find(device_name)
     if gpu is None or gpu.peak_flops(contest.dtype) is None or not name.startswith(LMFORGE):
         return None
@@ -357,7 +369,9 @@ def figures(
 
 
 def compare(rows: dict[str, dict[str, Any]]) -> None:
-    """Add to each row how much faster lmforge is within a round, also for rows that are measured later."""
+    """Add to each row how much faster lmforge is within a round, also for rows that are measured
+    later.
+    """
     ours = rows.get(LMFORGE, {}).get("tokens_per_second")
     for row in rows.values():
         if "failed" not in row:
@@ -367,7 +381,9 @@ def compare(rows: dict[str, dict[str, Any]]) -> None:
 
 
 class Record:
-    """What was measured on one GPU, in a file that each row is written to, beside a table for people."""
+    """What was measured on one GPU, in a file that each row is written to, beside a table for
+    people.
+    """
 
     def __init__(self, folder: Path | None, device: str) -> None:
         self.path = folder / f"gpu-{word(device)}.json" if folder else None
@@ -376,7 +392,9 @@ class Record:
             self.content = json.loads(self.path.read_text(encoding="utf-8"))
 
     def cell(self, label: str, **about: Any) -> dict[str, Any]:
-        """The cell of a size; rows that it has are kept, for a later call may measure another contender."""
+        """The cell of a size; rows that it has are kept, for a later call may measure another
+        contender.
+        """
         before = self.content["cells"].get(label, {"contenders": {}})
         self.content["cells"][label] = {**before, **about}
         return self.content["cells"][label]["contenders"]

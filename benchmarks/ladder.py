@@ -1,9 +1,11 @@
-"""Whether a ladder predicts a run: a target of some two million parameters, near the optimum, and a ladder of a tenth of it.
+"""Whether a ladder predicts a run: a target of some two million parameters, near the optimum, and a
+ladder of a tenth of it.
 
-For each kind of text of this machine (Python sources and docstrings of the installed packages, C++ headers of torch): the text
-is prepared, `lmforge ladder` trains and fits, the target is trained, and its validation loss is compared with the prediction.
-Each run has one thread. With --folder, kinds of text can be measured by several commands, and a last one with all of them,
-which trains nothing any more, writes the record of all.
+For each kind of text of this machine (Python sources and docstrings of the installed packages, C++
+headers of torch): the text is prepared, `lmforge ladder` trains and fits, the target is trained,
+and its validation loss is compared with the prediction. Each run has one thread. With --folder,
+kinds of text can be measured by several commands, and a last one with all of them, which trains
+nothing any more, writes the record of all.
 """
 
 import argparse
@@ -64,8 +66,11 @@ TEXTS: dict[str, Callable[[], Iterator[str]]] = {"python": sources, "c++": heade
 
 
 def write_text(kind: str, path: Path, most_bytes: int) -> None:
-    """Documents of this kind, one JSON object a line, up to so many bytes. Of equal paragraphs only the first is kept: packages
-    copy each other, and what is held out must not be what was learned by heart."""
+    """Documents of this kind, one JSON object a line, up to so many bytes.
+
+    Of equal paragraphs only the first is kept: packages copy each other, and what is held out must
+    not be what was learned by heart.
+    """
     written, seen = 0, set[str]()
     with open(path, "w", encoding="utf-8") as file:
         for text in TEXTS[kind]():
@@ -125,7 +130,10 @@ every_steps = 100
 
 
 def measure(kind: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Predict and train the target on one kind of text. What was done before in this folder is not done again."""
+    """Predict and train the target on one kind of text.
+
+    What was done before in this folder is not done again.
+    """
     data, runs, file = folder / "tokens", folder / "runs", folder / "target.toml"
     parameters, rates, tiny = options.parameters, options.learning_rates, options.tiny
     if not (text := folder / "text.jsonl").exists():

@@ -1,11 +1,14 @@
-"""How often the intervals of a ladder's fit hold the truth, on losses drawn from known laws with noise; and a published fit.
+"""How often the intervals of a ladder's fit hold the truth, on losses drawn from known laws with
+noise; and a published fit.
 
-Each ladder has as many runs as one of `lmforge ladder`. The interval of each parameter, and of the loss of runs with 10 and 100
-times the FLOPs of the largest one, should hold the truth in LEVEL of the draws. A bootstrap over runs, and one over residuals
-that are corrected for their leverage, are measured beside it.
+Each ladder has as many runs as one of `lmforge ladder`. The interval of each parameter, and of the
+loss of runs with 10 and 100 times the FLOPs of the largest one, should hold the truth in LEVEL of
+the draws. A bootstrap over runs, and one over residuals that are corrected for their leverage, are
+measured beside it.
 
-`--points FILE` fits the points that Besiroglu et al. (arXiv 2404.10102) read off a figure of Hoffmann et al.:
-data/svg_extracted_data.csv of github.com/epoch-research/analyzing-chinchilla, commit 92258837. The file is not part of lmforge.
+`--points FILE` fits the points that Besiroglu et al. (arXiv 2404.10102) read off a figure of
+Hoffmann et al.: data/svg_extracted_data.csv of github.com/epoch-research/analyzing-chinchilla,
+commit 92258837. The file is not part of lmforge.
 """
 
 import csv
@@ -28,14 +31,15 @@ from lmforge.lab.ladder.fit import LEVEL, Fit, fit_points
 from lmforge.lab.ladder.frontier import predicted_loss
 from lmforge.lab.ladder.law import FIRST_HUBER, NUM_FITTED, Law, Losses, Point, best_law
 
-# One of small models, at the loss of text in small vocabularies; that of Besiroglu et al. with runs of such size; and one whose
-# exponents differ. Each with the parameters of its largest run.
+# One of small models, at the loss of text in small vocabularies; that of Besiroglu et al. with runs
+# of such size; and one whose exponents differ. Each with the parameters of its largest run.
 LAWS = {
     "small models": (Law(E=1.2, A=32.0, alpha=0.3, B=180.0, beta=0.35), 5e5),
     "published size": (Law(E=1.82, A=482.0, alpha=0.348, B=2085.0, beta=0.366), 1.6e8),
     "unequal": (Law(E=1.6, A=10.0, alpha=0.2, B=900.0, beta=0.5), 5e5),
 }
-# (sizes, each twice the one before; tokens for each parameter; standard deviation of the logarithm of a loss)
+# (sizes, each twice the one before; tokens for each parameter; standard deviation of the logarithm
+# of a loss)
 LADDERS = {
     "9 runs, 0.3 %": (3, (5, 12, 30), 0.003),
     "16 runs, 0.3 %": (4, (5, 10, 20, 40), 0.003),
@@ -63,7 +67,9 @@ def values_of(law: Law, runs: list[tuple[float, float]]) -> list[float]:
 
 
 def held(kind: str, name: str, draws: int, bootstraps: bool) -> dict[str, Any]:
-    """The fraction of draws whose intervals hold each of VALUES, the median width over the truth, and seconds of a fit."""
+    """The fraction of draws whose intervals hold each of VALUES, the median width over the truth,
+    and seconds of a fit.
+    """
     law, largest = LAWS[name]
     noise, runs = LADDERS[kind][2], targets(kind, largest)
     truth = np.array(values_of(law, runs))
@@ -118,7 +124,9 @@ def over_runs(points: list[Point], chance: np.random.Generator) -> list[Law]:
 
 
 def over_residuals(points: list[Point], chance: np.random.Generator) -> list[Law]:
-    """Laws of the fitted losses with residuals drawn with repetition, each divided by the root of 1 − its leverage."""
+    """Laws of the fitted losses with residuals drawn with repetition, each divided by the root of 1
+    − its leverage.
+    """
     law, huber = best_law(points)
     fitted = np.array([law.loss(each.parameters, each.tokens) for each in points])
     sizes = Losses(points).sizes

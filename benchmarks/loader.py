@@ -1,7 +1,9 @@
-"""What the loader costs: the time to make a global batch, and the fraction of a step that training waits for one.
+"""What the loader costs: the time to make a global batch, and the fraction of a step that training
+waits for one.
 
-A step is 100 ms of matrix products on all threads, so that the loader's thread has to share the cores as in training. The
-shards are small and in the page cache: this is the loader's arithmetic, not the disk's speed.
+A step is 100 ms of matrix products on all threads, so that the loader's thread has to share the
+cores as in training. The shards are small and in the page cache: this is the loader's arithmetic,
+not the disk's speed.
 """
 
 import sys
@@ -35,7 +37,9 @@ def making_seconds(stream: TokenDataset, rows: int, batches: int) -> list[float]
 
 
 def waited(stream: TokenDataset, rows: int, steps: int) -> tuple[float, float]:
-    """(seconds that the training thread waited for data, seconds of everything) over `steps`, after a first one."""
+    """(seconds that the training thread waited for data, seconds of everything) over `steps`, after
+    a first one.
+    """
     product = torch.randn(PRODUCT_SIZE, PRODUCT_SIZE)
     with BatchLoader(stream, global_batch_size=rows, micro_batch_size=rows) as loader:
         loader.batches(0)

@@ -1,7 +1,9 @@
-"""The best learning rate of a grid at several widths, under mup and in the standard parametrization.
+"""The best learning rate of a grid at several widths, under mup and in the standard
+parametrization.
 
-Small models of two layers train on the standard library's text for a few steps at each learning rate. At the base width both
-parametrizations are the same model. The loss is that of held-out text after the last step.
+Small models of two layers train on the standard library's text for a few steps at each learning
+rate. At the base width both parametrizations are the same model. The loss is that of held-out text
+after the last step.
 """
 
 import itertools
@@ -45,7 +47,9 @@ def train(folder: Path, width: int, parametrization: str, optimizer: str, rate: 
 
 
 def measure(folder: Path, optimizer: str, seed: int, chosen: Any) -> dict[str, float]:
-    """The losses of a seed, "PARAMETRIZATION WIDTH RATE" → loss, kept in a file of the folder, so that this can go on."""
+    """The losses of a seed, "PARAMETRIZATION WIDTH RATE" → loss, kept in a file of the folder, so
+    that this can go on.
+    """
     file = folder / f"{optimizer}-{seed}.jsonl"
     known = dict(json.loads(line) for line in file.read_text().splitlines()) if file.exists() else {}
     for width, rate, parametrization in itertools.product(chosen.widths, chosen.rates, PARAMETRIZATIONS):

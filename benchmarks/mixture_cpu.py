@@ -1,9 +1,10 @@
-"""A mixture of experts on a CPU: its speed beside transformers' Trainer and a dense model, and what it learns for its FLOPs.
+"""A mixture of experts on a CPU: its speed beside transformers' Trainer and a dense model, and what
+it learns for its FLOPs.
 
-Speed: lmforge's mixture of 8 experts, of which a token uses 2; the same model under Trainer, whose experts are its grouped
-products; and lmforge's dense model of as many active parameters. They take turns, as in train_cpu.py, without an auxiliary
-loss, so that all compute the same. Learning: the quickstart's recipe with the presets nano and nano-moe, as many FLOPs each,
-for some seeds.
+Speed: lmforge's mixture of 8 experts, of which a token uses 2; the same model under Trainer, whose
+experts are its grouped products; and lmforge's dense model of as many active parameters. They take
+turns, as in train_cpu.py, without an auxiliary loss, so that all compute the same. Learning: the
+quickstart's recipe with the presets nano and nano-moe, as many FLOPs each, for some seeds.
 """
 
 import argparse
@@ -34,8 +35,10 @@ BITS = "val/bits_per_byte"
 
 
 def shapes(tiny: bool) -> tuple[ModelConfig, ModelConfig]:
-    """The mixture, and the dense model that multiplies a token by as many numbers. Written out, so that results stay comparable
-    when presets change."""
+    """The mixture, and the dense model that multiplies a token by as many numbers.
+
+    Written out, so that results stay comparable when presets change.
+    """
     vocabulary, width, inner, layers = (512, 32, 64, 2) if tiny else (4096, 256, 704, 6)
     dense = ModelConfig(vocabulary, width, layers, 4, inner, model_type="qwen3", qk_norm=True)
     experts: dict[str, Any] = {

@@ -1,7 +1,9 @@
-"""On-policy distillation of an aligned teacher into the quickstart's model, beside GRPO of that model: reward for FLOPs.
+"""On-policy distillation of an aligned teacher into the quickstart's model, beside GRPO of that
+model: reward for FLOPs.
 
-The quickstart's recipes train the student and a teacher of twice its width, which GRPO aligns. Then, with each seed, the
-fine-tuned student is trained by GRPO, and by distillation for a fifth of those FLOPs. What the teacher cost is not counted.
+The quickstart's recipes train the student and a teacher of twice its width, which GRPO aligns.
+Then, with each seed, the fine-tuned student is trained by GRPO, and by distillation for a fifth of
+those FLOPs. What the teacher cost is not counted.
 """
 
 import argparse
@@ -62,13 +64,17 @@ class Runs:
         return self.train(name, verb, recipe, steps, "--model.source", source, *files, *words)
 
     def align(self, name: str, source: Path, steps: int, *words: object) -> list[float]:
-        """GRPO: reward of greedy answers to held-out requests, before the first and after the last step."""
+        """GRPO: reward of greedy answers to held-out requests, before the first and after the last
+        step.
+        """
         own = ["--validation.at_start", "true", "--validation.sequences", self._options.prompts]
         run = self.tune(name, "align", "quickstart-align", steps, source, *own, *words)
         return [each["val/reward"] for each in Run(run).read_metrics() if "val/reward" in each]
 
     def reward(self, name: str, source: Path) -> float:
-        """The reward of a model, as a run of GRPO measures it before its first step, which is small here."""
+        """The reward of a model, as a run of GRPO measures it before its first step, which is small
+        here.
+        """
         return self.align(name, source, 1, "--train.global_batch_size", 8)[0]
 
 
@@ -78,8 +84,9 @@ def read_flops(model: Path, length: int) -> int:
 
 
 def count_flops(student: int, teacher: int, length: int) -> tuple[int, int]:
-    """FLOPs of a sequence in GRPO and in on-policy distillation: the student samples it and learns from it, the teacher scores
-    it. `length`: its tokens, which all are taken to have."""
+    """FLOPs of a sequence in GRPO and in on-policy distillation: the student samples it and learns
+    from it, the teacher scores it. `length`: its tokens, which all are taken to have.
+    """
     grpo = (student // 3 + student) * length
     return grpo, grpo + teacher // 3 * length
 

@@ -1,7 +1,8 @@
-"""Predictions of `lmforge plan` divided by published values: speed and memory of each row of published.json.
+"""Predictions of `lmforge plan` divided by published values: speed and memory of each row of
+published.json.
 
-No constant of the prediction was fitted to these rows. A row that does not state its length or its batch is listed and not
-scored. The result does not depend on the machine that this runs on.
+No constant of the prediction was fitted to these rows. A row that does not state its length or its
+batch is listed and not scored. The result does not depend on the machine that this runs on.
 """
 
 import argparse

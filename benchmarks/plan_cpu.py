@@ -2,8 +2,9 @@
 
 Compared are tokens/s and the peak bytes of live tensors.
 
-A round calibrates for one rank and for two, and then measures each configuration once, so that a prediction and its measurement
-are from the same minutes. Each is a separate process. Medians over the rounds are reported.
+A round calibrates for one rank and for two, and then measures each configuration once, so that a
+prediction and its measurement are from the same minutes. Each is a separate process. Medians over
+the rounds are reported.
 """
 
 import json
@@ -19,7 +20,8 @@ from setting import benchmark_parser, machine, machine_lines, write_result
 
 from lmforge.core.distributed.rank_info import threads_per_rank
 
-# The presets nano and nano-moe, with 4,096 ids, in other shapes. Experts are drawn as busy as random weights make them.
+# The presets nano and nano-moe, with 4,096 ids, in other shapes. Experts are drawn as busy as
+# random weights make them.
 SHAPES = {
     "wide": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4},
     "deep": {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 10},

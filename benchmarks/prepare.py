@@ -1,10 +1,13 @@
-"""How fast text becomes tokens: lmforge's preparation compared with `tokenizers` alone, `datasets.map` and datatrove.
+"""How fast text becomes tokens: lmforge's preparation compared with `tokenizers` alone,
+`datasets.map` and datatrove.
 
-All take the same JSON lines and the same tokenizer.json. `tokenizers` encodes texts that lie in memory, in batches, with a
-thread on each core: it neither reads nor writes, so it is an upper bound for the others. lmforge reads the file, tokenizes it
-in processes, and writes shards with checksums in a keyed order. `datasets.map` reads it, tokenizes it in processes, and writes
-Arrow; datatrove, in an environment of its own, writes files of ids. Starting processes counts for all three. On a busy machine
-CPU seconds say more than seconds: all of them keep every core at work but for starting and ending.
+All take the same JSON lines and the same tokenizer.json. `tokenizers` encodes texts that lie in
+memory, in batches, with a thread on each core: it neither reads nor writes, so it is an upper bound
+for the others. lmforge reads the file, tokenizes it in processes, and writes shards with checksums
+in a keyed order. `datasets.map` reads it, tokenizes it in processes, and writes Arrow; datatrove,
+in an environment of its own, writes files of ids. Starting processes counts for all three. On a
+busy machine CPU seconds say more than seconds: all of them keep every core at work but for starting
+and ending.
 """
 
 import argparse
@@ -38,9 +41,12 @@ def respelt(text: str, number: int) -> str:
 
 
 def write_corpus(folder: Path, megabytes: int) -> int:
-    """The standard library's files as JSON lines, respelt in each repetition, to so many megabytes. Returns the bytes of text.
+    """The standard library's files as JSON lines, respelt in each repetition, to so many megabytes.
 
-    All tokenizers cache repeated words, so a corpus that is repeated unchanged would have too few different words.
+    Returns the bytes of text.
+
+    All tokenizers cache repeated words, so a corpus that is repeated unchanged would have too few
+    different words.
     """
     texts = [text for unit in open_text_source("stdlib").units() for text in unit.read() if text.strip()]
     written, sample = 0, []
@@ -67,7 +73,9 @@ Seconds = tuple[float, float]  # wall-clock seconds and CPU seconds
 
 
 def now() -> Seconds:
-    """Wall-clock seconds, and CPU seconds of this process and of those that it started and waited for."""
+    """Wall-clock seconds, and CPU seconds of this process and of those that it started and waited
+    for.
+    """
     used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return time.perf_counter(), sum(each.ru_utime + each.ru_stime for each in used)
 
@@ -136,7 +144,8 @@ def run_datatrove(folder: Path, out: Path, workers: int) -> Seconds:
     )
     read = JsonlReader(str(folder / "corpus"))
     tasks = len(corpus_files(folder))
-    # Spawned by this process: what a fork server starts would not be among the processes whose CPU time is counted.
+    # Spawned by this process: what a fork server starts would not be among the processes whose CPU
+    # time is counted.
     log = str(out / "log")
     LocalPipelineExecutor([read, write], tasks=tasks, workers=workers, logging_dir=log, start_method="spawn").run()
     return since(began)

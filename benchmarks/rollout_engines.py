@@ -1,8 +1,9 @@
-"""What a policy learns when the trainer samples itself, and when servers do: the reward of each engine with several seeds.
+"""What a policy learns when the trainer samples itself, and when servers do: the reward of each
+engine with several seeds.
 
-A small model of random weights learns to write as many different characters as it can, in fp32 on a CPU. Each run starts its
-own server (rollout.engine_start); vLLM is taken where the program `vllm` is on the PATH. Speeds are not compared: one machine
-samples, trains and serves.
+A small model of random weights learns to write as many different characters as it can, in fp32 on a
+CPU. Each run starts its own server (rollout.engine_start); vLLM is taken where the program `vllm`
+is on the PATH. Speeds are not compared: one machine samples, trains and serves.
 """
 
 import json
@@ -41,7 +42,10 @@ def write_inputs(folder: Path) -> None:
 
 
 def train(folder: Path, engine: str, seed: int, steps: int) -> dict[str, Any]:
-    """One run. Rewards are means over the sampled completions of the first and the last tenth of its steps."""
+    """One run.
+
+    Rewards are means over the sampled completions of the first and the last tenth of its steps.
+    """
     name = f"{engine}-{seed}"
     options: dict[str, Any] = {"method": "grpo", "model.source": folder / "model", "data.files": folder / "prompts.jsonl"}
     options |= {"rollout.reward_functions": f"{folder / 'rewards.py'}:variety", "rollout.num_generations": 8}

@@ -1,4 +1,6 @@
-"""Code that the benchmarks share: a small real corpus, a description of the machine, and writing of results."""
+"""Code that the benchmarks share: a small real corpus, a description of the machine, and writing of
+results.
+"""
 
 import argparse
 import contextlib
@@ -29,7 +31,10 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def benchmark_parser(docstring: str, rounds: int, what: str) -> argparse.ArgumentParser:
-    """A parser with the shared options: --rounds, which `what` explains, and --out. `docstring` is its module's."""
+    """A parser with the shared options: --rounds, which `what` explains, and --out.
+
+    `docstring` is its module's.
+    """
     parser = argparse.ArgumentParser(description=docstring.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=rounds, help=f"{what} (default: {rounds})")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result (default: benchmarks/results)")
@@ -37,7 +42,9 @@ def benchmark_parser(docstring: str, rounds: int, what: str) -> argparse.Argumen
 
 
 def tokens_of_stdlib(folder: Path, *, files: int | None, vocab_size: int) -> TokenFolder:
-    """Prepare the standard library's top-level modules (the first `files` of them, or all) into token shards in `folder`."""
+    """Prepare the standard library's top-level modules (the first `files` of them, or all) into
+    token shards in `folder`.
+    """
     text = folder / "text"
     text.mkdir()
     for module in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:files]:
@@ -47,14 +54,19 @@ def tokens_of_stdlib(folder: Path, *, files: int | None, vocab_size: int) -> Tok
 
 
 def run_lmforge(*words: object) -> None:
-    """Run lmforge with these words in a process of its own. Where it fails, this ends with what it said."""
+    """Run lmforge with these words in a process of its own.
+
+    Where it fails, this ends with what it said.
+    """
     ended = subprocess.run([sys.executable, "-m", "lmforge", *map(str, words)], capture_output=True, text=True, check=False)
     if ended.returncode:
         raise SystemExit(f"lmforge {words[0]}: {ended.stdout[-2000:]}{ended.stderr[-2000:]}")
 
 
 def train_run(folder: Path, name: str, metric: str, *words: object) -> float:
-    """Train a run of this name in `folder`, or go on with it where it stands; the last value of a metric."""
+    """Train a run of this name in `folder`, or go on with it where it stands; the last value of a
+    metric.
+    """
     run_lmforge(*words, "--run.folder", folder, "--run.name", name)
     return float(Run(folder / name).read_last_metrics()[metric])
 
@@ -79,7 +91,9 @@ def machine() -> dict[str, Any]:
 
 
 def machine_lines(environment: dict[str, Any]) -> list[str]:
-    """The same, to be read by people; with a warning where other work can have disturbed the figures."""
+    """The same, to be read by people; with a warning where other work can have disturbed the
+    figures.
+    """
     versions = ", ".join(f"{name} {version}" for name, version in environment["packages"].items())
     instructions = environment["instructions"]
     gpu = [f"- {environment['gpu']}"] if "gpu" in environment else []
@@ -97,7 +111,8 @@ def machine_lines(environment: dict[str, Any]) -> list[str]:
 
 
 def make_environment(folder: Path, packages: Sequence[str], files: Mapping[str, str] = MappingProxyType({})) -> tuple[str, str]:
-    """(a Python of its own with these packages over those of this environment, why it cannot be had).
+    """(a Python of its own with these packages over those of this environment, why it cannot be
+    had).
 
     `files` are written beside the packages: by path, their text.
     """
@@ -120,7 +135,10 @@ def word(hardware: str) -> str:
 
 
 def write_result(benchmark: str, record: dict[str, Any], table: str, folder: Path) -> Path:
-    """Write `record` as JSON and `table` as Markdown, named by benchmark, processor and minute. Returns the latter's path."""
+    """Write `record` as JSON and `table` as Markdown, named by benchmark, processor and minute.
+
+    Returns the latter's path.
+    """
     machine = record["machine"]
     hardware = machine.get("gpu") or f"{machine['processor'] or 'cpu'} {machine['cores']} cores"
     name = f"{benchmark}-{word(hardware)}-{time.strftime('%Y-%m-%d-%H%M')}"

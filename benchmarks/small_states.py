@@ -1,7 +1,9 @@
-"""What small optimizer states and bf16 master weights cost in held-out loss: the quickstart's pretraining with each of them.
+"""What small optimizer states and bf16 master weights cost in held-out loss: the quickstart's
+pretraining with each of them.
 
-All train the quickstart's recipe from the same seeds. The loss is that of all its validation files after the last step. 8-bit
-states are compared with fp32 ones, and bf16 master weights, rounded to the nearest and stochastically, with fp32 ones.
+All train the quickstart's recipe from the same seeds. The loss is that of all its validation files
+after the last step. 8-bit states are compared with fp32 ones, and bf16 master weights, rounded to
+the nearest and stochastically, with fp32 ones.
 """
 
 import argparse

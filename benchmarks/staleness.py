@@ -1,8 +1,10 @@
-"""Steps per hour of GRPO that samples while it trains, beside GRPO that waits; stages are simulated by sleeping.
+"""Steps per hour of GRPO that samples while it trains, beside GRPO that waits; stages are simulated
+by sleeping.
 
-The durations are those that verl published for a large model (generation 178 s, log-probabilities 54 s, update 114 s), a
-thousand times shorter. A server decodes as many completions at a time as a step has; the slowest takes 4 times as long as the
-median. What is measured is lmforge's own scheduling.
+The durations are those that verl published for a large model (generation 178 s, log-probabilities
+54 s, update 114 s), a thousand times shorter. A server decodes as many completions at a time as a
+step has; the slowest takes 4 times as long as the median. What is measured is lmforge's own
+scheduling.
 """
 
 import math
@@ -26,8 +28,9 @@ GOAL_RATIO, GOAL_STEP = 1.7, 1.1
 
 
 def durations(steps: int, seed: int) -> list[list[float]]:
-    """Seconds of each completion of each step: log-normal up to TAIL medians, so that a step alone takes GENERATION at the
-    median."""
+    """Seconds of each completion of each step: log-normal up to TAIL medians, so that a step alone
+    takes GENERATION at the median.
+    """
     chance = random.Random(seed)
     sigma = math.log(TAIL) / statistics.NormalDist().inv_cdf(1 - 1 / COMPLETIONS)
     drawn = [[min(TAIL, chance.lognormvariate(0, sigma)) for _ in range(COMPLETIONS)] for _ in range(steps)]

@@ -1,9 +1,10 @@
 """Tokens per second of lmforge compared with other trainers on a CPU.
 
-All have the same Llama shape, weights, data, optimizer, dtype and threads. Each contender runs in a separate process, since
-each changes process-wide state: thread pool, allocator, garbage collection, signal handlers, compiler settings, accelerate's
-singletons. They warm up and compile one after another, then take turns, one at a time while the rest wait on a pipe, so that
-whatever the machine does to a round it does to all of them. A ratio is taken within a round; medians over the rounds are
+All have the same Llama shape, weights, data, optimizer, dtype and threads. Each contender runs in a
+separate process, since each changes process-wide state: thread pool, allocator, garbage collection,
+signal handlers, compiler settings, accelerate's singletons. They warm up and compile one after
+another, then take turns, one at a time while the rest wait on a pipe, so that whatever the machine
+does to a round it does to all of them. A ratio is taken within a round; medians over the rounds are
 reported.
 """
 
@@ -40,7 +41,8 @@ def hold(contest: Contest, rounds: int, seconds: float) -> dict[str, Any]:
             say(f"{contest.dtype}: {contender.name} is warm after {warm_up.seconds:.0f} s")
         speeds: dict[str, list[float]] = {name: [] for name in names}
         for number in range(rounds):
-            # Each round begins with another contender, so that none always runs after the same one, with its heat and caches.
+            # Each round begins with another contender, so that none always runs after the same one,
+            # with its heat and caches.
             shift = number % len(contenders)
             for contender in contenders[shift:] + contenders[:shift]:
                 if contender.name == PEAK:

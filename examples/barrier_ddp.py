@@ -2,8 +2,9 @@
 
     torchrun --standalone --nproc-per-node 2 examples/barrier_ddp.py [agree]
 
-Each rank keeps the best losses so far and saves when a new one is among them. Only rank 0 really keeps the list, so the
-ranks come to different answers. With "agree" rank 0 decides for all. The story is in docs/barriers.md.
+Each rank keeps the best losses so far and saves when a new one is among them. Only rank 0 really
+keeps the list, so the ranks come to different answers. With "agree" rank 0 decides for all. The
+story is in docs/barriers.md.
 """
 
 import sys
@@ -43,7 +44,8 @@ def main() -> None:
         if decision[0]:
             save_checkpoint(best, loss)
         print(f"rank {dist.get_rank()}: step {step} done, {'saved' if decision[0] else 'not saved'}", flush=True)
-    # First the model: if it holds the last reference to the group, the process may never end (docs/barriers.md).
+    # First the model: if it holds the last reference to the group, the process may never end
+    # (docs/barriers.md).
     del model
     dist.destroy_process_group()
 

@@ -1,9 +1,11 @@
-"""Why asynchronous saving can hang FSDP2 training, whatever barrier comes before it, on two CPU processes.
+"""Why asynchronous saving can hang FSDP2 training, whatever barrier comes before it, on two CPU
+processes.
 
     torchrun --standalone --nproc-per-node 2 examples/barrier_fsdp2.py [own-group]
 
-Saving exchanges its plan in a thread of its own. On the group that training uses, its collectives and those of the next
-step pair in whatever order the threads happen to run. With "own-group" they cannot meet. The story is in docs/barriers.md.
+Saving exchanges its plan in a thread of its own. On the group that training uses, its collectives
+and those of the next step pair in whatever order the threads happen to run. With "own-group" they
+cannot meet. The story is in docs/barriers.md.
 """
 
 import sys

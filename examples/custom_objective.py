@@ -1,5 +1,6 @@
-"""Train with a custom objective: next-token prediction without a reward for very confident predictions. All strategies, resume
-and checkpoints work with it. `python examples/custom_objective.py PREPARED_FOLDER`
+"""Train with a custom objective: next-token prediction without a reward for very confident
+predictions. All strategies, resume and checkpoints work with it. `python
+examples/custom_objective.py PREPARED_FOLDER`
 """
 
 import os

@@ -1,4 +1,7 @@
-"""Measure a run, and write it as a folder that transformers opens. `python examples/evaluate_and_export.py RUN OUT`"""
+"""Measure a run, and write it as a folder that transformers opens.
+
+`python examples/evaluate_and_export.py RUN OUT`
+"""
 
 import sys
 

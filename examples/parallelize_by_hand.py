@@ -1,4 +1,6 @@
-"""A custom training loop on many ranks, with FSDP2. It has no checkpoints, logs and recovery: `train_model` has.
+"""A custom training loop on many ranks, with FSDP2.
+
+It has no checkpoints, logs and recovery: `train_model` has.
 
 torchrun --nproc-per-node=2 examples/parallelize_by_hand.py PREPARED_FOLDER OUT
 """
@@ -24,7 +26,8 @@ class NextToken:
 objective = NextToken()
 with lmforge.init_distributed() as ranks:
     data, tokenizer = lmforge.open_data(folder, sequence_length=128), lmforge.open_tokenizer(folder)
-    # On the meta device a model takes no memory; each rank then creates only its part of the weights.
+    # On the meta device a model takes no memory; each rank then creates only its part of the
+    # weights.
     module = lmforge.build_model(
         vocab_size=tokenizer.vocab_size, hidden_size=96, intermediate_size=256, num_hidden_layers=3, device="meta"
     )

@@ -1,4 +1,6 @@
-"""Text files → tokenizer and tokens → a trained model → generated text. `python examples/pretrain_from_text.py FOLDER_OF_TEXT`
+"""Text files → tokenizer and tokens → a trained model → generated text.
+
+`python examples/pretrain_from_text.py FOLDER_OF_TEXT`
 
 The run resumes when the script is started again. STEPS=20 makes it short.
 """

@@ -1,7 +1,8 @@
 """Language-model training end to end in plain PyTorch.
 
-The names of `__all__` are the library: what they promise is in docs/library.md. Each is imported when it is first used, so that
-`import lmforge` is fast and does not import torch (PEP 562). Everything else in the package may change without notice.
+The names of `__all__` are the library: what they promise is in docs/library.md. Each is imported
+when it is first used, so that `import lmforge` is fast and does not import torch (PEP 562).
+Everything else in the package may change without notice.
 """
 
 from importlib import import_module
@@ -9,8 +10,8 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-# The module of each public name. Names of subpackages (train, generate, evaluate, …) cannot be used, since importing one would
-# replace it.
+# The module of each public name. Names of subpackages (train, generate, evaluate, …) cannot be
+# used, since importing one would replace it.
 _PUBLIC = {
     # data
     "prepare_data": "lmforge.text.prepare.prepare:prepare",

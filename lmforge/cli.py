@@ -1,6 +1,8 @@
-"""The `lmforge` command: parses a command line, carries out its verb (see `core/options/verbs.py`), and ends with a status.
+"""The `lmforge` command: parses a command line, carries out its verb (see `core/options/verbs.py`),
+and ends with a status.
 
-The module of a verb is imported when it is called, so that `--help` answers before torch could be imported.
+The module of a verb is imported when it is called, so that `--help` answers before torch could be
+imported.
 """
 
 import atexit
@@ -47,8 +49,8 @@ DEBUG_VARIABLE = "LMFORGE_DEBUG"
 # Characters of an error line: a path may be longer than other values.
 MAX_LINE, MAX_WORD = 2000, 300
 LONG_WORD = re.compile(rf"\S{{{MAX_WORD + 1},}}")
-# Errors of the files that a user names, not of the program: circular links, a folder in the place of a file or the other way
-# round, a name that is too long, a file that may not or cannot be read.
+# Errors of the files that a user names, not of the program: circular links, a folder in the place
+# of a file or the other way round, a name that is too long, a file that may not or cannot be read.
 FILE_ERRNOS = {errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO}
 FILE_ERRNOS |= {errno.ENODEV, errno.ENXIO}  # a device or a socket
 # What libraries have to do at exit may take this long, such as a tracker's that waits for a server.
@@ -73,24 +75,29 @@ def main() -> None:
 
 
 def limit_spinning() -> None:
-    """Bound how long threads spin that wait for each other, unless the user has said how they wait. torch's OpenMP, libgomp,
-    reads it when torch is imported.
+    """Bound how long threads spin that wait for each other, unless the user has said how they wait.
+    torch's OpenMP, libgomp, reads it when torch is imported.
 
-    By default they spin for milliseconds. As soon as another program computes too, they take the cores from the thread that
-    they wait for, and a step takes four times as long and more. Not to spin at all costs a lone run a sixth (docs/log.md).
+    By default they spin for milliseconds. As soon as another program computes too, they take the
+    cores from the thread that they wait for, and a step takes four times as long and more. Not to
+    spin at all costs a lone run a sixth (docs/log.md).
     """
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ):
         os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
 
 
 def exit_process(status: int) -> NoReturn:
-    """End the process. With torch loaded, the interpreter is not finalized, which takes up to a second. After ranks have
-    communicated, finalization could also crash: threads of torch that free a tensor then take a lock that no longer exists, and
-    sometimes a rank died of it (SIGABRT) after everything was saved. A rank does not wait for threads; another process waits
-    EXIT_SECONDS for them and for what is registered at exit, since a client of a tracker may hang in either.
+    """End the process.
+
+    With torch loaded, the interpreter is not finalized, which takes up to a second. After ranks
+    have communicated, finalization could also crash: threads of torch that free a tensor then take
+    a lock that no longer exists, and sometimes a rank died of it (SIGABRT) after everything was
+    saved. A rank does not wait for threads; another process waits EXIT_SECONDS for them and for
+    what is registered at exit, since a client of a tracker may hang in either.
     """
     if "torch" in sys.modules:
-        # The second timer is for a flush that hangs: a thread that is stuck in a write holds the stream.
+        # The second timer is for a flush that hangs: a thread that is stuck in a write holds the
+        # stream.
         for seconds, end in ((EXIT_SECONDS, _end), (EXIT_SECONDS + 1.0, os._exit)):
             timer = threading.Timer(seconds, end, (status,))
             timer.daemon = True
@@ -115,8 +122,11 @@ def _end(status: int) -> NoReturn:
 
 
 def run(arguments: list[str]) -> int:
-    """Carry out a command line. Returns its exit status: 0; 1 for a failed run, or an unexpected exception; 2 for bad input; 75
-    for a lost rank; 128 + signal."""
+    """Carry out a command line.
+
+    Returns its exit status: 0; 1 for a failed run, or an unexpected exception; 2 for bad input; 75
+    for a lost rank; 128 + signal.
+    """
     if "--debug" in arguments:
         os.environ[DEBUG_VARIABLE] = "1"
     debug = bool(os.environ.get(DEBUG_VARIABLE))
@@ -161,7 +171,10 @@ def run(arguments: list[str]) -> int:
 
 
 def _answer(name: str, arguments: list[str]) -> str | None:
-    """What is printed where no verb is to be carried out: help, or the version. Raises UserError for an unknown verb."""
+    """What is printed where no verb is to be carried out: help, or the version.
+
+    Raises UserError for an unknown verb.
+    """
     if name in HELP_WORDS:
         words = list(dropwhile(HELP_WORDS.__contains__, arguments))
         return _answer(words[0], ["--help", *words[1:]]) if words else _overview()
@@ -186,7 +199,9 @@ def _answer(name: str, arguments: list[str]) -> str | None:
 
 
 def wrap_help(text: str, columns: int) -> str:
-    """Help for a terminal of this many columns: long lines are wrapped below the meaning of their option."""
+    """Help for a terminal of this many columns: long lines are wrapped below the meaning of their
+    option.
+    """
     lines = []
     for line in text.splitlines():
         option_end = re.match(r"(  \S.*?  +)?", line)
@@ -222,7 +237,9 @@ def parse_command(name: str, arguments: list[str]) -> Any:
 
 
 def _split_dry_run(arguments: list[str]) -> tuple[list[str], str | None]:
-    """The arguments without --dry-run and its value, and the options to print: "changed", "all", or None without --dry-run."""
+    """The arguments without --dry-run and its value, and the options to print: "changed", "all", or
+    None without --dry-run.
+    """
     if "--dry-run" not in arguments:
         return arguments, None
     at = arguments.index("--dry-run")
@@ -232,7 +249,10 @@ def _split_dry_run(arguments: list[str]) -> tuple[list[str], str | None]:
 
 
 def _carry_out(name: str, arguments: list[str], chosen: Any) -> int:
-    """Call the function of a verb in this process, or on ranks that are started for it. Returns the exit status."""
+    """Call the function of a verb in this process, or on ranks that are started for it.
+
+    Returns the exit status.
+    """
     verb = VERBS[name]
     if name in STAGES and (scope := _split_dry_run(arguments)[1]):
         from lmforge.ops.verbs.show.describe import dry_run
@@ -244,7 +264,8 @@ def _carry_out(name: str, arguments: list[str], chosen: Any) -> int:
     if name == "doctor" and (group := read_node_group()):
         where = agree_on_address(group, chosen.timeout_seconds)
         return launch_plainly(chosen.processes, [name, *arguments], group.rank, len(group.names), *where)
-    # Ranks that lmforge started have the same command line; their environment variables tell their rank.
+    # Ranks that lmforge started have the same command line; their environment variables tell their
+    # rank.
     environment = chosen.launch.environment if isinstance(chosen, StageConfig) else getattr(chosen, "environment", "auto")
     if environment != "auto" and LAUNCHER_PID_VARIABLE not in os.environ:
         os.environ[ENVIRONMENT_VARIABLE] = environment
@@ -257,7 +278,9 @@ def _carry_out(name: str, arguments: list[str], chosen: Any) -> int:
 
 
 def _launch(command: list[str], chosen: Any, processes: int, group: NodeGroup | None = None) -> int:
-    """Start the ranks of this machine: all of them, or those of a node of the `group` that `lmforge launch` has started."""
+    """Start the ranks of this machine: all of them, or those of a node of the `group` that `lmforge
+    launch` has started.
+    """
     if isinstance(chosen, StageConfig):  # refused here, before ranks are started
         nodes = len(group.names) if group else 1
         plan_batches(chosen, processes * nodes)
@@ -276,7 +299,9 @@ def _launch(command: list[str], chosen: Any, processes: int, group: NodeGroup | 
 
 
 def _output_problem(problem: Exception) -> UserError | None:
-    """The message for standard output that takes nothing, such as a file on a full disk; None for another exception."""
+    """The message for standard output that takes nothing, such as a file on a full disk; None for
+    another exception.
+    """
     if not isinstance(problem, OSError) or problem.filename or problem.errno not in DISK_FULL_ERRNOS:
         return None
     try:
@@ -322,7 +347,8 @@ def _reports_errors() -> bool:
 def _print_error(line: str) -> None:
     """One line on standard error, from one rank only."""
     if _reports_errors():
-        # User values are truncated where messages name them. Here the full line is limited, and control characters are removed.
+        # User values are truncated where messages name them. Here the full line is limited, and
+        # control characters are removed.
         printable = "".join(each if each.isprintable() else " " for each in line)
         printable = LONG_WORD.sub(lambda word: cut(word[0], MAX_WORD), printable)
         if len(printable) > MAX_LINE:
@@ -330,14 +356,15 @@ def _print_error(line: str) -> None:
         with suppress(OSError):  # nothing reads it any more
             print(f"lmforge: {printable}", file=sys.__stderr__, flush=True)
     else:
-        # A launcher ends all ranks as soon as one ends, possibly before the reporting rank has reported. So ranks that fail
-        # before they have joined wait here.
+        # A launcher ends all ranks as soon as one ends, possibly before the reporting rank has
+        # reported. So ranks that fail before they have joined wait here.
         time.sleep(2)
 
 
 def _save_traceback(problem: Exception, chosen: Options | None) -> Path | str:
-    """The file with the traceback: the rank's log where its attempt had begun; else it is written to the logs of the run, where
-    there is one, or to a new temporary file."""
+    """The file with the traceback: the rank's log where its attempt had begun; else it is written
+    to the logs of the run, where there is one, or to a new temporary file.
+    """
     if log_path := getattr(problem, "log_path", None):  # the rank has written it to its log
         return log_path
     text = "".join(traceback.format_exception(problem))

@@ -1,4 +1,7 @@
-"""Tests of lmforge. Their processes wait for threads as the `lmforge` command does: set before torch is imported."""
+"""Tests of lmforge.
+
+Their processes wait for threads as the `lmforge` command does: set before torch is imported.
+"""
 
 from lmforge.cli import limit_spinning
 

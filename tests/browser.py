@@ -33,7 +33,10 @@ def open_page(
     within: str = "",
     **looks: object,
 ) -> "Iterator[Page]":
-    """A page; whatever the browser complains of fails the test. So does what it loads from elsewhere than `within`."""
+    """A page; whatever the browser complains of fails the test.
+
+    So does what it loads from elsewhere than `within`.
+    """
     page = browser.new_context(**looks).new_page()  # type: ignore[arg-type]
     page.set_default_timeout(SECONDS)
     complaints: list[str] = []

@@ -26,7 +26,9 @@ def measurement(what: str, sizes: Sequence[int], value: float, dtype: str | None
 def calibration(
     *, kind: str = "cpu", device: str = "A CPU", ranks: int = 1, dtypes: Sequence[str] = ("fp32",)
 ) -> dict[str, Any]:
-    """The content of such a file: products at 1e11 FLOP/s, attention at half of it, arrays and memory at 1e10 bytes/s."""
+    """The content of such a file: products at 1e11 FLOP/s, attention at half of it, arrays and
+    memory at 1e10 bytes/s.
+    """
     values = {"FLOP/s": 1e11, "bytes/s": 1e10, "s": 1e-3}
     measurements = []
     for what in (*REQUIRED, *EXPERTS, *(COLLECTIVES if ranks > 1 else ()), "disk write"):

@@ -1,4 +1,5 @@
-"""Shared fixtures: a small corpus, prepared once, a small run trained on it, and the command itself.
+"""Shared fixtures: a small corpus, prepared once, a small run trained on it, and the command
+itself.
 
 And pytest hooks: seeds of random numbers, tools that a test needs, and repetitions.
 """
@@ -30,28 +31,31 @@ from tests.preloaded import TIMEOUT_SECONDS, preloaded
 from tests.text import write_documents
 
 ROOT = Path(__file__).parents[1]
-# A process that a test starts imports this checkout, and the modules of its tests, from whichever folder it is in.
+# A process that a test starts imports this checkout, and the modules of its tests, from whichever
+# folder it is in.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-# A shell that starts the tests in the background has SIGINT ignored in them, and so in every process that they start. A test
-# that interrupts one would wait for its time-out.
+# A shell that starts the tests in the background has SIGINT ignored in them, and so in every
+# process that they start. A test that interrupts one would wait for its time-out.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # It ignores SIGQUIT too, and nohup SIGHUP.
 for number in (signal.SIGQUIT, signal.SIGHUP):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.SIG_DFL)
-# The models here are so small that a second thread takes more time than it saves, and most while it waits. Read when torch is
-# imported, by the processes that this one starts.
+# The models here are so small that a second thread takes more time than it saves, and most while it
+# waits. Read when torch is imported, by the processes that this one starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 limit_spinning()
-# A folder that is not there may be the name of a model: only tests with a hub of their own look for it.
+# A folder that is not there may be the name of a model: only tests with a hub of their own look for
+# it.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 Refusal = Callable[..., str]
 
 
-# --- pytest hooks -----------------------------------------------------------------------------------------------------
+# --- pytest hooks
+# -----------------------------------------------------------------------------------------------------
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -83,7 +87,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    """Run all tests `--repeat` times. Between two repetitions all fixtures are torn down, those of the session too."""
+    """Run all tests `--repeat` times.
+
+    Between two repetitions all fixtures are torn down, those of the session too.
+    """
     times = session.config.getoption("repeat")
     if times == 1 or session.testsfailed or session.config.option.collectonly:
         return None
@@ -146,14 +153,16 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.write_line(terminalreporter.config.stash[_SEED])
 
 
-# --- shared fixtures --------------------------------------------------------------------------------------------------
+# --- shared fixtures
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session", autouse=True)
 def working_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Iterator[Path]]:
     """New working folders, one a test. Shared fixtures work in an empty one.
 
-    So nothing depends on what a user's checkout holds: `data/`, `runs/` and recipes, which are defaults of options.
+    So nothing depends on what a user's checkout holds: `data/`, `runs/` and recipes, which are
+    defaults of options.
     """
     folder = tmp_path_factory.mktemp("work")
     (folder / "shared").mkdir()
@@ -181,10 +190,12 @@ def tiny_tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def lmforge(tmp_path_factory: pytest.TempPathFactory) -> Command:
-    """`lmforge(*args, stdin="", cwd=None, ranks=1, **variables)`: runs the command in a process of its own and waits for it.
+    """`lmforge(*args, stdin="", cwd=None, ranks=1, **variables)`: runs the command in a process of
+    its own and waits for it.
 
-    `ranks` are started as torchrun would, which takes seconds less than `--launch.processes`. With variables that are not of
-    the tests, or of Hugging Face's hub, whose library is imported late, a new interpreter is started: imports read some.
+    `ranks` are started as torchrun would, which takes seconds less than `--launch.processes`. With
+    variables that are not of the tests, or of Hugging Face's hub, whose library is imported late, a
+    new interpreter is started: imports read some.
     """
 
     def command(
@@ -209,7 +220,9 @@ def lmforge(tmp_path_factory: pytest.TempPathFactory) -> Command:
 
 @pytest.fixture(scope="session")
 def gpu_device() -> torch.device:
-    """The GPU; in a rehearsal (`python tests/gpu.py --device cpu`) the CPU. A test that takes it can run on either."""
+    """The GPU; in a rehearsal (`python tests/gpu.py --device cpu`) the CPU. A test that takes it
+    can run on either.
+    """
     return torch.device("cpu") if tools.rehearses_gpu() else torch.device("cuda", 0)
 
 
@@ -224,7 +237,9 @@ def laboratory() -> Iterator[Laboratory]:
 
 @pytest.fixture(scope="session")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Command:
-    """`program(text, *args, ranks=1)`: runs a Python program in processes of its own that have imported lmforge already."""
+    """`program(text, *args, ranks=1)`: runs a Python program in processes of its own that have
+    imported lmforge already.
+    """
 
     def command(text: str, *args: object, ranks: int = 1) -> subprocess.CompletedProcess[str]:
         folder = tmp_path_factory.mktemp("program")
@@ -244,7 +259,9 @@ def only_line(errors: str) -> str:
 
 @pytest.fixture
 def refused(capfd: pytest.CaptureFixture[str]) -> Refusal:
-    """`refused(*args, status=2)`: runs a command line in this process and returns its one line of error."""
+    """`refused(*args, status=2)`: runs a command line in this process and returns its one line of
+    error.
+    """
 
     def error_of(*args: object, status: int = 2) -> str:
         capfd.readouterr()
@@ -262,7 +279,9 @@ def without_shape(options: list[str]) -> list[str]:
 
 @pytest.fixture(scope="session")
 def tiny_options(tiny_tokens: Path) -> list[str]:
-    """Options of a run of 6 steps of 4 sequences of 48 tokens: 2 layers of width 32, grouped heads, fp32, one line per step."""
+    """Options of a run of 6 steps of 4 sequences of 48 tokens: 2 layers of width 32, grouped heads,
+    fp32, one line per step.
+    """
     chosen = {
         "data.folder": tiny_tokens,
         "data.sequence_length": 48,

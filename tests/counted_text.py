@@ -1,4 +1,6 @@
-"""A text that counts what is gone through of it, for tests that work grows with a text and no faster."""
+"""A text that counts what is gone through of it, for tests that work grows with a text and no
+faster.
+"""
 
 from typing import Any
 

@@ -19,7 +19,9 @@ def decode(
     stop_ids: frozenset[int] = frozenset(),
     num_completions: int = 1,
 ) -> list[list[int]]:
-    """The tokens of `num_completions` completions of each prompt, all in one batch, seeded as `generate` does."""
+    """The tokens of `num_completions` completions of each prompt, all in one batch, seeded as
+    `generate` does.
+    """
     longest = max(map(len, prompts))
     batch_size = num_completions * len(prompts)
     engine = Engine(model, vocab_size=vocab_size, max_batch_size=batch_size, max_length=longest + max_tokens)

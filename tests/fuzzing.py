@@ -1,4 +1,6 @@
-"""Generators of hostile input for tests/test_fuzz.py, and the contract that a command keeps for any input."""
+"""Generators of hostile input for tests/test_fuzz.py, and the contract that a command keeps for any
+input.
+"""
 
 import copy
 import faulthandler
@@ -73,7 +75,8 @@ RAW_JSON = [
 ]
 
 
-# What is no metadata of a checkpoint: a value that it does not hold, another thing, half of one, nothing.
+# What is no metadata of a checkpoint: a value that it does not hold, another thing, half of one,
+# nothing.
 DAMAGED_PICKLES = [
     b"\x80\x04h\x05.",
     pickle.dumps({}),
@@ -131,7 +134,9 @@ def mutated_bytes(rng: random.Random, content: bytes) -> bytes:
 
 
 def mutated_json(rng: random.Random, value: Any) -> bytes:
-    """JSON of `value` with a few fields mutated: at each level one is chosen, so that long lists get no more than others."""
+    """JSON of `value` with a few fields mutated: at each level one is chosen, so that long lists
+    get no more than others.
+    """
     value = copy.deepcopy(value)
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
         _mutate_a_field(rng, value)
@@ -199,7 +204,10 @@ class _TookTooLong(BaseException):
 
 @contextmanager
 def _deadline() -> Iterator[None]:
-    """Ends what takes too long. One call of C that does so ends the whole process, with its stack."""
+    """Ends what takes too long.
+
+    One call of C that does so ends the whole process, with its stack.
+    """
 
     def stop(*_: object) -> None:
         raise _TookTooLong
@@ -216,10 +224,12 @@ def _deadline() -> Iterator[None]:
 
 
 class Contract:
-    """Carries out drawn command lines in this process, and collects in what they break the contract.
+    """Carries out drawn command lines in this process, and collects in what they break the
+    contract.
 
-    A command ends in time; with status 0, or with 1 or 2 and one short line on standard error that was meant for the user.
-    What was there before is as it was: a command may make new files where it succeeds, and only in the folder of its case.
+    A command ends in time; with status 0, or with 1 or 2 and one short line on standard error that
+    was meant for the user. What was there before is as it was: a command may make new files where
+    it succeeds, and only in the folder of its case.
     """
 
     def __init__(self, folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +247,10 @@ class Contract:
         return case
 
     def check(self, case: Path, words: list[str], note: str, stdin: bytes = b"Hi\n", trains: bool = False) -> None:
-        """`note` says what was done to the input. What `trains` may write into the run that is in its folder."""
+        """`note` says what was done to the input.
+
+        What `trains` may write into the run that is in its folder.
+        """
         before = contents(self.folder)
         self._monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
         self._capfd.readouterr()
@@ -252,7 +265,8 @@ class Contract:
         out, err = self._capfd.readouterr()
         self.statuses.append(status)
         stage_error = _stage_error(err) if words[0] == "run" else None
-        # A pipeline whose stage was refused has begun: its state and the folder of the stage's run are there.
+        # A pipeline whose stage was refused has begun: its state and the folder of the stage's run
+        # are there.
         trains = trains or stage_error is not None
         problem = problem or _wrong_ending(status, out, stage_error or err)
         # Of a folder itself, what is in it may grow: that is seen by the files.
@@ -272,7 +286,9 @@ class Contract:
 
 
 def _stage_error(err: str) -> str | None:
-    """What a stage of a pipeline said itself, before the line of `lmforge run` that names the stage; None without that."""
+    """What a stage of a pipeline said itself, before the line of `lmforge run` that names the
+    stage; None without that.
+    """
     lines = err.splitlines(keepends=True)
     named = len(lines) > 1 and re.search(r": stage \S+ ended with status \d+; ", lines[-1])
     return "".join(lines[:-1]) if named else None

@@ -2,10 +2,11 @@
 
     python tests/gpu.py [--json PATH] [--minutes 5] [--part 1/4] [--device cpu] [WORDS OF PYTEST …]
 
-Nothing is installed. A test whose package is missing, or that would begin too late, is listed as not run; tests that have not
-passed on any GPU, by the records in benchmarks/results/, begin first. Each outcome is written to the JSON file at once, so that
-a run that is killed keeps what it has. With `--device cpu` the bodies that run on either device run on this CPU, to find plain
-errors: that is a rehearsal, and says nothing about a GPU.
+Nothing is installed. A test whose package is missing, or that would begin too late, is listed as
+not run; tests that have not passed on any GPU, by the records in benchmarks/results/, begin first.
+Each outcome is written to the JSON file at once, so that a run that is killed keeps what it has.
+With `--device cpu` the bodies that run on either device run on this CPU, to find plain errors: that
+is a rehearsal, and says nothing about a GPU.
 """
 
 import argparse
@@ -28,12 +29,13 @@ JSON = ROOT / "build" / "gpu-tests.json"
 RECORDS = ROOT / "benchmarks" / "results"
 DEVICE = "LMFORGE_TEST_DEVICE"
 SECONDS = "LMFORGE_TEST_SECONDS"
-# No test begins after so many minutes, and none takes longer than so many seconds: together less than 8 minutes.
+# No test begins after so many minutes, and none takes longer than so many seconds: together less
+# than 8 minutes.
 MINUTES, SECONDS_A_TEST = 5.0, 160
 IMPORTED_AS = {"typing-extensions": "typing_extensions", "huggingface-hub": "huggingface_hub", "tomli-w": "tomli_w"}
 PLUGINS = {"pytest-timeout": "pytest_timeout"}
-# Read when torch makes its first process group, and when it looks for a GPU: through NVML, so that a process that has looked
-# can still be forked.
+# Read when torch makes its first process group, and when it looks for a GPU: through NVML, so that
+# a process that has looked can still be forked.
 VARIABLES = {"TORCH_FR_BUFFER_SIZE": "2000", "PYTORCH_NVML_BASED_CUDA_CHECK": "1", SECONDS: str(SECONDS_A_TEST)}
 
 
@@ -140,7 +142,9 @@ class Outcomes:
         return {**self.metadata, "minutes": round(self.minutes, 2), **counts, "tests": self.tests}
 
     def write(self) -> None:
-        """Into the file, or where that cannot be (a checkout that is read only) one of that name among temporary ones."""
+        """Into the file, or where that cannot be (a checkout that is read only) one of that name
+        among temporary ones.
+        """
         for path in (self.path, Path(tempfile.gettempdir()) / self.path.name):
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -215,7 +219,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     outcomes = Outcomes(environment(chosen.device), chosen.json.absolute(), chosen.minutes, chosen.part, passed_before())
     os.chdir(ROOT)
-    # Plugins that happen to be installed are left out, and of ours xdist: tests would share the GPU.
+    # Plugins that happen to be installed are left out, and of ours xdist: tests would share the
+    # GPU.
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     plugins = [word for name in PLUGINS.values() if find_spec(name) for word in ("-p", name, f"--timeout={SECONDS_A_TEST}")]
     options = ["-o", "addopts=", "--strict-markers", "-q", "--tb=short", "-p", "no:cacheprovider", "-m", "gpu"]

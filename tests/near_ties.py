@@ -1,6 +1,8 @@
-"""Near-ties of mixtures of experts: tokens whose k-th and next score are so close that rounding may choose either.
+"""Near-ties of mixtures of experts: tokens whose k-th and next score are so close that rounding may
+choose either.
 
-Two computations that differ by rounding are compared on numbers that have none: what was drawn is counted and drawn again.
+Two computations that differ by rounding are compared on numbers that have none: what was drawn is
+counted and drawn again.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +20,10 @@ T = TypeVar("T")
 
 @contextmanager
 def near_ties() -> Iterator[list[int]]:
-    """The number of tokens with a near-tie, of each call of a router within it. Padding does not count in training."""
+    """The number of tokens with a near-tie, of each call of a router within it.
+
+    Padding does not count in training.
+    """
     found: list[int] = []
 
     def look(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
@@ -34,7 +39,9 @@ def near_ties() -> Iterator[list[int]]:
 
 
 def _smallest_gaps(router: Router, scores: Tensor) -> Tensor:
-    """Between what is chosen and what is next, of experts and of groups of them: [tokens], of scores [tokens, experts]."""
+    """Between what is chosen and what is next, of experts and of groups of them: [tokens], of
+    scores [tokens, experts].
+    """
     gaps = _gap_after(router._to_choose_by(scores), router.count)
     if router.groups == 1:
         return gaps
@@ -50,7 +57,10 @@ def _gap_after(scores: Tensor, count: int) -> Tensor:
 
 
 def drawn_without_near_ties(draw: Callable[[], T], run: Callable[[T], object]) -> T:
-    """What `draw` gave first that a model that `run` runs on it has no near-tie with. It prints how often it drew again."""
+    """What `draw` gave first that a model that `run` runs on it has no near-tie with.
+
+    It prints how often it drew again.
+    """
     again = 0
     while True:
         drawn = draw()

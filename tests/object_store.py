@@ -13,7 +13,9 @@ import s3fs
 
 @contextmanager
 def object_store(folder: Path) -> Iterator[None]:
-    """Start an empty server, and set this process's environment to reach it; `folder` keeps what it prints."""
+    """Start an empty server, and set this process's environment to reach it; `folder` keeps what it
+    prints.
+    """
     before = dict(os.environ)
     printed = folder / "printed.txt"
     with open(printed, "w") as out:

@@ -1,9 +1,10 @@
 """All tests in parts, for `make test-all`: `python -m tests.parts [--jobs N] [PART …]`.
 
-Every test file is in exactly one part. Four parts are not files: `chaos` and `chaos-of-rollouts` inject random faults into
-runs, `repetitions` repeats fast tests that use random numbers, each time with another seed, and `processors` repeats the tests
-that compare numbers, slow ones too, as other processors compute. That takes hours, so it runs only where it is named. The seed
-is new and printed.
+Every test file is in exactly one part. Four parts are not files: `chaos` and `chaos-of-rollouts`
+inject random faults into runs, `repetitions` repeats fast tests that use random numbers, each time
+with another seed, and `processors` repeats the tests that compare numbers, slow ones too, as other
+processors compute. That takes hours, so it runs only where it is named. The seed is new and
+printed.
 """
 
 import argparse
@@ -25,7 +26,8 @@ CHAOS_MINUTES = 10
 class Part:
     """Test files by patterns below tests/, or a command of its own (arguments of `python`).
 
-    `shared` are further arguments of the command, dealt out to as many processes as may run at once.
+    `shared` are further arguments of the command, dealt out to as many processes as may run at
+    once.
     """
 
     patterns: tuple[str, ...] = ()

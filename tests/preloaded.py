@@ -1,9 +1,10 @@
 """A fork server: starts one or more ranks without importing torch again.
 
-Most of the time of a small run is spent on imports. `Preloaded` runs this file as a server process, once for all tests, and
-sends it requests as lines of JSON. The server forks a process for each rank, with its own output, environment, folder and
-exit status; it continues where `python -m lmforge` is after its imports. Where such a process starts `python -m lmforge`
-itself, as a launcher starts ranks, that is forked too (`ForkingPopen`). Other tests cover real starts.
+Most of the time of a small run is spent on imports. `Preloaded` runs this file as a server process,
+once for all tests, and sends it requests as lines of JSON. The server forks a process for each
+rank, with its own output, environment, folder and exit status; it continues where `python -m
+lmforge` is after its imports. Where such a process starts `python -m lmforge` itself, as a launcher
+starts ranks, that is forked too (`ForkingPopen`). Other tests cover real starts.
 """
 
 import atexit
@@ -30,7 +31,10 @@ TIMEOUT_SECONDS = float(os.environ.get("LMFORGE_TEST_SECONDS", "300"))
 
 
 class Forked:
-    """A process of the fork server that runs beside the tests, with the methods of a Popen. `out` and `errors` are files."""
+    """A process of the fork server that runs beside the tests, with the methods of a Popen.
+
+    `out` and `errors` are files.
+    """
 
     def __init__(self, pid: int, out: Path, errors: Path, status: Path) -> None:
         self.pid, self.out, self.errors, self._status = pid, out, errors, status
@@ -73,9 +77,11 @@ class Preloaded:
         variables: Mapping[str, str] | None = None,
         timeout: float = TIMEOUT_SECONDS,
     ) -> subprocess.CompletedProcess[str]:
-        """Run `lmforge ARGS`, or a script with these arguments, on `ranks` ranks and wait; its output goes to `folder`.
+        """Run `lmforge ARGS`, or a script with these arguments, on `ranks` ranks and wait; its
+        output goes to `folder`.
 
-        The status is the first that is not 0. When one of several ranks fails, the others are killed after ten seconds.
+        The status is the first that is not 0. When one of several ranks fails, the others are
+        killed after ten seconds.
         """
         number = len(list(folder.glob("out-*")))
         requests = [
@@ -99,7 +105,9 @@ class Preloaded:
         script: Path | None = None,
         variables: Mapping[str, str] | None = None,
     ) -> Forked:
-        """Start `lmforge ARGS`, or a script with these arguments, and do not wait for it; its output goes to `folder`."""
+        """Start `lmforge ARGS`, or a script with these arguments, and do not wait for it; its
+        output goes to `folder`.
+        """
         number = len(list(folder.glob("out-*")))
         request, status = _request(args, folder, number, variables, script=script), folder / f"status-{number}"
         out, errors = Path(request["out"]), Path(request["errors"])
@@ -157,7 +165,10 @@ def preloaded() -> Preloaded:
 def on_ranks(
     ranks: int, script: Path, folder: Path, *args: object, timeout: float = 500, variables: Mapping[str, str] | None = None
 ) -> str:
-    """Run a script on `ranks` ranks, which must succeed. Returns their output, which is also in a new folder in `folder`."""
+    """Run a script on `ranks` ranks, which must succeed.
+
+    Returns their output, which is also in a new folder in `folder`.
+    """
     output = folder / f"output-{len(list(folder.glob('output-*')))}"
     output.mkdir()
     words = [str(arg) for arg in args]
@@ -167,7 +178,10 @@ def on_ranks(
 
 
 def _serve() -> dict[str, Any] | None:
-    """Fork the processes of each request until the input ends. Returns its request in a child, None in the parent."""
+    """Fork the processes of each request until the input ends.
+
+    Returns its request in a child, None in the parent.
+    """
     for line in sys.stdin:
         message = json.loads(line)
         if "beside" in message:
@@ -188,7 +202,10 @@ def _serve() -> dict[str, Any] | None:
 
 
 def _keep(request: dict[str, Any], status_file: Path) -> dict[str, Any]:
-    """Fork a process, answer with its process id, and write down how it ends. Returns its request in the process itself."""
+    """Fork a process, answer with its process id, and write down how it ends.
+
+    Returns its request in the process itself.
+    """
     child = os.fork()
     if child == 0:
         os.setpgid(0, 0)  # the kernel halts no process of a group that has no parent in its session, such as setsid makes
@@ -249,13 +266,16 @@ def _run_request(request: dict[str, Any]) -> None:
 
 
 class ForkingPopen(subprocess.Popen[Any]):
-    """A Popen that forks this process where `python -m lmforge` would be started: ranks, stages of a pipeline, trials."""
+    """A Popen that forks this process where `python -m lmforge` would be started: ranks, stages of
+    a pipeline, trials.
+    """
 
     def __init__(self, args: Sequence[Any], env: Mapping[str, str] | None = None, **named: Any) -> None:
         if list(args[:3]) == [sys.executable, "-m", "lmforge"]:
             sys.stdout.flush()
             sys.stderr.flush()
-            # Called in the child, when it has its files, folder and session, in the place of the program.
+            # Called in the child, when it has its files, folder and session, in the place of the
+            # program.
             named["preexec_fn"] = partial(
                 _become_command, [str(arg) for arg in args[3:]], dict(os.environ if env is None else env)
             )
@@ -263,7 +283,9 @@ class ForkingPopen(subprocess.Popen[Any]):
 
 
 def _become_command(arguments: list[str], environment: Mapping[str, str]) -> NoReturn:
-    """Be `lmforge ARGUMENTS` in a child that was forked within a call of its parent, with nothing of what the parent set."""
+    """Be `lmforge ARGUMENTS` in a child that was forked within a call of its parent, with nothing
+    of what the parent set.
+    """
     gc.freeze()  # what the parent holds is not closed here
     gc.enable()
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # as when a program is executed; the parent's Popen waits for it

@@ -1,10 +1,12 @@
 """Tests that compare numbers, under settings with which this processor computes as others do.
 
     python -m tests.processors [SETTING …]     the tests below, under these settings (default: all)
-    python -m tests.processors --judged both   only those whose bounds are measured by rounding (tests/rounding.py)
+    python -m tests.processors --judged both   only those whose bounds are measured by rounding
+                                               (tests/rounding.py)
 
-Each setting first prints how many bits of a fixed product, a softmax and an exponential it changes here. One that changes none
-does not count. The settings reach every process that a test starts, since it inherits the environment.
+Each setting first prints how many bits of a fixed product, a softmax and an exponential it changes
+here. One that changes none does not count. The settings reach every process that a test starts,
+since it inherits the environment.
 """
 
 import argparse
@@ -32,7 +34,8 @@ WITHOUT_NUMBERS = (
     *("distributed/test_top.py", "distributed/test_watch.py", "interop/test_kinds.py", "model/test_shapes.py"),
     *("train/test_profiling.py", "train/test_progress_panel.py", "train/test_tuning_input.py"),
 )
-# Tests whose bound is a multiple of how far one process is from itself, and what of each is judged so.
+# Tests whose bound is a multiple of how far one process is from itself, and what of each is judged
+# so.
 NORM = ("gradient_norm",)
 WEIGHTS = ("weights",)
 JUDGED = {
@@ -133,7 +136,8 @@ def files() -> list[str]:
 def carry_out(setting: str, tests: Sequence[str], jobs: int) -> int:
     """Run tests under a setting and return the exit status of pytest."""
     words = ["-m", "not gpu", "--numprocesses", str(jobs), "--dist", "loadfile", *tests]
-    # torch's cache of compiled code does not know the setting: without it, code for narrower vectors writes beyond its arrays.
+    # torch's cache of compiled code does not know the setting: without it, code for narrower
+    # vectors writes beyond its arrays.
     with tempfile.TemporaryDirectory() as compiled:
         variables = {**os.environ, **SETTINGS[setting], "TORCHINDUCTOR_CACHE_DIR": compiled}
         return subprocess.run([sys.executable, "-m", "pytest", *words], cwd=ROOT, env=variables).returncode
@@ -155,7 +159,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             results[setting] = carry_out(setting, [*JUDGED] if chosen.judged else files(), chosen.jobs)
         else:
             print("it changes nothing here, and does not count")
-    # A setting that was asked for by name may change nothing on this processor, and then has nothing to show.
+    # A setting that was asked for by name may change nothing on this processor, and then has
+    # nothing to show.
     few = not chosen.settings and len(results) < LEAST_SETTINGS
     if few:
         print(f"{len(results)} settings count, and {LEAST_SETTINGS} should", file=sys.stderr)

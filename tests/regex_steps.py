@@ -1,6 +1,8 @@
-"""How many steps a regular expression takes on a text, counted on the parsed expression as Python's engine backtracks.
+"""How many steps a regular expression takes on a text, counted on the parsed expression as Python's
+engine backtracks.
 
-A step is an attempt to match one part of the expression at one place. Time depends on the machine; this does not.
+A step is an attempt to match one part of the expression at one place. Time depends on the machine;
+this does not.
 """
 
 import re
@@ -41,7 +43,9 @@ class StepCounter:
         return next((end for end in self._ends(list(tree), at) if accepts(end)), None)
 
     def _ends(self, items: list[Any], at: int) -> Iterator[int]:
-        """Where a sequence of parts may end that begins at `at`, in the order in which the engine tries."""
+        """Where a sequence of parts may end that begins at `at`, in the order in which the engine
+        tries.
+        """
         if not items:
             yield at
             return

@@ -1,8 +1,10 @@
-"""Bounds that hold on any processor: a multiple of how far one process is from itself when its rounding changes.
+"""Bounds that hold on any processor: a multiple of how far one process is from itself when its
+rounding changes.
 
-Processors, libraries and splits add the same numbers in other orders. What that changes depends on the numbers, so it is
-measured where they are compared: a reference, the reference with other rounding, and a candidate. Here too is the fault that
-each of these bounds must find, which tests/test_rounding.py plants.
+Processors, libraries and splits add the same numbers in other orders. What that changes depends on
+the numbers, so it is measured where they are compared: a reference, the reference with other
+rounding, and a candidate. Here too is the fault that each of these bounds must find, which
+tests/test_rounding.py plants.
 """
 
 import os
@@ -18,19 +20,21 @@ from torch.utils.hooks import RemovableHandle
 from lmforge.lab.bench.bounds import relative_difference
 from lmforge.lab.bench.parity import weights_difference
 
-# Of the distance between one process and itself, or of one rounding where that is more: how far a candidate may be.
+# Of the distance between one process and itself, or of one rounding where that is more: how far a
+# candidate may be.
 TIMES = 8
 ROUNDING = torch.finfo(torch.float32).eps
 # Of a gradient; a bound that lets it pass says nothing.
 FAULT = 1e-4
-# A process that is started with one of them (variables of tests/preloaded.py) rounds differently, or makes the fault where it
-# is one of several ranks, or samples by servers.
+# A process that is started with one of them (variables of tests/preloaded.py) rounds differently,
+# or makes the fault where it is one of several ranks, or samples by servers.
 OTHER_ROUNDING = {"LMFORGE_TEST_ROUNDING": "other"}
 PLANTED = {"LMFORGE_TEST_FAULT": "planted"}
 
 
 def assert_rounding_apart(candidate: Mapping[str, float], rounded: Mapping[str, float]) -> None:
-    """Check distances from one reference: the candidate's are no more than `TIMES` those of the reference, rounded otherwise.
+    """Check distances from one reference: the candidate's are no more than `TIMES` those of the
+    reference, rounded otherwise.
 
     One message names every distance that is larger.
     """
@@ -49,14 +53,17 @@ def each_apart(ours: Mapping[str, float], theirs: Mapping[str, float]) -> dict[s
 
 
 def weights_apart(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> dict[str, float]:
-    """The `weights_difference` of each of these tensors, by norms: of their largest elements one rounding can be most."""
+    """The `weights_difference` of each of these tensors, by norms: of their largest elements one
+    rounding can be most.
+    """
     assert ours.keys() == theirs.keys()
     return {f"weights of {name}": weights_difference(name, ours[name], tensor, order=2) for name, tensor in theirs.items()}
 
 
 @contextmanager
 def other_rounding(*, sampling: bool = True) -> Iterator[None]:
-    """Within this, of what each layer gives a third of the elements is larger by a rounding, and a third smaller.
+    """Within this, of what each layer gives a third of the elements is larger by a rounding, and a
+    third smaller.
 
     Without `sampling` only where gradients are needed, so that no other token is drawn.
     """

@@ -1,10 +1,12 @@
-"""What tests draw: every number comes from the one seed of a test run, which is printed and can be set again.
+"""What tests draw: every number comes from the one seed of a test run, which is printed and can be
+set again.
 
-LMFORGE_TEST_SEED sets the seed: a number, or `fresh` for one that nobody knows. Without it the seed is `FIXED`, so that a
-change is never refused for a draw that has nothing to do with it; `make test-all` draws fresh ones. A seed that fails becomes
-a parameter of its test. The seed of a draw is a hash of this seed, of what draws (the test, or the fixture where that is shared
-by several tests) and of how often it has drawn: it is the same whichever other tests are run, in whatever order and in however
-many processes.
+LMFORGE_TEST_SEED sets the seed: a number, or `fresh` for one that nobody knows. Without it the seed
+is `FIXED`, so that a change is never refused for a draw that has nothing to do with it; `make
+test-all` draws fresh ones. A seed that fails becomes a parameter of its test. The seed of a draw is
+a hash of this seed, of what draws (the test, or the fixture where that is shared by several tests)
+and of how often it has drawn: it is the same whichever other tests are run, in whatever order and
+in however many processes.
 """
 
 import hashlib
@@ -23,7 +25,9 @@ _drawn: Counter[str] = Counter()
 
 
 def settle() -> str:
-    """Give this process and those it starts the seed of the run, as a number, and return where it comes from."""
+    """Give this process and those it starts the seed of the run, as a number, and return where it
+    comes from.
+    """
     given = os.environ.get(VARIABLE, "")
     if given == "fresh":
         seed, origin = secrets.randbits(32), "fresh"
@@ -47,7 +51,9 @@ def run_seed() -> int:
 
 
 def repetition(first: int, number: int) -> None:
-    """Make the seed that of repetition `number` (from 0) of a run whose seed was `first`: 0 has that seed itself."""
+    """Make the seed that of repetition `number` (from 0) of a run whose seed was `first`: 0 has
+    that seed itself.
+    """
     os.environ[VARIABLE] = str(_hashed(32, first, "repetition", number) if number else first)
     _drawn.clear()
 
@@ -63,7 +69,9 @@ def drawing(name: str) -> Iterator[None]:
 
 
 def fresh_seed(bits: int = 31, of: str = "") -> int:
-    """A seed of so many bits for the test or fixture that asks, another each time it asks. It is printed.
+    """A seed of so many bits for the test or fixture that asks, another each time it asks.
+
+    It is printed.
 
     `of` names what draws where it is made on demand for several tests without being a fixture.
     """

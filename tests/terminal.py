@@ -1,4 +1,7 @@
-"""A real terminal for tests: tmux, with a server of the test's own. Import the fixture `terminal`."""
+"""A real terminal for tests: tmux, with a server of the test's own.
+
+Import the fixture `terminal`.
+"""
 
 import re
 import subprocess

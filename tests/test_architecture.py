@@ -1,4 +1,6 @@
-"""docs/architecture.md is correct: its wings are those of the package, and its files and names exist."""
+"""docs/architecture.md is correct: its wings are those of the package, and its files and names
+exist.
+"""
 
 import ast
 import re
@@ -18,7 +20,9 @@ LEFT_OUT = {"__init__", "__main__", "recipes"}
 
 
 def module_imports() -> dict[str, set[str]]:
-    """The modules that each module imports when it runs, also inside functions; not those for type checkers alone."""
+    """The modules that each module imports when it runs, also inside functions; not those for type
+    checkers alone.
+    """
     paths = [path for path in PACKAGE.rglob("*.py") if "recipes" not in path.parts]
     modules = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
     result: dict[str, set[str]] = {}

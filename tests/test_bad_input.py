@@ -1,7 +1,7 @@
 """Errors of users and machines: a message of one line, the right exit status, and no data lost.
 
-Through the command itself. Where a process of its own adds nothing to the claim, the command line is carried out in this
-one, since every process that imports torch costs seconds.
+Through the command itself. Where a process of its own adds nothing to the claim, the command line
+is carried out in this one, since every process that imports torch costs seconds.
 """
 
 import errno
@@ -76,7 +76,8 @@ def onwards(trained: Run, tiny_options: list[str]) -> list[str]:
     return ["pretrain", *tiny_options, "--run.folder", str(trained.path.parent), "--run.name", trained.path.name]
 
 
-# --- corpus and shards -----------------------------------------------------------------------------------------------
+# --- corpus and shards
+# -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -112,7 +113,9 @@ def test_a_truncated_shard_is_named_before_a_run_begins(
 def test_a_block_that_goes_bad_under_training_ranks_is_reported_by_one_and_nobody_hangs(
     tmp_path: Path, tokens: Path, tiny_options: list[str], lmforge: Command
 ) -> None:
-    """A rank meets it after two good steps of two sequences, while the other waits for its gradient."""
+    """A rank meets it after two good steps of two sequences, while the other waits for its
+    gradient.
+    """
     shard = tokens / "train-00000.tokens"
     seed, block = 0, None
     while block is None:
@@ -132,7 +135,8 @@ def test_a_block_that_goes_bad_under_training_ranks_is_reported_by_one_and_nobod
         checkpoint.verify(spoiled.checkpoint_path(step))
 
 
-# --- tokenizers ------------------------------------------------------------------------------------------------------
+# --- tokenizers
+# ------------------------------------------------------------------------------------------------------
 
 
 def test_a_tokenizer_that_did_not_make_the_shards_is_refused(
@@ -154,7 +158,8 @@ def test_a_source_model_with_another_tokenizer_than_the_shards_is_refused(
     assert message == f"{tiny_tokens}: prepared with another tokenizer than {source} has; prepare it with --tokenizer {source}"
 
 
-# --- checkpoints -----------------------------------------------------------------------------------------------------
+# --- checkpoints
+# -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -385,7 +390,8 @@ import resource
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 {RETRIES_SOON}
 """
-# "$1" the run to copy, "$2" the bytes that are to be free beside it, "$3" where to copy the end of it; then the command.
+# "$1" the run to copy, "$2" the bytes that are to be free beside it, "$3" where to copy the end of
+# it; then the command.
 IN_A_SMALL_DISK = """
 set -e
 mkdir -p disk
@@ -451,7 +457,8 @@ def test_a_full_disk_ends_the_run_in_one_line_and_costs_no_checkpoint(
 def test_a_checkpoint_over_the_limit_of_a_file_ends_the_run_in_one_line(
     trained: Run, onwards: list[str], program: Command
 ) -> None:
-    """What a quota or a file system without large files does, and what can be had without mounting one.
+    """What a quota or a file system without large files does, and what can be had without mounting
+    one.
 
     The save of step 7 fails, and then all tries of the last step.
     """
@@ -466,7 +473,8 @@ def test_a_checkpoint_over_the_limit_of_a_file_ends_the_run_in_one_line(
     assert f"last checkpoint: {trained.checkpoint_path(6)}" in message
 
 
-# --- the run directory -----------------------------------------------------------------------------------------------
+# --- the run directory
+# -----------------------------------------------------------------------------------------------
 
 
 def test_a_run_that_is_there_is_not_begun_again_and_one_that_is_not_is_not_resumed(
@@ -634,7 +642,9 @@ def test_strange_names_among_the_checkpoints_and_logs_of_a_run_do_no_harm(traine
 
 
 def damaged_metrics() -> bytes:
-    """Lines of what may be in such a file after a crash of the machine, one good one, and one too long for a record."""
+    """Lines of what may be in such a file after a crash of the machine, one good one, and one too
+    long for a record.
+    """
     strange = [{"step": -1}, {"step": 7, "loss": "low"}, {"step": 7, "loss": [1]}, {"loss": 2.0}, [7], {"step": 7, "loss": 1.5}]
     lines = [
         *(json.dumps(each).encode() for each in strange),
@@ -788,7 +798,8 @@ def test_an_unforeseen_exception_on_any_rank_ends_in_one_line_that_names_the_fil
     assert "BatchLoader.batches = lambda self, step: 1 / 0" in saved.read_text()
 
 
-# Python imports it as it starts, where its folder is on the path: from then on one module fails as it is imported.
+# Python imports it as it starts, where its folder is on the path: from then on one module fails as
+# it is imported.
 BROKEN_MODULE = """
 import importlib.abc, sys
 class Finder(importlib.abc.MetaPathFinder):
@@ -846,7 +857,8 @@ def test_ranks_whose_launcher_was_killed_stop_and_let_the_run_be_continued(
     assert f"from step {reached}" in done.stdout
 
 
-# --- recipes and batches ---------------------------------------------------------------------------------------------
+# --- recipes and batches
+# ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -903,7 +915,8 @@ def test_what_all_ranks_find_wrong_is_reported_by_one_of_them(tmp_path: Path, ti
     assert contents(tmp_path / "runs") == {}
 
 
-# --- strategies ------------------------------------------------------------------------------------------------------
+# --- strategies
+# ------------------------------------------------------------------------------------------------------
 
 INTERLEAVED = "--parallel.pipeline_parallel_degree 2 --launch.processes 2 --parallel.pipeline_schedule interleaved"
 

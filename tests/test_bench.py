@@ -1,5 +1,6 @@
-"""`lmforge bench`: what is printed about a recipe's step, with its prediction; and sweeps, with a row for refused combinations
-too."""
+"""`lmforge bench`: what is printed about a recipe's step, with its prediction; and sweeps, with a
+row for refused combinations too.
+"""
 
 import json
 import os

@@ -309,7 +309,8 @@ def test_an_incomplete_rank_environment_is_refused_in_one_line(lmforge: Command,
 def test_a_reader_that_leaves_ends_the_command_quietly(words: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    # As usual, output waits in a buffer: what is short meets the closed pipe only when the command ends.
+    # As usual, output waits in a buffer: what is short meets the closed pipe only when the command
+    # ends.
     usual = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     command = [sys.executable, "-m", "lmforge", *words]
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, env=usual, timeout=60)

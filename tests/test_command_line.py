@@ -1,4 +1,6 @@
-"""The command line is frozen: what may be typed is what `command_line.txt` lists, with a reason for each option added since."""
+"""The command line is frozen: what may be typed is what `command_line.txt` lists, with a reason for
+each option added since.
+"""
 
 from pathlib import Path
 
@@ -14,7 +16,9 @@ ADDED = "# --- added since ---"
 
 
 def what_may_be_typed() -> set[str]:
-    """`VERB --option`, `VERB option` for one that is given by position, of all verbs; tables in lists have `[]`."""
+    """`VERB --option`, `VERB option` for one that is given by position, of all verbs; tables in
+    lists have `[]`.
+    """
     lines = {f"lmforge --{name}" for name in ("help", "version", "debug")} | {f"{stage} --dry-run" for stage in STAGES}
     for verb, about in VERBS.items():
         tables = ""

@@ -1,9 +1,10 @@
 """The documentation is correct: its commands work, and the names in it exist.
 
-The commands of README.md, of the first page of docs/, the tutorials and the other pages are carried out in this order, in one
-new folder that holds the recipes and such material as a reader would bring. A pretraining is cut down to a few steps of a tiny
-model and an evaluation to a few sequences (website/cut_down.py, which lets the site show how), a `make` line is looked up in
-the Makefile, and every other command runs as it stands.
+The commands of README.md, of the first page of docs/, the tutorials and the other pages are carried
+out in this order, in one new folder that holds the recipes and such material as a reader would
+bring. A pretraining is cut down to a few steps of a tiny model and an evaluation to a few sequences
+(website/cut_down.py, which lets the site show how), a `make` line is looked up in the Makefile, and
+every other command runs as it stands.
 """
 
 import json
@@ -84,7 +85,9 @@ FLAGS |= set(PlanConfig.SHORT)
 
 @dataclass(frozen=True)
 class Piece:
-    """Something to carry out: a line of shell, a Python program, or a file to write, and where it is told."""
+    """Something to carry out: a line of shell, a Python program, or a file to write, and where it
+    is told.
+    """
 
     page: Path
     line: int
@@ -126,8 +129,8 @@ def shortened_pipeline(path: Path) -> None:
 class Reader:
     """Follows the documents from top to bottom, each piece once, whichever test asks first.
 
-    The first command of each page and those that start ranks are started as a reader starts them; `lmforge` after that, under
-    `torchrun` too, is spared its imports.
+    The first command of each page and those that start ranks are started as a reader starts them;
+    `lmforge` after that, under `torchrun` too, is spared its imports.
     """
 
     folder: Path
@@ -136,7 +139,9 @@ class Reader:
     started: set[Path] = field(default_factory=set)
 
     def outcome(self, number: int) -> str | None:
-        """What went wrong with a piece, after all before it were carried out; None where nothing did."""
+        """What went wrong with a piece, after all before it were carried out; None where nothing
+        did.
+        """
         for piece in PIECES[len(self.outcomes) : number + 1]:
             self.outcomes.append(self._carry_out(piece))
         return self.outcomes[number]
@@ -167,7 +172,9 @@ class Reader:
 
 
 def of_lmforge(line: str) -> tuple[list[str], int] | None:
-    """The words of a line that is one call of `lmforge`, and on how many ranks; None of a line with more for a shell to do."""
+    """The words of a line that is one call of `lmforge`, and on how many ranks; None of a line with
+    more for a shell to do.
+    """
     words, torchrun = shlex.split(line, comments=True), ["torchrun", "--standalone", "--nproc-per-node", "2", "-m", "lmforge"]
     if re.search(r"[|&;<>$*?`~{}()]", line):
         return None
@@ -177,7 +184,9 @@ def of_lmforge(line: str) -> tuple[list[str], int] | None:
 
 
 def make_line(line: str) -> str | None:
-    """What is wrong with `make TARGET`: the Makefile should have it, and quickstart should call the verb of that name."""
+    """What is wrong with `make TARGET`: the Makefile should have it, and quickstart should call the
+    verb of that name.
+    """
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     [_, target] = line.split()
     rule = re.search(rf"^{re.escape(target)}:.*\n((?:\t.*\n?)*)", makefile, re.M)
@@ -194,7 +203,9 @@ LAST_OF_README = max(number for number, piece in enumerate(PIECES) if piece.page
 
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
-    """A folder with the recipes and what a reader brings: books, articles, corpora, a tokenizer, a model folder."""
+    """A folder with the recipes and what a reader brings: books, articles, corpora, a tokenizer, a
+    model folder.
+    """
     folder = tmp_path_factory.mktemp("reader")
     shutil.copytree(ROOT / "recipes", folder / "recipes")
     shutil.copytree(ROOT / "examples", folder / "examples")
@@ -248,7 +259,9 @@ def conversations() -> dict[str, list[dict[str, Any]]]:
 
 
 def marks(piece: Piece) -> list[pytest.MarkDecorator]:
-    """The README is carried out in every run of the tests, the other pages after it in `make test-all`."""
+    """The README is carried out in every run of the tests, the other pages after it in `make
+    test-all`.
+    """
     needed = [pytest.mark.needs("a C++ compiler")] if re.search(r"train\.compile[ =]on", piece.text) else []
     return needed + ([] if piece.page == README else [pytest.mark.slow])
 

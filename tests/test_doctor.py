@@ -1,5 +1,7 @@
-"""`lmforge doctor`: a line for each check of the machine; with `--parity` a table of every strategy compared with one process.
-Its status says whether the machine is usable, and whether the strategies agree."""
+"""`lmforge doctor`: a line for each check of the machine; with `--parity` a table of every strategy
+compared with one process. Its status says whether the machine is usable, and whether the strategies
+agree.
+"""
 
 import importlib.metadata
 import json

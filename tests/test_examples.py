@@ -1,4 +1,6 @@
-"""The examples work: those of docs/library.md run; in those of docs/barriers.md the mistake fails and the fix does not."""
+"""The examples work: those of docs/library.md run; in those of docs/barriers.md the mistake fails
+and the fix does not.
+"""
 
 import json
 import re
@@ -60,7 +62,9 @@ def test_as_the_page_starts_them_they_do_the_same(example: str, cure: str) -> No
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder where examples are run one after another, each with what those before it wrote, and the text to begin with."""
+    """A folder where examples are run one after another, each with what those before it wrote, and
+    the text to begin with.
+    """
     folder = tmp_path_factory.mktemp("library")
     write_documents(folder / "text")
     return folder

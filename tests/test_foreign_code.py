@@ -1,4 +1,6 @@
-"""A process that communicates in JSON lines: its output is limited, and waiting for it has a time limit."""
+"""A process that communicates in JSON lines: its output is limited, and waiting for it has a time
+limit.
+"""
 
 import sys
 

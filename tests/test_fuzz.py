@@ -1,8 +1,9 @@
-"""Damaged and hostile input of nine kinds, drawn from the seed of each test run: every case ends in time, with one line, and
-without data loss.
+"""Damaged and hostile input of nine kinds, drawn from the seed of each test run: every case ends in
+time, with one line, and without data loss.
 
-A failure lists the cases that broke the contract (`Contract` in fuzzing.py) with their command lines. The same seed, which it
-prints too, draws them again. What was found so has a test by name beside others of its kind.
+A failure lists the cases that broke the contract (`Contract` in fuzzing.py) with their command
+lines. The same seed, which it prints too, draws them again. What was found so has a test by name
+beside others of its kind.
 """
 
 import base64
@@ -59,7 +60,9 @@ def carry_out(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> CarryOut:
-    """`carry_out(draw, cases)`: draws so many cases and requires that each keeps the contract, and all what they share."""
+    """`carry_out(draw, cases)`: draws so many cases and requires that each keeps the contract, and
+    all what they share.
+    """
     for name in ("home", "cache", "temporary"):
         (tmp_path / name).mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -83,9 +86,11 @@ def carry_out(
     return carry_out
 
 
-# --- options ---------------------------------------------------------------------------------------------------------
+# --- options
+# ---------------------------------------------------------------------------------------------------------
 
-# The beginning and the end of command lines that are carried out in a moment, or refused whatever stands between.
+# The beginning and the end of command lines that are carried out in a moment, or refused whatever
+# stands between.
 LINES: dict[str, tuple[str, str]] = {
     "quickstart": ("", "--steps 0"),
     "prepare": ("", "--source text.txt --out out --vocab_size 301 --workers 1"),
@@ -141,7 +146,8 @@ def test_options(part: int, carry_out: CarryOut, tiny_run: Path, models: Path) -
     carry_out(draw, 18)
 
 
-# --- recipes ---------------------------------------------------------------------------------------------------------
+# --- recipes
+# ---------------------------------------------------------------------------------------------------------
 
 # Its last stage is refused before the first begins.
 PIPELINE = """\
@@ -198,7 +204,8 @@ def test_recipes(part: int, carry_out: CarryOut) -> None:
     carry_out(draw, 17)
 
 
-# --- runs, checkpoints, token folders --------------------------------------------------------------------------------
+# --- runs, checkpoints, token folders
+# --------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -250,7 +257,8 @@ def test_manifests(part: int, carry_out: CarryOut, tiny_run: Path, tiny_tokens: 
     carry_out(draw, 15)
 
 
-# --- what a command writes -------------------------------------------------------------------------------------------
+# --- what a command writes
+# -------------------------------------------------------------------------------------------
 
 WRITING = {
     "trace": "bench --model.preset nano --data.sequence_length 16 --train.global_batch_size 1 --train.compile off"
@@ -281,7 +289,8 @@ def test_outputs(carry_out: CarryOut, tiny_run: Path) -> None:
     carry_out(draw, 8)
 
 
-# --- prompts ---------------------------------------------------------------------------------------------------------
+# --- prompts
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -295,7 +304,8 @@ def test_prompts(verb: str, text: bytes, carry_out: CarryOut, models: Path) -> N
     carry_out(lambda rng, case: (words, f"a text of {len(text):,} bytes"), 1, stdin=text)
 
 
-# --- model folders ---------------------------------------------------------------------------------------------------
+# --- model folders
+# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("part", range(3))
@@ -310,9 +320,11 @@ def test_headers(part: int, carry_out: CarryOut, models: Path, command_on: Comma
     carry_out(draw, 15)
 
 
-# --- steps of a tokenizer.json ---------------------------------------------------------------------------------------
+# --- steps of a tokenizer.json
+# ---------------------------------------------------------------------------------------
 
-# SentencePiece's precompiled_charsmap of one character: a block of the array, its root, "a" and the place of "b".
+# SentencePiece's precompiled_charsmap of one character: a block of the array, its root, "a" and the
+# place of "b".
 UNITS = [1 << 10] + [0] * 255
 UNITS[1 ^ ord("a")] = 1 << 10 | 1 << 8 | ord("a")
 UNITS[1 ^ ord("a") ^ 1] = 1 << 31
@@ -393,7 +405,8 @@ def test_steps_of_a_tokenizer(
     assert outcomes == {True, False}
 
 
-# --- folders ---------------------------------------------------------------------------------------------------------
+# --- folders
+# ---------------------------------------------------------------------------------------------------------
 
 
 def remove(path: Path) -> None:
@@ -477,7 +490,8 @@ def test_folders(
     carry_out(draw, 15)
 
 
-# --- chat templates --------------------------------------------------------------------------------------------------
+# --- chat templates
+# --------------------------------------------------------------------------------------------------
 
 # None that takes all memory or years: a template runs in the process, as in transformers.
 ATOMS = pieces(r"""
@@ -534,7 +548,8 @@ def test_templates(part: int, carry_out: CarryOut, models: Path, command_on: Com
     carry_out(draw, 15)
 
 
-# --- requests --------------------------------------------------------------------------------------------------------
+# --- requests
+# --------------------------------------------------------------------------------------------------------
 
 BODIES: list[dict[str, Any]] = [
     {"prompt": "a", "n": 1, "stop": ["b"], "logprobs": 1, "top_k": 3, "top_p": 0.5, "seed": 1},
@@ -597,7 +612,9 @@ def server(serving: Callable[..., Server], models: Path) -> Iterator[Server]:  #
 
 @pytest.mark.parametrize("part", range(2))
 def test_requests(part: int, server: Server) -> None:
-    """Each is answered, with what it asked for or with an error object in JSON; and the next one is too."""
+    """Each is answered, with what it asked for or with an error object in JSON; and the next one is
+    too.
+    """
     rng = fresh_random()
     for _ in range(25):
         request = a_request(rng)

@@ -1,4 +1,5 @@
-"""tests/gpu.py, which runs the tests for a GPU in the environment at hand: what it says of each, and what it needs.
+"""tests/gpu.py, which runs the tests for a GPU in the environment at hand: what it says of each,
+and what it needs.
 
 No GPU is needed here: tests that can run on a CPU too are rehearsed.
 """
@@ -67,7 +68,9 @@ def test_parts_are_all_tests_and_none_twice_those_first_that_never_passed(tmp_pa
 
 
 def test_the_tests_are_found_where_only_the_packages_of_a_gpu_image_are(tmp_path: Path) -> None:
-    """An image has what trains models, and pytest; it lacks what other tests need, such as browsers, servers and stores."""
+    """An image has what trains models, and pytest; it lacks what other tests need, such as
+    browsers, servers and stores.
+    """
     kept = {"accelerate", "bitsandbytes", "hypothesis", "peft", "pytest", "transformers"}
     extra = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["dev"]
     absent = {re.split(r"[^\w-]", each)[0].replace("-", "_") for each in extra} - kept - {"pytest_timeout", "pytest_xdist"}
@@ -130,7 +133,8 @@ def test_every_file_with_a_test_for_a_gpu_is_found() -> None:
 @pytest.mark.parametrize("target", ["test-gpu", "bench-gpu"])
 def test_with_an_interpreter_on_the_command_line_nothing_is_made_or_installed(target: str) -> None:
     def commands(*words: str) -> str:
-        # Of its own, where these tests are run by `make test` too: a make within another one names its directories.
+        # Of its own, where these tests are run by `make test` too: a make within another one names
+        # its directories.
         own = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
         line = ["make", "-n", "-B", target, *words]
         return subprocess.run(line, cwd=ROOT, env=own, capture_output=True, text=True, check=True).stdout
@@ -144,7 +148,9 @@ def test_with_an_interpreter_on_the_command_line_nothing_is_made_or_installed(ta
 
 @pytest.mark.slow
 def test_a_test_that_takes_too_long_ends_its_ranks_and_spoils_no_other(tmp_path: Path) -> None:
-    """The fork server's answer to a request that nobody waits for any more is not taken for that of the next one."""
+    """The fork server's answer to a request that nobody waits for any more is not taken for that of
+    the next one.
+    """
     slow = tmp_path / "slow.py"
     slow.write_text(f"import os, time\nopen({str(tmp_path / 'rank')!r}, 'w').write(str(os.getpid()))\ntime.sleep(300)\n")
     quick = tmp_path / "quick.py"

@@ -1,6 +1,8 @@
-"""The way from the typed command to the first step, and from the step to the cross-entropy, is short enough to read.
+"""The way from the typed command to the first step, and from the step to the cross-entropy, is
+short enough to read.
 
-Counted are the functions of lmforge that are on the call stack, in a run of one process in fp32 that is not compiled.
+Counted are the functions of lmforge that are on the call stack, in a run of one process in fp32
+that is not compiled.
 """
 
 import json

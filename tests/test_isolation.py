@@ -1,4 +1,6 @@
-"""What a user's checkout holds is not noticed by the tests: data, runs and recipes under the names that are defaults."""
+"""What a user's checkout holds is not noticed by the tests: data, runs and recipes under the names
+that are defaults.
+"""
 
 import os
 import shutil

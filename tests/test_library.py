@@ -1,4 +1,6 @@
-"""`import lmforge` for programs: its names, their signatures, and that each is what the command line uses."""
+"""`import lmforge` for programs: its names, their signatures, and that each is what the command
+line uses.
+"""
 
 import ast
 import inspect

@@ -1,4 +1,6 @@
-"""Numbers, names, values and nesting beyond every limit: one short line, status 2, and nothing is started."""
+"""Numbers, names, values and nesting beyond every limit: one short line, status 2, and nothing is
+started.
+"""
 
 import json
 import os
@@ -43,7 +45,8 @@ def written(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
 
 
-# --- numbers ---------------------------------------------------------------------------------------------------------
+# --- numbers
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -291,7 +294,8 @@ def test_a_prompt_of_megabytes_is_refused_without_encoding_it(
         check_model(config, get_preset("nano"), None, tokenizer)  # type: ignore[arg-type]
 
 
-# --- names and values ------------------------------------------------------------------------------------------------
+# --- names and values
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -362,7 +366,8 @@ def test_a_recipe_whose_file_name_cannot_name_a_run_is_refused(tmp_path: Path, r
     assert refused("pretrain", recipe).endswith("; give a --run.name")
 
 
-# --- nesting, digits, byte order marks -------------------------------------------------------------------------------
+# --- nesting, digits, byte order marks
+# -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -411,7 +416,8 @@ def test_a_server_without_models_is_refused(refused: Refusal) -> None:
     assert refused("serve", "--models") == "--models: expected at least one"
 
 
-# --- the environment -------------------------------------------------------------------------------------------------
+# --- the environment
+# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("launcher", ["1", "9" * 20])
@@ -439,7 +445,8 @@ def test_nonsense_in_a_launchers_variables_is_refused_at_once(
     assert written(tmp_path) == []
 
 
-# --- what was meant --------------------------------------------------------------------------------------------------
+# --- what was meant
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("verb", ["sft", "distill", "align"])

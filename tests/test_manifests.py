@@ -1,4 +1,6 @@
-"""Manifests on users' disks: what an earlier lmforge wrote is read, and the same content is written with the same bytes."""
+"""Manifests on users' disks: what an earlier lmforge wrote is read, and the same content is written
+with the same bytes.
+"""
 
 import json
 from pathlib import Path

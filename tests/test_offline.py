@@ -1,7 +1,8 @@
-"""Nodes without any network: what was downloaded is prepared and trained on, and what is missing is named at once.
+"""Nodes without any network: what was downloaded is prepared and trained on, and what is missing is
+named at once.
 
-The processes have a network namespace of their own in which not even the loopback is up, as on no compute node: nothing can
-be asked of anybody, whether by a name or by an address.
+The processes have a network namespace of their own in which not even the loopback is up, as on no
+compute node: nothing can be asked of anybody, whether by a name or by an address.
 """
 
 import json

@@ -55,7 +55,8 @@ class Flat(Options):
     count: int = option(1, "how many")
 
 
-# TOML and the command line carry any text but half a surrogate pair; text "none" is nothing where that is a choice.
+# TOML and the command line carry any text but half a surrogate pair; text "none" is nothing where
+# that is a choice.
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 numbers = st.floats(min_value=0, allow_nan=False, allow_infinity=False)
 items = st.fixed_dictionaries({"name": texts}, optional={"size": numbers})

@@ -1,4 +1,6 @@
-"""Every path that a command writes and a user names: what is there and is not its own stays, and is named in one line."""
+"""Every path that a command writes and a user names: what is there and is not its own stays, and is
+named in one line.
+"""
 
 import json
 import os
@@ -22,7 +24,8 @@ WRITTEN = {
     ("import", "out"): f"theirs OUT {' '.join(TOLD)} --overwrite",
     ("prepare", "out"): "text.txt OUT --vocab_size 301 --workers 1 --overwrite",
 }
-# Runs and caches, into which commands of many kinds write below names of their own, and downloads (tests/data/test_hub.py).
+# Runs and caches, into which commands of many kinds write below names of their own, and downloads
+# (tests/data/test_hub.py).
 KEPT = {
     "run.folder",
     "distill.logprobs",
@@ -60,7 +63,9 @@ READ |= {
 
 
 def test_every_option_that_names_a_path_is_known_to_be_read_or_written() -> None:
-    """Of a new one that is written, add the command to WRITTEN; it asks `check_output` in atomic_files.py."""
+    """Of a new one that is written, add the command to WRITTEN; it asks `check_output` in
+    atomic_files.py.
+    """
     for verb, entry in VERBS.items():
         for path, field in iter_options(entry.options, in_tables=True):
             name = ".".join(path)

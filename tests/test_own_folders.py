@@ -1,4 +1,6 @@
-"""What is removed or used in a place where others may prepare names is only what this user has made there."""
+"""What is removed or used in a place where others may prepare names is only what this user has made
+there.
+"""
 
 import os
 import shutil

@@ -1,4 +1,6 @@
-"""Release artifacts: wheel and source archive, installed in a clean environment; the container file; the citation."""
+"""Release artifacts: wheel and source archive, installed in a clean environment; the container
+file; the citation.
+"""
 
 import os
 import re
@@ -16,13 +18,17 @@ import lmforge
 from tests.tools import hadolint, need
 
 ROOT = Path(__file__).parents[1]
-# What is in the package and is no module. Its folder of recipes is a link to that of the repository.
+# What is in the package and is no module. Its folder of recipes is a link to that of the
+# repository.
 WEB = [path for path in (ROOT / "lmforge").rglob("*") if path.suffix in (".html", ".css", ".js", ".typed", ".pyi")]
 RECIPES = [path for path in (ROOT / "recipes").rglob("*") if path.suffix in (".toml", ".md", ".py")]
 
 
 def call(*command: object, cwd: Path, status: int = 0) -> str:
-    """What a program prints, without the variables that would lead it to this checkout. Another status fails the test."""
+    """What a program prints, without the variables that would lead it to this checkout.
+
+    Another status fails the test.
+    """
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV", "LMFORGE"))}
     words = [str(word) for word in command]
     done = subprocess.run(words, cwd=cwd, env=variables, capture_output=True, text=True, timeout=1500)
@@ -32,7 +38,9 @@ def call(*command: object, cwd: Path, status: int = 0) -> str:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The wheel, built from the source archive, and that archive, of a copy of what would be committed."""
+    """The wheel, built from the source archive, and that archive, of a copy of what would be
+    committed.
+    """
     folder = tmp_path_factory.mktemp("build")
     left_out = shutil.ignore_patterns(".git", ".venv", "build", "dist", "*.egg-info", "__pycache__", "runs", ".*_cache")
     shutil.copytree(ROOT, folder / "lmforge", symlinks=True, ignore=left_out)

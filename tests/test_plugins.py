@@ -1,4 +1,6 @@
-"""Plugins: files and packages of users add names, options and callbacks, and errors in one are reported in one line."""
+"""Plugins: files and packages of users add names, options and callbacks, and errors in one are
+reported in one line.
+"""
 
 import email.message
 import json
@@ -73,7 +75,8 @@ def records(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-# --- names and options ------------------------------------------------------------------------------------------------
+# --- names and options
+# ------------------------------------------------------------------------------------------------
 
 
 def test_what_lmforge_brings_is_registered_and_can_be_imported() -> None:
@@ -235,7 +238,8 @@ def test_a_config_with_options_of_plugins_can_be_sent_to_other_ranks(recipe: Pat
     assert pickle.loads(pickle.dumps(config)) == config
 
 
-# --- what is trained --------------------------------------------------------------------------------------------------
+# --- what is trained
+# --------------------------------------------------------------------------------------------------
 
 OPTIMIZER = """
 import lmforge
@@ -433,7 +437,8 @@ def test_a_family_like_gpt2_is_refused_where_gpt2_is(lmforge: Command, recipe: P
     assert "parallel.tensor_parallel_degree = 2: gpt2 keeps queries, keys and values in one matrix" in done.stderr
 
 
-# --- documents and rewards --------------------------------------------------------------------------------------------
+# --- documents and rewards
+# --------------------------------------------------------------------------------------------
 
 
 def write_mail(path: Path, count: int) -> None:

@@ -1,4 +1,6 @@
-"""The first command of a new user, reduced to a few steps of each stage and a part of the standard library."""
+"""The first command of a new user, reduced to a few steps of each stage and a part of the standard
+library.
+"""
 
 import re
 import shutil
@@ -9,8 +11,8 @@ from pathlib import Path
 from lmforge.core.records.runs import Run
 from tests.conftest import Command
 
-# `lmforge` where the standard library is in the folder of the first argument, on one thread: so its ranks can be forked after
-# it has trained itself. The whole library is prepared in test_docs.py.
+# `lmforge` where the standard library is in the folder of the first argument, on one thread: so its
+# ranks can be forked after it has trained itself. The whole library is prepared in test_docs.py.
 WITH_LIBRARY = """
 import sys
 from types import SimpleNamespace
@@ -39,7 +41,8 @@ def test_the_quickstart_goes_the_whole_way_says_how_and_ends_with_a_table(
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
     typed = [line.split()[2] for line in done.stdout.splitlines() if line.startswith("$ lmforge ")]
     assert typed == ["prepare", "prepare", "pretrain", "pretrain", "sft", "align", "evaluate", "generate"]
-    # From the same checkpoint, one process and FSDP2 on two have the same losses; here after one step.
+    # From the same checkpoint, one process and FSDP2 on two have the same losses; here after one
+    # step.
     assert re.findall(r"^.* 2 .* (loss|val/loss) .* (equal|NOT EQUAL)", done.stdout, re.M) == [
         ("loss", "equal"),
         ("val/loss", "equal"),
@@ -50,7 +53,8 @@ def test_the_quickstart_goes_the_whole_way_says_how_and_ends_with_a_table(
     assert [run.checkpoint_steps()[-1] for run in runs] == [2, 2, 2]
     for before, after in pairwise(runs):
         assert after.load_config().model.source == before.checkpoint_path(2)
-    # Called again it continues; a run that was trained further, as the README says, is compared up to where it was.
+    # Called again it continues; a run that was trained further, as the README says, is compared up
+    # to where it was.
     longer = ["--train.steps", 3, "--schedule.warmup_steps", 0, "--train.compile", "off"]
     assert lmforge("pretrain", runs[0].recipe_path, *longer).returncode == 0
     again = program(WITH_LIBRARY, *words)

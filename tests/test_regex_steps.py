@@ -1,4 +1,6 @@
-"""No regular expression that is applied to what a model or a client wrote takes more steps than in proportion to its length."""
+"""No regular expression that is applied to what a model or a client wrote takes more steps than in
+proportion to its length.
+"""
 
 import ast
 import importlib
@@ -30,9 +32,11 @@ OF_USERS = {"_CHOICES", "_SECTION", "LONG_KEY", "UNION_TYPE"}
 
 
 def expressions() -> dict[str, tuple[str, int, str]]:
-    """Place → (expression, flags, method): those of the readers that are compiled once, and those that stand where they are.
+    """Place → (expression, flags, method): those of the readers that are compiled once, and those
+    that stand where they are.
 
-    Others are built at run time: of special tokens, a fence's indentation, our own page; a task of an evaluation has one.
+    Others are built at run time: of special tokens, a fence's indentation, our own page; a task of
+    an evaluation has one.
     """
     files = [
         file for each in READERS for file in ([ROOT / each] if each.endswith(".py") else sorted((ROOT / each).rglob("*.py")))

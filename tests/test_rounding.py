@@ -1,4 +1,6 @@
-"""Bounds that are measured, and the settings of processors under which they are: they hold, and a small fault breaks each."""
+"""Bounds that are measured, and the settings of processors under which they are: they hold, and a
+small fault breaks each.
+"""
 
 import os
 import subprocess

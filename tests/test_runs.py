@@ -141,7 +141,8 @@ def test_without_flock_too_one_process_trains_and_a_killed_one_loses_its_lock(tm
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel is made to refuse a call as Linux's can be")
 def test_without_flock_a_run_whose_lock_was_taken_over_stops(tmp_path: Path, tiny_options: list[str]) -> None:
-    program = f"from lmforge import cli, locks\nlocks.LEASE_SECONDS = {LEASE_SECONDS}\ncli.main()"
+    imports = "from lmforge import cli\nfrom lmforge.core.files import locks"
+    program = f"{imports}\nlocks.LEASE_SECONDS = {LEASE_SECONDS}\ncli.main()"
     place = ["--run.folder", str(tmp_path), "--run.name", "a", "--train.steps", "1000000"]
     words = [sys.executable, *WITHOUT_FLOCK, program, "pretrain", *tiny_options, *place]
     run = Run(tmp_path / "a")

@@ -1,4 +1,6 @@
-"""Random numbers of tests can be repeated, missing tools are reported once, and repetitions draw new numbers."""
+"""Random numbers of tests can be repeated, missing tools are reported once, and repetitions draw
+new numbers.
+"""
 
 import re
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""Real text that is available on every test machine: the source of some modules of Python's standard library."""
+"""Real text that is available on every test machine: the source of some modules of Python's
+standard library.
+"""
 
 import sysconfig
 from pathlib import Path

@@ -1,8 +1,9 @@
 """Tools that tests need and `pip` does not install: how to find and how to install each of them.
 
-A test requires a tool with `@pytest.mark.needs("chromium")`, a fixture with `need("chromium")`. If the tool is missing, the
-test is skipped, and the summary of the run says how many tests were and how to install it. With LMFORGE_ALL_TOOLS=1, as in
-continuous integration, a missing tool that can be installed is a failure.
+A test requires a tool with `@pytest.mark.needs("chromium")`, a fixture with `need("chromium")`. If
+the tool is missing, the test is skipped, and the summary of the run says how many tests were and
+how to install it. With LMFORGE_ALL_TOOLS=1, as in continuous integration, a missing tool that can
+be installed is a failure.
 """
 
 import os
@@ -23,7 +24,10 @@ REASON = "need "
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool that a machine may not have. The summary of a run prints `how` to install it in brackets."""
+    """A tool that a machine may not have.
+
+    The summary of a run prints `how` to install it in brackets.
+    """
 
     find: Callable[[], object]
     how: str
@@ -78,7 +82,9 @@ def has_gpu() -> bool:
 
 
 def rehearses_gpu() -> bool:
-    """Whether tests for a GPU that can run on a CPU too are to run here: `python tests/gpu.py --device cpu`."""
+    """Whether tests for a GPU that can run on a CPU too are to run here: `python tests/gpu.py
+    --device cpu`.
+    """
     return os.environ.get("LMFORGE_TEST_DEVICE") == "cpu"
 
 
@@ -100,7 +106,9 @@ def daemon(name: str) -> str | None:
 
 
 def may_make_hosts() -> bool:
-    """Whether this user may make hosts of namespaces and connect this machine to them: root, in most containers not."""
+    """Whether this user may make hosts of namespaces and connect this machine to them: root, in
+    most containers not.
+    """
     namespaces = ["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
     name = f"lab-try-{os.getpid() % 100_000}"  # an interface's name has at most 15 characters
     if os.geteuid() != 0 or not all(map(shutil.which, ("unshare", "nsenter", "setpriv", "ip"))):

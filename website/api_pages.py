@@ -4,7 +4,8 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# What only lmforge itself calls: commands, measurements, and the options, which have pages of their own.
+# What only lmforge itself calls: commands, measurements, and the options, which have pages of their
+# own.
 LEFT_OUT = {"verbs", "options", "bench", "recipes"}
 
 

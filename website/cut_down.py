@@ -1,4 +1,6 @@
-"""How the tests cut the long commands of the documents down, which the site shows below each of them."""
+"""How the tests cut the long commands of the documents down, which the site shows below each of
+them.
+"""
 
 import re
 import shlex
@@ -46,11 +48,13 @@ SMALL_LADDER = {
 
 
 def shortened(line: str) -> str:
-    """A training in 4 steps of 4 short sequences on a CPU, or in 6 where the line gives train.steps.
+    """A training in 4 steps of 4 short sequences on a CPU, or in 6 where the line gives
+    train.steps.
 
-    The model config of a preset becomes tiny; that of a model folder, which is tiny already, stays. The ranks are those the
-    line says, not its recipe. An evaluation on documents sees 32 sequences. A benchmark is cut down alike, to one step.
-    Of games of chess there are a few, and a ladder has short rungs.
+    The model config of a preset becomes tiny; that of a model folder, which is tiny already, stays.
+    The ranks are those the line says, not its recipe. An evaluation on documents sees 32 sequences.
+    A benchmark is cut down alike, to one step. Of games of chess there are a few, and a ladder has
+    short rungs.
     """
     words = shlex.split(line)
     if "recipes/chess/games.py" in words:

@@ -1,5 +1,6 @@
-"""Figures in the pages: SVG files put into the page, so that they follow its colours, and flow charts (Mermaid's) drawn as SVG,
-so that a browser needs no script from elsewhere."""
+"""Figures in the pages: SVG files put into the page, so that they follow its colours, and flow
+charts (Mermaid's) drawn as SVG, so that a browser needs no script from elsewhere.
+"""
 
 import html
 import re
@@ -17,7 +18,9 @@ BOLD, LETTER = 8.0, 6.6  # a letter of a title, and of a note
 
 
 def inline_svg(path: Path, description: str) -> str:
-    """An SVG file as HTML of the page, without its own style, which is for where it stands alone (docs/assets/style.css)."""
+    """An SVG file as HTML of the page, without its own style, which is for where it stands alone
+    (docs/assets/style.css).
+    """
     drawing = STYLE.sub("", path.read_text(encoding="utf-8"))
     drawing = re.sub(r"<svg ", f'<svg role="img" aria-label="{html.escape(description)}" ', drawing, count=1)
     drawing = re.sub(r"\n\s*", "", drawing)
@@ -31,7 +34,10 @@ def with_drawn_charts(text: str) -> str:
 
 @dataclass
 class Chart:
-    """Boxes by layer, from the top; arrows as pairs of names. A name without a label is a bend of a long arrow."""
+    """Boxes by layer, from the top; arrows as pairs of names.
+
+    A name without a label is a bend of a long arrow.
+    """
 
     labels: dict[str, str] = field(default_factory=dict)
     arrows: list[tuple[str, str]] = field(default_factory=list)
@@ -60,7 +66,9 @@ def read_chart(text: str) -> Chart:
 
 
 def lay_out(chart: Chart) -> None:
-    """Each box as high as the boxes above it allow; boxes of a layer near those that they are tied to."""
+    """Each box as high as the boxes above it allow; boxes of a layer near those that they are tied
+    to.
+    """
     depth = dict.fromkeys(chart.labels, 0)
     for _ in chart.labels:
         for above, below in chart.arrows:

@@ -1,5 +1,7 @@
-"""Links of the pages, which are right in the repository, as links of the site. Python and TOML files that they lead to become
-pages too."""
+"""Links of the pages, which are right in the repository, as links of the site.
+
+Python and TOML files that they lead to become pages too.
+"""
 
 import os
 import posixpath
@@ -46,7 +48,9 @@ def targets(text: str, written_in: str) -> list[str]:
 
 
 def for_site(text: str, written_in: str, page: str) -> str:
-    """`text`, written in a file of the repository, with the links of the site's page; code is left as it is."""
+    """`text`, written in a file of the repository, with the links of the site's page; code is left
+    as it is.
+    """
     folder = posixpath.dirname(page)
 
     def outside_code(part: str) -> str:

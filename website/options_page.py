@@ -1,4 +1,6 @@
-"""The reference of options, from the config classes: what `lmforge VERB --help all` prints, as pages."""
+"""The reference of options, from the config classes: what `lmforge VERB --help all` prints, as
+pages.
+"""
 
 import html
 import re
@@ -81,7 +83,9 @@ def _usage(path: OptionPath, field: FieldInfo, dashes: bool) -> str:
 
 
 def _variants(path: OptionPath, fields: dict[str, FieldInfo]) -> Iterator[str]:
-    """An entry for each meaning or default that an option has; which verbs it is for, where those are not all."""
+    """An entry for each meaning or default that an option has; which verbs it is for, where those
+    are not all.
+    """
     name = ".".join(path)
     groups: dict[tuple[str, str, str], list[str]] = {}
     for verb, field in fields.items():
@@ -105,7 +109,9 @@ def _entry(anchor: str, name: str, field: FieldInfo, verbs: Iterable[str]) -> st
 
 
 def _help_and_default(field: FieldInfo) -> tuple[str, str]:
-    """The description, and the default apart from it: that of the class, or what the description says in its place."""
+    """The description, and the default apart from it: that of the class, or what the description
+    says in its place.
+    """
     text = field.description or ""
     if said := re.fullmatch(r"(.*?) \(default: ([^()]*)\)", text, re.S):
         return said[1], said[2]

@@ -15,7 +15,10 @@ def newest_results() -> dict[str, Path]:
 
 
 def results() -> str:
-    """Each as a section: which benchmark, what it printed, and its file. A GPU has one file, to which calls add."""
+    """Each as a section: which benchmark, what it printed, and its file.
+
+    A GPU has one file, to which calls add.
+    """
     sections = []
     of_gpus = [("gpu", path) for path in sorted(RESULTS.glob("gpu-*.md"))]
     for benchmark, path in [*of_gpus, *sorted(newest_results().items())]:

@@ -1,7 +1,8 @@
-"""Checkpoints of nanoGPT: `lmforge import ckpt.pt models/mine --plugins examples/checkpoint_layouts/nanogpt.py`.
+"""Checkpoints of nanoGPT: `lmforge import ckpt.pt models/mine --plugins
+examples/checkpoint_layouts/nanogpt.py`.
 
-A file of torch.save: GPT-2 under Hugging Face's names, with linear maps that are not transposed. Not read are forks with other
-norms, activations or rotary positions.
+A file of torch.save: GPT-2 under Hugging Face's names, with linear maps that are not transposed.
+Not read are forks with other norms, activations or rotary positions.
 """
 
 import re

@@ -1,9 +1,10 @@
 """Checkpoints of torchtitan and fms-fsdp: `lmforge import STEP models/mine --plugins
 examples/checkpoint_layouts/torchtitan_and_fms.py --num_attention_heads 32 --rope_theta 500000`.
 
-torchtitan: a DCP folder, a dense Llama under Meta's names. fms-fsdp: a DCP folder or a file, Llama under the names of IBM's
-foundation-model-stack, some matrices fused. Both rotate neighbouring pairs of a head's channels. Not read are torchtitan's
-mixtures of experts and other families, and fms' Mamba models and speculators.
+torchtitan: a DCP folder, a dense Llama under Meta's names. fms-fsdp: a DCP folder or a file, Llama
+under the names of IBM's foundation-model-stack, some matrices fused. Both rotate neighbouring pairs
+of a head's channels. Not read are torchtitan's mixtures of experts and other families, and fms'
+Mamba models and speculators.
 """
 
 import re
@@ -132,7 +133,9 @@ def _convert_renamed(source: "TensorSource", names: Mapping[str, str], hints: "L
 def _slices(
     source: "TensorSource", our_names: Mapping[str, list[str]], rows: Mapping[str, int], rotated_heads: Mapping[str, int]
 ) -> "Parts":
-    """Where each of our tensors is in what is stored; the matrices of a fused one follow each other."""
+    """Where each of our tensors is in what is stored; the matrices of a fused one follow each
+    other.
+    """
     from lmforge.hf.layouts import StoredSlice
 
     parts: Parts = {}
@@ -147,7 +150,10 @@ def _slices(
 
 
 def _map_to_our_names(source: "TensorSource", name_map: Mapping[str, str]) -> dict[str, list[str]]:
-    """Our names of each stored tensor: one, or several that are fused. Raises UserError for an unknown tensor."""
+    """Our names of each stored tensor: one, or several that are fused.
+
+    Raises UserError for an unknown tensor.
+    """
     our_names = {}
     for stored in source.tensors:
         block = re.match(BLOCK_PREFIX, stored)

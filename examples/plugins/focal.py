@@ -1,11 +1,13 @@
-"""An objective with options: the focal loss (Lin et al., arXiv 1708.02002), by which tokens that are easy already count less.
+"""An objective with options: the focal loss (Lin et al., arXiv 1708.02002), by which tokens that
+are easy already count less.
 
     plugins = ["focal.py"]
     [objective]
     name = "focal"
     focal.gamma = 1.0
 
-Options are declared without torch, so that --help stays fast; the loss itself is in focal_loss.py, imported when it is used.
+Options are declared without torch, so that --help stays fast; the loss itself is in focal_loss.py,
+imported when it is used.
 """
 
 import lmforge

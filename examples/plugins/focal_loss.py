@@ -6,7 +6,9 @@ from lmforge import IGNORE_INDEX, Batch, label_logprobs
 
 
 class FocalObjective:
-    """A sum over labels, as every objective gives; lmforge divides it once, by the number of labels of the global batch."""
+    """A sum over labels, as every objective gives; lmforge divides it once, by the number of labels
+    of the global batch.
+    """
 
     def __init__(self, gamma: float) -> None:
         self.gamma = gamma

@@ -1,5 +1,6 @@
-"""A document source: mail in .mbox files, one document per message. `lmforge prepare mail.mbox data/mail --plugins
-mbox_source.py`.
+"""A document source: mail in .mbox files, one document per message.
+
+`lmforge prepare mail.mbox data/mail --plugins mbox_source.py`.
 
 Nothing here imports torch. The file arrives open, and decompressed: mail.mbox.gz is read too.
 """

@@ -1,7 +1,9 @@
-"""Tokens of llm.c: `lmforge prepare SHARDS OUT --plugins examples/token_files/llmc.py --tokenizer NAME`.
+"""Tokens of llm.c: `lmforge prepare SHARDS OUT --plugins examples/token_files/llmc.py --tokenizer
+NAME`.
 
-A header of 256 int32 (magic 20240520 and version 1: uint16 ids; 20240801 and 7: uint32), then ids. It says nowhere where
-documents end, so the tokenizer's end-of-text and beginning-of-text ids divide them.
+A header of 256 int32 (magic 20240520 and version 1: uint16 ids; 20240801 and 7: uint32), then ids.
+It says nowhere where documents end, so the tokenizer's end-of-text and beginning-of-text ids divide
+them.
 """
 
 from collections.abc import Iterator

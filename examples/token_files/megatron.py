@@ -1,7 +1,8 @@
-"""Tokens of Megatron-LM: `lmforge prepare FILE.bin OUT --plugins examples/token_files/megatron.py --tokenizer NAME`.
+"""Tokens of Megatron-LM: `lmforge prepare FILE.bin OUT --plugins examples/token_files/megatron.py
+--tokenizer NAME`.
 
-A pair of files: ids in .bin, and an .idx beside it with the tokens and the first byte of each sequence, and the first sequence
-of each document.
+A pair of files: ids in .bin, and an .idx beside it with the tokens and the first byte of each
+sequence, and the first sequence of each document.
 """
 
 from collections.abc import Iterator
@@ -33,7 +34,9 @@ def read_megatron(path: Path, options: None) -> Iterator[np.ndarray]:
 
 
 def _read_index(path: Path) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:
-    """The dtype of ids; tokens and first byte of each sequence; the first sequence of each document, and their number."""
+    """The dtype of ids; tokens and first byte of each sequence; the first sequence of each
+    document, and their number.
+    """
     if not path.is_file():
         raise lmforge.UserError(f"{path}: no such file: tokens of Megatron-LM are a pair of .bin and .idx")
     if path.stat().st_size < HEADER.itemsize:

@@ -1,5 +1,7 @@
-"""The errors that end a command, and how messages format commands, sizes and numbers. Any other uncaught exception is a bug in
-lmforge (see `cli.run`)."""
+"""The errors that end a command, and how messages format commands, sizes and numbers.
+
+Any other uncaught exception is a bug in lmforge (see `cli.run`).
+"""
 
 import difflib
 import errno
@@ -19,7 +21,9 @@ DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class UserError(Exception):
-    """The user's request cannot be carried out: one line with the problem, its place, and what to do."""
+    """The user's request cannot be carried out: one line with the problem, its place, and what to
+    do.
+    """
 
     exit_status = 2
     # Raised on another rank; raised here only so that all ranks end.
@@ -34,7 +38,9 @@ class RunFailed(Exception):
 
 
 class LockLost(RunFailed):
-    """Another process may write into the run's folder, or the folder is gone: this attempt writes nothing there any more."""
+    """Another process may write into the run's folder, or the folder is gone: this attempt writes
+    nothing there any more.
+    """
 
 
 # Messages of gloo and NCCL when the other rank is lost.
@@ -50,12 +56,16 @@ class PeerLost(RunFailed):
 
 
 class NothingToLearn(UserError):
-    """A record is as it should be, and there is nothing in it to learn from: it is left out, which does not end the command."""
+    """A record is as it should be, and there is nothing in it to learn from: it is left out, which
+    does not end the command.
+    """
 
 
 @contextmanager
 def prefix_errors(prefix: str | Callable[[], str]) -> Iterator[None]:
-    """Puts `prefix`, such as the place of a record, or what it returns, before the message of a UserError of the block."""
+    """Puts `prefix`, such as the place of a record, or what it returns, before the message of a
+    UserError of the block.
+    """
     try:
         yield
     except UserError as error:
@@ -64,14 +74,18 @@ def prefix_errors(prefix: str | Callable[[], str]) -> Iterator[None]:
 
 
 def how_to_install(extra: str) -> str:
-    """The command that installs the packages of an extra: in a checkout as docs/getting-started.md has it."""
+    """The command that installs the packages of an extra: in a checkout as docs/getting-started.md
+    has it.
+    """
     if (Path(__file__).parents[2] / "pyproject.toml").is_file():
         return f".venv/bin/pip install -e '.[{extra}]'"
     return f"pip install 'lmforge[{extra}]'"
 
 
 def typed_command() -> str:
-    """How to type `lmforge` in this shell: its path, if it is in an environment that is not activated."""
+    """How to type `lmforge` in this shell: its path, if it is in an environment that is not
+    activated.
+    """
     installed = Path(sys.executable).with_name("lmforge")
     if shutil.which("lmforge") or not installed.exists():
         return "lmforge"
@@ -112,6 +126,8 @@ def format_duration(seconds: float) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The end of a message about a name that is not known: the one that was probably meant; empty where none is like it."""
+    """The end of a message about a name that is not known: the one that was probably meant; empty
+    where none is like it.
+    """
     close = difflib.get_close_matches(word[:MAX_TYPED], list(known), n=1)
     return f"; did you mean {close[0]}?" if close else ""

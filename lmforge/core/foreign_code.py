@@ -1,8 +1,9 @@
-"""Code that is not ours: Python files of users, such as hooks and reward functions, imported by path; and child processes.
+"""Code that is not ours: Python files of users, such as hooks and reward functions, imported by
+path; and child processes.
 
-Reward functions and generated programs run in processes of their own, so that what they do does not end the
-run. They exchange lines of JSON with it: requests on their standard input, responses on their standard output. What confines
-a generated program is in `post/rewards/confinement.py`.
+Reward functions and generated programs run in processes of their own, so that what they do does not
+end the run. They exchange lines of JSON with it: requests on their standard input, responses on
+their standard output. What confines a generated program is in `post/rewards/confinement.py`.
 """
 
 import ctypes
@@ -37,8 +38,8 @@ TERM_SECONDS = 5.0
 def import_file(path: Path, module_name: str, what: str) -> ModuleType:
     """Import a file, which may import its neighbours as a script can.
 
-    `module_name` is not the file's own, which may be that of a library. Raises UserError, which begins with `what` and the
-    path, where there is no such file or it cannot be imported.
+    `module_name` is not the file's own, which may be that of a library. Raises UserError, which
+    begins with `what` and the path, where there is no such file or it cannot be imported.
     """
     if not path.is_file():
         raise UserError(f"{what} {path}: no such file")
@@ -67,16 +68,21 @@ def describe_exception(error: BaseException) -> str:
 
 
 def python_command(module: str, argument: str, *flags: str) -> list[str]:
-    """The command that runs `main()` of one of our modules, whatever the working directory and sys.path."""
+    """The command that runs `main()` of one of our modules, whatever the working directory and
+    sys.path.
+    """
     code = f"import sys; sys.path.insert(0, {PACKAGE_PARENT!r}); from {module} import main; main()"
     # -P: do not import a file in the working directory that has the name of a module.
     return [sys.executable, "-P", *flags, "-c", code, argument]
 
 
 def encode_line(message: object) -> bytes:
-    """A line of JSON for `json.loads`, with lone surrogates as they are. Raises TypeError, ValueError or RecursionError.
+    """A line of JSON for `json.loads`, with lone surrogates as they are.
 
-    An escape takes up to three times the bytes of its character, of which a line may have only so many.
+    Raises TypeError, ValueError or RecursionError.
+
+    An escape takes up to three times the bytes of its character, of which a line may have only so
+    many.
     """
     return json.dumps(message, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
 
@@ -84,9 +90,11 @@ def encode_line(message: object) -> bytes:
 def start_server(
     module: str, argument: str, first: object, what: str, closing_seconds: float = 0.0
 ) -> tuple["JsonLineProcess", dict[str, Any]]:
-    """A process in which a module serves (post/rewards/function_server.py), and its response to the first request.
+    """A process in which a module serves (post/rewards/function_server.py), and its response to the
+    first request.
 
-    `closing_seconds`: how long it may take to end by itself. Raises UserError, which begins with `what`.
+    `closing_seconds`: how long it may take to end by itself. Raises UserError, which begins with
+    `what`.
     """
     grace = closing_seconds + 2 * TERM_SECONDS  # its supervisor's time, and some to be scheduled
     process = JsonLineProcess(python_command(module, argument), close_grace_seconds=grace)
@@ -103,8 +111,9 @@ def start_server(
 
 
 def supervise(closing_seconds: float) -> None:
-    """Go on in a child of this process, which from now on only waits: when the child ends, or `closing_seconds` after standard
-    input was closed, it ends the child and all that was started there, in whatever session.
+    """Go on in a child of this process, which from now on only waits: when the child ends, or
+    `closing_seconds` after standard input was closed, it ends the child and all that was started
+    there, in whatever session.
 
     Call it before there are threads.
     """
@@ -165,11 +174,14 @@ class ProcessLost(Exception):
 class JsonLineProcess:
     """The process of `command`, in a session of its own. Only one thread may use it at a time.
 
-    It is `closed` by `close`, and by whatever `request` and `receive` raise while they wait for a response.
+    It is `closed` by `close`, and by whatever `request` and `receive` raise while they wait for a
+    response.
     """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None, close_grace_seconds: float = 0.0) -> None:
-        """`close_grace_seconds` is how long the process is given to end by itself when it is closed."""
+        """`close_grace_seconds` is how long the process is given to end by itself when it is
+        closed.
+        """
         self._process = subprocess.Popen(
             command,
             env=env,
@@ -188,7 +200,8 @@ class JsonLineProcess:
     def request(self, message: object, timeout_seconds: float, heartbeat: Callable[[], None] = lambda: None) -> dict[str, Any]:
         """Send a message and return its response, both within `timeout_seconds`.
 
-        Raises TypeError, ValueError or RecursionError if the message is not JSON, and as `receive` does.
+        Raises TypeError, ValueError or RecursionError if the message is not JSON, and as `receive`
+        does.
         """
         rest, deadline = memoryview(encode_line(message)), time.monotonic() + timeout_seconds
         poll = select.poll()
@@ -207,8 +220,8 @@ class JsonLineProcess:
     def receive(self, timeout_seconds: float, heartbeat: Callable[[], None] = lambda: None) -> dict[str, Any]:
         """The next response. `heartbeat` is called every second while it is awaited.
 
-        Raises TimeoutError if it takes longer than `timeout_seconds`, and ProcessLost if the process died or the response is
-        not JSON or larger than MAX_RESPONSE_BYTES.
+        Raises TimeoutError if it takes longer than `timeout_seconds`, and ProcessLost if the
+        process died or the response is not JSON or larger than MAX_RESPONSE_BYTES.
         """
         try:
             response: dict[str, Any] = json.loads(self._read_line(timeout_seconds, heartbeat))
@@ -236,7 +249,9 @@ class JsonLineProcess:
         return line
 
     def close(self) -> None:
-        """Close its input and give it time to end; then kill it, with all that it started in its session."""
+        """Close its input and give it time to end; then kill it, with all that it started in its
+        session.
+        """
         self.closed = True
         self._stdin.close()
         self._stdout.close()
@@ -251,7 +266,10 @@ class JsonLineProcess:
 
 
 def _wait(poll: select.poll, deadline: float, heartbeat: Callable[[], None]) -> bool:
-    """Call `heartbeat` and wait for at most a second. Returns whether there is something; raises TimeoutError at the end."""
+    """Call `heartbeat` and wait for at most a second.
+
+    Returns whether there is something; raises TimeoutError at the end.
+    """
     heartbeat()
     if poll.poll(1000 * max(0.0, min(HEARTBEAT_CALL_SECONDS, deadline - time.monotonic()))):
         return True

@@ -1,4 +1,7 @@
-"""The loop: one function that every stage calls. What happens beside the training is in the callbacks that it is given."""
+"""The loop: one function that every stage calls.
+
+What happens beside the training is in the callbacks that it is given.
+"""
 
 import gc
 import signal
@@ -43,10 +46,12 @@ def train(
     max_bad_steps: int,
     log_every_steps: int,
 ) -> tuple[int, int]:
-    """Train from `start_step` steps done to `steps`. Returns the number of steps done, and the signal that stopped it or 0.
+    """Train from `start_step` steps done to `steps`.
 
-    `learning_rate` is that of a step (from 0). Between log steps the host runs at most one step ahead of the device, and does
-    not wait for it.
+    Returns the number of steps done, and the signal that stopped it or 0.
+
+    `learning_rate` is that of a step (from 0). Between log steps the host runs at most one step
+    ahead of the device, and does not wait for it.
     """
     dist_ctx, done = parallel_model.dist_ctx, start_step
     first_step = start_step
@@ -135,8 +140,10 @@ def train(
 
 @contextmanager
 def _garbage_collection_paused() -> Iterator[None]:
-    """Garbage collection on one rank stalls all ranks, so it runs at log steps only. Objects that exist now are frozen:
-    scanning all modules of torch at each collection takes a tenth of a second.
+    """Garbage collection on one rank stalls all ranks, so it runs at log steps only.
+
+    Objects that exist now are frozen: scanning all modules of torch at each collection takes a
+    tenth of a second.
     """
     gc.collect()
     gc.freeze()
@@ -149,10 +156,12 @@ def _garbage_collection_paused() -> Iterator[None]:
 
 
 class StopSignals:
-    """Requests of one rank that all ranks follow at the same step: to stop, by a signal, and to save, by the clock of rank 0.
+    """Requests of one rank that all ranks follow at the same step: to stop, by a signal, and to
+    save, by the clock of rank 0.
 
-    The handler only sets a flag: a collective in it could pair with one that the training thread has in flight. Requests are
-    all-reduced at each step and read at the next one, so that no rank waits for them.
+    The handler only sets a flag: a collective in it could pair with one that the training thread
+    has in flight. Requests are all-reduced at each step and read at the next one, so that no rank
+    waits for them.
     """
 
     def __init__(self, dist_ctx: DistributedContext) -> None:
@@ -168,8 +177,9 @@ class StopSignals:
         self._signal = self._signal or read_passed_on(number)  # the first one is named
 
     def exchange(self, save_request: int) -> tuple[int, int]:
-        """Returns (signal, save request): the largest of any rank at the last call, 0 for none, the same on all ranks. Called
-        at each step."""
+        """Returns (signal, save request): the largest of any rank at the last call, 0 for none, the
+        same on all ranks. Called at each step.
+        """
         if self._dist_ctx.control_group is None:
             return self._signal, save_request
         requested = 0, 0

@@ -1,7 +1,8 @@
-"""Plugins: Python files of the user's own and installed packages that register names (registry.py) when they are imported.
+"""Plugins: Python files of the user's own and installed packages that register names (registry.py)
+when they are imported.
 
-A file is named by `plugins` at the top of a recipe or by --plugins; a package by an entry point of the group `lmforge.plugins`.
-What a plugin registers is documented in docs/extending.md.
+A file is named by `plugins` at the top of a recipe or by --plugins; a package by an entry point of
+the group `lmforge.plugins`. What a plugin registers is documented in docs/extending.md.
 """
 
 from collections.abc import Sequence
@@ -22,23 +23,29 @@ GROUP = "lmforge.plugins"
 COPIES = "plugins"  # folder of a run's directory
 MAX_PLUGIN_BYTES = 2**24
 
-# The plugins of this process: the digest of a file, or the name and version of an entry point's package.
+# The plugins of this process: the digest of a file, or the name and version of an entry point's
+# package.
 _files: dict[Path, str] = {}
 _packages: dict[str, str] = {}
 
 
 def resolve_plugins(table: dict[str, Any], recipe: Path | None) -> None:
-    """Make the paths of `plugins` in a recipe absolute: they are relative to it. Other values are left to validation."""
+    """Make the paths of `plugins` in a recipe absolute: they are relative to it.
+
+    Other values are left to validation.
+    """
     given = table.get("plugins")
     if recipe is not None and isinstance(given, list) and all(isinstance(path, str) for path in given):
         table["plugins"] = [str((recipe.parent / expand_home(path)).absolute()) for path in given]
 
 
 def load_plugins(paths: Sequence[str | Path]) -> None:
-    """Import installed plugins, then these files, unless this process has. A file that has changed is imported again.
+    """Import installed plugins, then these files, unless this process has.
 
-    Raises UserError, in one line, for a file that is missing, cannot be imported, or registers a name that is taken; it has
-    registered nothing then.
+    A file that has changed is imported again.
+
+    Raises UserError, in one line, for a file that is missing, cannot be imported, or registers a
+    name that is taken; it has registered nothing then.
     """
     for entry_point in entry_points(group=GROUP):
         _load_package(entry_point)
@@ -72,7 +79,8 @@ def _load_file(path: Path) -> None:
     registry.remove(origin)
     with registry.registering(origin):
         try:
-            # The file's own name could be that of a library. New content becomes a new module with new classes.
+            # The file's own name could be that of a library. New content becomes a new module with
+            # new classes.
             import_file(path, f"lmforge_plugin_{path.stem}_{digest[:8]}", "plugin")
         except UserError as error:
             raise UserError(f"{origin}: {_describe(error.__cause__)}" if error.__cause__ else str(error)) from error
@@ -91,7 +99,9 @@ def files_of(chosen: Sequence[Entry]) -> list[str]:
 
 
 def describe_plugins(paths: Sequence[str]) -> dict[str, str]:
-    """The identity of plugins, for a manifest: the digest of each file, and name and version of each installed package."""
+    """The identity of plugins, for a manifest: the digest of each file, and name and version of
+    each installed package.
+    """
     by_name = {Path(path).name: _files[expand_home(path).absolute()] for path in paths}
     return by_name | {f"package {package}": package.rpartition(" ")[2] for package in _packages.values()}
 
@@ -104,7 +114,9 @@ def describe_changes(then: dict[str, str], now: dict[str, str]) -> list[str]:
 
 
 def freeze_plugins(paths: Sequence[str], folder: Path) -> None:
-    """Copy the plugin files of a run into its directory, for reference; they are not loaded from there."""
+    """Copy the plugin files of a run into its directory, for reference; they are not loaded from
+    there.
+    """
     for path in map(Path, paths):
         (folder / COPIES).mkdir(exist_ok=True)
         with atomic_write(folder / COPIES / cut(path.name)) as file:

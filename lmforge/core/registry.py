@@ -1,9 +1,9 @@
 """The registry of everything that a recipe chooses by name, built in or from plugins.
 
-An entry has a kind (objective, optimizer, …), a name, an implementation that is imported when it is first used, and, if it
-has any, a class of options. Nothing here imports torch or knows what an entry does: `core/options/builtin_names.py` registers
-the built-in names, `plugins.py` loads files and packages of users, `core/options/extend.py` puts their options into the
-config classes.
+An entry has a kind (objective, optimizer, …), a name, an implementation that is imported when it is
+first used, and, if it has any, a class of options. Nothing here imports torch or knows what an
+entry does: `core/options/builtin_names.py` registers the built-in names, `plugins.py` loads files
+and packages of users, `core/options/extend.py` puts their options into the config classes.
 """
 
 import importlib
@@ -25,8 +25,11 @@ NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 
 @dataclass(frozen=True)
 class RegistryKind:
-    """What can be registered. `section` holds the options of its entries, each in a section of its own name: that section of a
-    recipe where the kind is chosen, or "" for the options of `lmforge prepare`."""
+    """What can be registered.
+
+    `section` holds the options of its entries, each in a section of its own name: that section of a
+    recipe where the kind is chosen, or "" for the options of `lmforge prepare`.
+    """
 
     name: str
     section: str
@@ -69,10 +72,13 @@ KINDS = {
 class Entry:
     """The entry of a name.
 
-    implementation  what the kind is called with (docs/extending.md), or "module:name" of it, imported by `load`
-    options         a class of options (`lmforge.Options`), every one with a default; None: there are none
+    implementation  what the kind is called with (docs/extending.md), or "module:name" of it,
+                    imported by `load`
+    options         a class of options (`lmforge.Options`), every one with a default; None: there
+                    are none
     origin          "lmforge", or the plugin that registered it, for messages
-    facts           what else the kind has to know without the implementation, such as `like` of a model family
+    facts           what else the kind has to know without the implementation, such as `like` of a
+                    model family
     """
 
     kind: str
@@ -95,13 +101,19 @@ class Entry:
             return import_named(self.implementation)
 
     def build(self, *arguments: Any) -> Any:
-        """What the implementation returns for `arguments`. Raises UserError where a plugin's raises anything."""
+        """What the implementation returns for `arguments`.
+
+        Raises UserError where a plugin's raises anything.
+        """
         implementation = self.load()
         with self._plugin_errors("raised"):
             return implementation(*arguments)
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """What a method of the implementation returns for `arguments`. Raises UserError where a plugin's raises anything."""
+        """What a method of the implementation returns for `arguments`.
+
+        Raises UserError where a plugin's raises anything.
+        """
         implementation = self.load()
         with self._plugin_errors(f"{method} raised"):
             return getattr(implementation, method)(*arguments)
@@ -130,11 +142,12 @@ _unchecked: ContextVar[bool] = ContextVar("unchecked", default=False)
 
 
 def register(kind: str, name: str, implementation: Any = None, *, options: type[Any] | None = None, **facts: Any) -> Any:
-    """Make `name` a value of the option that chooses a `kind`: see `KINDS`, and docs/extending.md for what each is called with.
+    """Make `name` a value of the option that chooses a `kind`: see `KINDS`, and docs/extending.md
+    for what each is called with.
 
-    `implementation` is a function or class, or "module:name", which is imported when it is first used. Without it this is a
-    decorator of one. Raises UserError for an unknown kind or one of lmforge alone, a name that is taken, or one that is not
-    letters, digits and dashes.
+    `implementation` is a function or class, or "module:name", which is imported when it is first
+    used. Without it this is a decorator of one. Raises UserError for an unknown kind or one of
+    lmforge alone, a name that is taken, or one that is not letters, digits and dashes.
     """
     if kind not in KINDS:
         raise UserError(f"{kind}: nothing of this kind is registered{did_you_mean(kind, KINDS)}; there are {', '.join(KINDS)}")
@@ -176,8 +189,11 @@ def entries(kind: str | None = None) -> list[Entry]:
 
 
 def chosen(kind: str, **roots: Any) -> list[Entry]:
-    """The entries of a kind: those with a fact `when` only where it is so. It names something of `roots`, such as
-    "config.log.trackers", that is then set, not empty and not zero; of a tuple, some of it."""
+    """The entries of a kind: those with a fact `when` only where it is so.
+
+    It names something of `roots`, such as "config.log.trackers", that is then set, not empty and
+    not zero; of a tuple, some of it.
+    """
 
     def is_chosen(entry: Entry) -> bool:
         if "when" not in entry.facts:
@@ -214,7 +230,9 @@ def is_known(kind: str, name: str) -> bool:
 
 @contextmanager
 def names_unchecked() -> Iterator[None]:
-    """A context in which any name may be chosen, for reading the recipe of a run without loading its plugins."""
+    """A context in which any name may be chosen, for reading the recipe of a run without loading
+    its plugins.
+    """
     token = _unchecked.set(True)
     try:
         yield
@@ -224,7 +242,10 @@ def names_unchecked() -> Iterator[None]:
 
 @contextmanager
 def registering(origin: str) -> Iterator[None]:
-    """A context in which registrations belong to `origin`. If the block raises, they are removed."""
+    """A context in which registrations belong to `origin`.
+
+    If the block raises, they are removed.
+    """
     before, token = dict(_entries), _origin.set(origin)
     try:
         yield

@@ -1,5 +1,6 @@
-"""The stages of training, pretrain, sft and align, from beginning to end: enter the run, build the model, attach what observes
-it, train, and report how it ended. What a stage does in its own way is in specs.py.
+"""The stages of training, pretrain, sft and align, from beginning to end: enter the run, build the
+model, attach what observes it, train, and report how it ended. What a stage does in its own way is
+in specs.py.
 """
 
 import time
@@ -46,11 +47,13 @@ from lmforge.core.steps.resume import ResumePoint, last_checkpoint_message, veri
 
 
 def run_stage(config: StageConfig, custom: CustomCode = NO_CUSTOM_CODE) -> int:
-    """Train a model as the config of its stage says: from random or given weights, or from this run's newest checkpoint.
+    """Train a model as the config of its stage says: from random or given weights, or from this
+    run's newest checkpoint.
 
-    Every rank calls it, with objective and callbacks of the program that calls it in `custom`. Returns the exit status: 0, or
-    128 + signal where the run was interrupted and saved. Raises UserError before anything of the run is written, of alignment
-    also where what samples cannot be opened, and RunFailed after that.
+    Every rank calls it, with objective and callbacks of the program that calls it in `custom`.
+    Returns the exit status: 0, or 128 + signal where the run was interrupted and saved. Raises
+    UserError before anything of the run is written, of alignment also where what samples cannot be
+    opened, and RunFailed after that.
     """
     spec = spec_of(config)
     set_determinism(config.train.deterministic)
@@ -125,7 +128,8 @@ def _train(
         began, batches = time.perf_counter(), None
         try:
             with ExitStack() as stack:
-                # A save that waits for a lost rank would not end, and other ranks learn from this one that it is lost.
+                # A save that waits for a lost rank would not end, and other ranks learn from this
+                # one that it is lost.
                 stack.push(lambda _, problem, __: checkpointer.close(drain=not (problem and is_lost_peer(problem))))
                 batches = spec.build_batches(ctx, inputs, built)
                 stack.callback(batches.close)
@@ -154,7 +158,8 @@ def _train(
                 raise
             # Such as a corrupt shard: the run has begun, so it has failed.
             raise RunFailed(str(problem)) from problem
-    # A rank that hangs while it ends is named by those that wait for it here; once they have ended, nobody is left to name it.
+    # A rank that hangs while it ends is named by those that wait for it here; once they have ended,
+    # nobody is left to name it.
     with dist_ctx.raise_on_all():
         ctx.run.ensure_lock()
     write_memory(ctx)
@@ -167,5 +172,7 @@ def _train(
 
 
 def collective_timeout(config: StageConfig) -> timedelta:
-    """Twice the watchdog's timeout, so that it can report the rank that hangs and end the ranks before NCCL aborts them."""
+    """Twice the watchdog's timeout, so that it can report the rank that hangs and end the ranks
+    before NCCL aborts them.
+    """
     return max(CONTROL_TIMEOUT, timedelta(seconds=2 * (config.watch.timeout_seconds or 0.0)))

@@ -1,8 +1,10 @@
-"""Where wings join the core: what each gives it, as protocols. A wing registers an implementation by name
-(core/options/builtin_names.py), and the registry imports it when it is chosen.
+"""Where wings join the core: what each gives it, as protocols.
 
-Others are `Objective` (core/losses/objective.py), `StageSpec` (core/stages/specs.py), `BatchSource` and `LoopCallbacks`
-(core/steps/callbacks.py).
+A wing registers an implementation by name (core/options/builtin_names.py), and the registry imports
+it when it is chosen.
+
+Others are `Objective` (core/losses/objective.py), `StageSpec` (core/stages/specs.py), `BatchSource`
+and `LoopCallbacks` (core/steps/callbacks.py).
 """
 
 from collections.abc import Callable
@@ -46,7 +48,9 @@ class WeightSource(Protocol):
         """Raises UserError where there is none."""
 
     def staged(self, stage_to: Path | None) -> Self:
-        """The same model, read from the copy on this host's own disk where there is one under `stage_to`."""
+        """The same model, read from the copy on this host's own disk where there is one under
+        `stage_to`.
+        """
 
     def check_has_weights(self) -> None:
         """Raise UserError where there are no weights to begin from."""
@@ -55,10 +59,16 @@ class WeightSource(Protocol):
         """Raise UserError where weights in 4 bits would be trained themselves."""
 
     def resolve_model_config(self, options: ModelOptions, vocab_size: int | None = None) -> ModelConfig:
-        """The model config, changed by the options. Raises UserError where they cannot change it."""
+        """The model config, changed by the options.
+
+        Raises UserError where they cannot change it.
+        """
 
     def load_weights(self, model: LanguageModel) -> frozenset[str]:
-        """Load the weights into a model, sharded or not. Returns the names that were left unchanged. Raises UserError."""
+        """Load the weights into a model, sharded or not.
+
+        Returns the names that were left unchanged. Raises UserError.
+        """
 
 
 class WeightSources(Protocol):
@@ -69,7 +79,10 @@ class WeightSources(Protocol):
 
 
 class Console(Protocol):
-    """What a person sees of a run. Every rank has one; those other than rank 0 write to their logs alone."""
+    """What a person sees of a run.
+
+    Every rank has one; those other than rank 0 write to their logs alone.
+    """
 
     def info(self, line: str) -> None:
         """Print a line."""
@@ -112,7 +125,10 @@ class Watch(Protocol):
         """The step and phase of this rank, in words."""
 
     def check_step_times(self, step: int, step_seconds: float, pipeline_rank: int) -> list[str]:
-        """Lines about ranks that are slow, and about a step time that rises. Every rank calls it."""
+        """Lines about ranks that are slow, and about a step time that rises.
+
+        Every rank calls it.
+        """
 
     def stop(self, final_phase: str) -> None:
         """The attempt ends in this phase: done, interrupted or failed."""
@@ -150,7 +166,13 @@ class AttemptObserver(Protocol):
         """A record was added to metrics.jsonl."""
 
     def close(self) -> None:
-        """Nothing is written after this but what `end` writes. Called at the end of every attempt."""
+        """Nothing is written after this but what `end` writes.
+
+        Called at the end of every attempt.
+        """
 
     def end(self, state: str) -> None:
-        """The attempt has ended: done, interrupted or failed. Called if the run is still this attempt's. It raises nothing."""
+        """The attempt has ended: done, interrupted or failed.
+
+        Called if the run is still this attempt's. It raises nothing.
+        """

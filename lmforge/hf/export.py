@@ -40,7 +40,8 @@ _TOKENIZER_FILES = (
 )
 
 
-# What a folder that --overwrite replaces may hold: somebody's own files beside a model are not lmforge's to delete.
+# What a folder that --overwrite replaces may hold: somebody's own files beside a model are not
+# lmforge's to delete.
 _OF_A_MODEL = re.compile(r".*\.(json|safetensors|jinja|model)|merges\.txt|README\.md|additional_chat_templates")
 
 
@@ -55,17 +56,20 @@ def export_folder(
     read_tensor: Callable[[str], torch.Tensor] | None = None,
     extra_files: Mapping[str, dict[str, Any] | str] | None = None,
 ) -> None:
-    """Write a folder that transformers opens: config.json, weights, and the tokenizer's files if given.
+    """Write a folder that transformers opens: config.json, weights, and the tokenizer's files if
+    given.
 
     The folder is written atomically: it appears complete or not at all.
 
     Args:
-        model: a model, or its tensors by name; full tensors (gather sharded ones first).
-        dtype: of the written tensors; None keeps each one's own.
-        max_shard_bytes: weights are split into files of at most this size, unless a single tensor is larger.
-        overwrite: replace the folder if it exists and holds a model. Otherwise an existing folder is a UserError.
-        read_tensor: returns the tensor of a name, where those of `model` are on the meta device. Each is read when it is
-            written, so that only one of them is in memory; those of a wrapped model are all read at once.
+        model: a model, or its tensors by name; full tensors (gather sharded ones first). dtype: of
+        the written tensors; None keeps each one's own. max_shard_bytes: weights are split into
+        files of at most this size, unless a single tensor is larger. overwrite: replace the folder
+        if it exists and holds a model. Otherwise an existing folder is a UserError. read_tensor:
+        returns the tensor of a name, where those of `model` are on the meta device. Each is read
+        when it is
+            written, so that only one of them is in memory; those of a wrapped model are all read at
+            once.
         extra_files: other files by name, JSON or text; fields for config.json replace its own.
     """
     wrapped = isinstance(config, TransformersConfig)
@@ -108,7 +112,9 @@ def export_folder(
 def _in_pieces(
     tensors: Mapping[str, torch.Tensor], read_tensor: Callable[[str], torch.Tensor], config: ModelConfig
 ) -> tuple[dict[str, torch.Tensor], Callable[[str], torch.Tensor]]:
-    """Tensors by their names on disk, where each expert has its own; and what returns the value of each of them."""
+    """Tensors by their names on disk, where each expert has its own; and what returns the value of
+    each of them.
+    """
     read = lru_cache(maxsize=1)(read_tensor)  # the pieces of one follow each other
     result, values = {}, {}
     for name, tensor in tensors.items():
@@ -124,7 +130,9 @@ def _in_pieces(
 def _described(
     config: ModelConfig, dtype: torch.dtype, extra_files: Mapping[str, dict[str, Any] | str]
 ) -> dict[str, dict[str, Any] | str]:
-    """config.json, generation_config.json where the model has one, and the further files, whose fields come before ours."""
+    """config.json, generation_config.json where the model has one, and the further files, whose
+    fields come before ours.
+    """
     content = to_config_json(config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
     generation = content.pop("generation_config", None)
     files = ({} if generation is None else {"generation_config.json": generation}) | dict(extra_files)
@@ -138,8 +146,9 @@ def _described(
 def new_folder(folder: Path, overwrite: bool, *, marker: str, content: str) -> Iterator[Path]:
     """A folder to fill that appears as `folder` at the end, complete or not at all.
 
-    With `overwrite`, a folder that holds the file `marker`, weights, and only files of a model, and so is a `content`, is
-    replaced (where `folder` is a link, what it leads to); any other one is a UserError, and so is an error of the disk.
+    With `overwrite`, a folder that holds the file `marker`, weights, and only files of a model, and
+    so is a `content`, is replaced (where `folder` is a link, what it leads to); any other one is a
+    UserError, and so is an error of the disk.
     """
 
     def is_replaceable(path: Path) -> bool:

@@ -1,8 +1,10 @@
-"""Models and datasets by their names on the Hugging Face hub: found in the local cache, or downloaded once, and kept there.
+"""Models and datasets by their names on the Hugging Face hub: found in the local cache, or
+downloaded once, and kept there.
 
-An existing folder takes precedence over a name. Weights are downloaded as safetensors, the rest as JSON and the plain files of
-tokenizers; pickles and code are not. The download itself, its retries and the cache are those of huggingface_hub's
-`snapshot_download`, so transformers finds the models too. What is here chooses the files, and says in one line what is wrong.
+An existing folder takes precedence over a name. Weights are downloaded as safetensors, the rest as
+JSON and the plain files of tokenizers; pickles and code are not. The download itself, its retries
+and the cache are those of huggingface_hub's `snapshot_download`, so transformers finds the models
+too. What is here chooses the files, and says in one line what is wrong.
 """
 
 import glob
@@ -56,7 +58,10 @@ class WeightIndex(TypedDict):  # model.safetensors.index.json
 
 
 def parse_model_name(name: str, revision: str | None = None) -> tuple[str, str]:
-    """`org/name[@revision]` as (org/name, revision), "main" by default. Raises UserError for anything else."""
+    """`org/name[@revision]` as (org/name, revision), "main" by default.
+
+    Raises UserError for anything else.
+    """
     parts = MODEL_NAME_PATTERN.fullmatch(name)
     if parts is None:
         form = "organisation/model or organisation/model@revision"
@@ -68,10 +73,11 @@ def parse_model_name(name: str, revision: str | None = None) -> tuple[str, str]:
 
 
 def resolve_model_folder(source: Path, required: Literal["weights", "config.json", "tokenizer.json"] = "weights") -> Path:
-    """The folder of a model: `source` itself, or where the cache has the model that it names, downloaded first if need be.
+    """The folder of a model: `source` itself, or where the cache has the model that it names,
+    downloaded first if need be.
 
-    A cached model is taken as it is: the hub is not asked for a newer one. Weights are downloaded only if they are `required`.
-    Raises UserError if the model can neither be found nor downloaded.
+    A cached model is taken as it is: the hub is not asked for a newer one. Weights are downloaded
+    only if they are `required`. Raises UserError if the model can neither be found nor downloaded.
     """
     if not is_hub_name(source):
         return source
@@ -89,7 +95,10 @@ def cache_folder() -> Path:
 
 
 def find_cached(name: str, revision: str, required: str = "weights") -> Path | None:
-    """The folder in which the cache has all that is `required` of this model, else None. Does not ask the hub."""
+    """The folder in which the cache has all that is `required` of this model, else None.
+
+    Does not ask the hub.
+    """
     from huggingface_hub import try_to_load_from_cache
 
     with hub_errors_as_user_errors(name, revision):
@@ -106,7 +115,10 @@ def find_cached(name: str, revision: str, required: str = "weights") -> Path | N
 
 
 def indexed_weight_files(folder: Path) -> list[str]:
-    """The weight files that a folder's index names, sorted. Raises UserError if it is not an index; OSError passes."""
+    """The weight files that a folder's index names, sorted.
+
+    Raises UserError if it is not an index; OSError passes.
+    """
     path = folder / SAFE_WEIGHTS_INDEX_NAME
     index = read_json(path, WeightIndex, max_bytes=MAX_INDEX_BYTES, hint="copy the file again")
     return sorted(set(index["weight_map"].values()))
@@ -193,7 +205,9 @@ def _data_files(name: str, listed: Iterable[str]) -> list[str]:
 
 
 def _model_files(name: str, listed: Collection[str], include_weights: bool) -> list[str]:
-    """Configuration, tokenizer and, where they are one file, the weights; otherwise their index, which names the files."""
+    """Configuration, tokenizer and, where they are one file, the weights; otherwise their index,
+    which names the files.
+    """
     chosen = [each for each in sorted(listed) if CONFIG_AND_TOKENIZER_FILES.fullmatch(each)]
     if not include_weights:
         return [each for each in chosen if each != SAFE_WEIGHTS_INDEX_NAME]

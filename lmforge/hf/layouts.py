@@ -1,7 +1,9 @@
-"""The checkpoints of other trainers: which of their stored tensors make up each of ours, as a plugin describes them.
+"""The checkpoints of other trainers: which of their stored tensors make up each of ours, as a
+plugin describes them.
 
-A plugin registers a `checkpoint_layout` (docs/extending.md); examples/checkpoint_layouts/ has those of nanoGPT, torchtitan and
-fms-fsdp. Here are what they have in common: wrappers of names, the choice of a layout, and the check of what they describe.
+A plugin registers a `checkpoint_layout` (docs/extending.md); examples/checkpoint_layouts/ has those
+of nanoGPT, torchtitan and fms-fsdp. Here are what they have in common: wrappers of names, the
+choice of a layout, and the check of what they describe.
 """
 
 import re
@@ -21,7 +23,8 @@ from lmforge.core.model.config import ModelConfig
 from lmforge.core.registry import Entry
 from lmforge.hf.torch_checkpoints import TensorSource
 
-# Keys under which trainers store the model in a checkpoint, and prefixes that wrappers add to its names.
+# Keys under which trainers store the model in a checkpoint, and prefixes that wrappers add to its
+# names.
 _PREFIXES = ("", "model.", "model_state.", "state_dict.", "module.")
 _WRAPPER_NAMES = re.compile(r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.")
 # Stored but not learned: causal masks and rotary tables.
@@ -43,7 +46,9 @@ class LayoutHints:
 
 @dataclass(frozen=True)
 class ConvertedCheckpoint:
-    """Another trainer's checkpoint as a model of ours: its config, its tensors on the meta device, and each one's value."""
+    """Another trainer's checkpoint as a model of ours: its config, its tensors on the meta device,
+    and each one's value.
+    """
 
     layout: str
     config: ModelConfig
@@ -55,8 +60,9 @@ class ConvertedCheckpoint:
 class StoredSlice:
     """The rows of a stored tensor that are one of ours, transposed if need be.
 
-    With `num_heads`, the rows of a query or key matrix of so many heads that rotates neighbouring pairs of channels, as Meta's
-    code does: ours and Hugging Face's pair a channel of the first half with one of the second, so they are reordered.
+    With `num_heads`, the rows of a query or key matrix of so many heads that rotates neighbouring
+    pairs of channels, as Meta's code does: ours and Hugging Face's pair a channel of the first half
+    with one of the second, so they are reordered.
     """
 
     stored_name: str
@@ -71,12 +77,15 @@ class StoredSlice:
         return value.t() if self.transposed else value
 
 
-# Which part of which stored tensor each of ours is, by our names; None is a bias of zeros, which is not stored.
+# Which part of which stored tensor each of ours is, by our names; None is a bias of zeros, which is
+# not stored.
 Parts = dict[str, StoredSlice | None]
 
 
 def find_layout(path: Path, checkpoint: TensorSource, layout: str) -> Entry:
-    """The registered layout of this name, or with "auto" the one whose tensor names the checkpoint has. Raises UserError."""
+    """The registered layout of this name, or with "auto" the one whose tensor names the checkpoint
+    has. Raises UserError.
+    """
     source = _without_wrappers(checkpoint)
     known = registry.entries("checkpoint_layout")
     if not known:
@@ -97,7 +106,10 @@ def find_layout(path: Path, checkpoint: TensorSource, layout: str) -> Entry:
 
 
 def convert_checkpoint(path: Path, checkpoint: TensorSource, layout: Entry, hints: LayoutHints) -> ConvertedCheckpoint:
-    """Another trainer's checkpoint as a model of ours. Raises UserError where it is not of the layout, or a hint is wrong."""
+    """Another trainer's checkpoint as a model of ours.
+
+    Raises UserError where it is not of the layout, or a hint is wrong.
+    """
     source = _without_wrappers(checkpoint)
     config: ModelConfig
     parts: Parts
@@ -131,12 +143,17 @@ def _without_wrappers(checkpoint: TensorSource) -> TensorSource:
 
 
 def count_layers(source: TensorSource, block: str) -> int:
-    """The number of blocks, by the numbers that the pattern `block` finds at the beginning of names."""
+    """The number of blocks, by the numbers that the pattern `block` finds at the beginning of
+    names.
+    """
     return 1 + max((int(match[1]) for name in source.tensors if (match := re.match(block, name))), default=-1)
 
 
 def _check_tensors(path: Path, config: ModelConfig, parts: Parts, source: TensorSource) -> dict[str, Tensor]:
-    """The model's tensors on the meta device. Raises UserError where one is missing, or of another shape."""
+    """The model's tensors on the meta device.
+
+    Raises UserError where one is missing, or of another shape.
+    """
     expected = dict(build_model(config, "meta").named_parameters())
     dtype = next(iter(source.tensors.values())).dtype
     tensors = {}

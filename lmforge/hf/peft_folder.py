@@ -1,7 +1,7 @@
 """Writes and reads adapters in PEFT's layout: adapter_config.json and adapter_model.safetensors.
 
-Tensors there have our names with a prefix. Options of PEFT that change the result of a forward pass and are not supported
-are refused by name, and so are options that are not known here.
+Tensors there have our names with a prefix. Options of PEFT that change the result of a forward pass
+and are not supported are refused by name, and so are options that are not known here.
 """
 
 import json
@@ -84,10 +84,11 @@ def save_peft_folder(
     """Write adapters as a folder that `peft.PeftModel.from_pretrained` opens.
 
     Args:
-        tensors: full tensors by our names (lora.adapter_parameters; gather sharded ones first), and whole weights.
-        base_model_name: the model that they belong to: a folder, or a name on the hub.
-        overwrite: replace the folder if it exists and holds adapters. Otherwise an existing folder is a UserError.
-        files: the texts of other files by name: a tokenizer, to whose number of tokens PEFT resizes the base model.
+        tensors: full tensors by our names (lora.adapter_parameters; gather sharded ones first), and
+        whole weights. base_model_name: the model that they belong to: a folder, or a name on the
+        hub. overwrite: replace the folder if it exists and holds adapters. Otherwise an existing
+        folder is a UserError. files: the texts of other files by name: a tokenizer, to whose number
+        of tokens PEFT resizes the base model.
     """
     layers = _layer_names(tensors)
     modules = [layer for layer in layers if ".adapters." not in layer]
@@ -116,7 +117,10 @@ def save_peft_folder(
 
 
 def base_model_of(folder: Path) -> Path:
-    """The model that the adapters of a PEFT folder belong to: a folder, or a name on the hub. Raises UserError."""
+    """The model that the adapters of a PEFT folder belong to: a folder, or a name on the hub.
+
+    Raises UserError.
+    """
     path = folder / ADAPTER_CONFIG
     content = _read_config(path)
     base, revision = content.get("base_model_name_or_path"), content.get("revision")
@@ -133,10 +137,11 @@ def tokenizer_folder(base: Path, adapters: Path | None) -> Path:
 
 
 def base_model_overrides(folder: Path) -> dict[str, Any]:
-    """Fields of the base model's config that adapters change: those of the embedding or the head alone untie the two, and with
-    whole ones the model has as many tokens.
+    """Fields of the base model's config that adapters change: those of the embedding or the head
+    alone untie the two, and with whole ones the model has as many tokens.
 
-    `peft` computes such a model so; when it merges, it adds to both of a tied pair, which is another model.
+    `peft` computes such a model so; when it merges, it adds to both of a tied pair, which is
+    another model.
     """
     entries = _open_tensors(folder).entries
     untied = {"tie_word_embeddings": False} if any(map(_TIED_LAYERS.search, entries)) else {}
@@ -145,7 +150,8 @@ def base_model_overrides(folder: Path) -> dict[str, Any]:
 
 
 def _whole_ends(entries: Mapping[str, Any]) -> list[str]:
-    """The names in a folder of the whole matrices of embedding and head, which PEFT saves where they were trained or resized.
+    """The names in a folder of the whole matrices of embedding and head, which PEFT saves where
+    they were trained or resized.
 
     While it saves, it has what it trained and what was before under longer names too.
     """
@@ -154,10 +160,12 @@ def _whole_ends(entries: Mapping[str, Any]) -> list[str]:
 
 
 def load_peft_folder(folder: str | Path) -> tuple[LoraConfig, dict[str, Tensor]]:
-    """The adapters of a PEFT folder: their config, and full tensors by our names for `merge_adapters`.
+    """The adapters of a PEFT folder: their config, and full tensors by our names for
+    `merge_adapters`.
 
-    Those that need another scaling than the config's have it in their B. Whole weights that replace the model's are among the
-    tensors. Raises UserError where the folder is damaged, or for a type of adapter that is not supported.
+    Those that need another scaling than the config's have it in their B. Whole weights that replace
+    the model's are among the tensors. Raises UserError where the folder is damaged, or for a type
+    of adapter that is not supported.
     """
     folder = Path(folder)
     path = folder / ADAPTER_CONFIG
@@ -196,7 +204,9 @@ def load_peft_folder(folder: str | Path) -> tuple[LoraConfig, dict[str, Tensor]]
 
 
 def _tied_to_frozen(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The embedding or head of which adapters leave no trace: a base that ties the two had the other's frozen matrix."""
+    """The embedding or head of which adapters leave no trace: a base that ties the two had the
+    other's frozen matrix.
+    """
     ends = _whole_ends(_open_tensors(folder).entries)
     if len(ends) != 1 or f"{_NESTED}." not in ends[0]:
         return {}
@@ -209,8 +219,11 @@ def _tied_to_frozen(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Te
 
 
 def _as_peft_has_it(name: str, tensor: Tensor, tensors: Mapping[str, Tensor]) -> tuple[str, Tensor]:
-    """The name and the tensor in a folder of a tensor of ours. Stacks are [experts · rank, inputs] and [outputs, rank ·
-    experts] there, and adapters of several parameters of one module are nested, the last outermost."""
+    """The name and the tensor in a folder of a tensor of ours.
+
+    Stacks are [experts · rank, inputs] and [outputs, rank · experts] there, and adapters of several
+    parameters of one module are nested, the last outermost.
+    """
     owner, _, rest = name.partition(".adapters.")
     if not rest:
         return _PREFIX + name, tensor
@@ -258,7 +271,10 @@ def _open_tensors(folder: Path) -> SafetensorsFile:
 
 
 def _read_tensors(folder: Path, parameters: Collection[str]) -> dict[str, Tensor]:
-    """Adapters, those of embeddings as pairs for their transpose, and whole weights. `parameters`: PEFT's target_parameters."""
+    """Adapters, those of embeddings as pairs for their transpose, and whole weights.
+
+    `parameters`: PEFT's target_parameters.
+    """
     file, tensors = _open_tensors(folder), {}
     for name, stored in file.entries.items():
         if _OF_WRAPPER.search(name) and _OF_WRAPPER.sub(".weight", name) in file.entries:

@@ -1,7 +1,8 @@
-"""The models that a run can begin from: config, tokenizer and weights of a checkpoint or a Hugging Face folder.
+"""The models that a run can begin from: config, tokenizer and weights of a checkpoint or a Hugging
+Face folder.
 
-Where a recipe names a PEFT folder, that is its base model with the adapters merged; beside a base in few bits they stay
-adapters, and are trained further.
+Where a recipe names a PEFT folder, that is its base model with the adapters merged; beside a base
+in few bits they stay adapters, and are trained further.
 """
 
 import json
@@ -37,7 +38,10 @@ SAMPLES, SAMPLE_BYTES = 256, 4096
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A folder of weights; with `manifest` it is a checkpoint. `adapters` is a PEFT folder for these weights."""
+    """A folder of weights; with `manifest` it is a checkpoint.
+
+    `adapters` is a PEFT folder for these weights.
+    """
 
     folder: Path
     manifest: Manifest | None
@@ -56,12 +60,16 @@ class Pretrained:
 
     @property
     def digest(self) -> str:
-        """A hash that changes with the weights: of a checkpoint's checksums, or of the sizes and times of a folder's files."""
+        """A hash that changes with the weights: of a checkpoint's checksums, or of the sizes and
+        times of a folder's files.
+        """
         return self._digest(lambda path: path.stat().st_mtime_ns)
 
     @property
     def content_digest(self) -> str:
-        """As `digest`, and the same for a copy: of a folder's files their headers and samples of the rest, not their times."""
+        """As `digest`, and the same for a copy: of a folder's files their headers and samples of
+        the rest, not their times.
+        """
         return self._digest(_sample_file)
 
     def _digest(self, of_file: Callable[[Path], object]) -> str:
@@ -90,13 +98,16 @@ class Pretrained:
         return Tokenizer.open(self.tokenizer_folder)
 
     def staged(self, stage_to: Path | None) -> Self:
-        """The same model, read from the copy on this host's own disk where there is one under `stage_to`."""
+        """The same model, read from the copy on this host's own disk where there is one under
+        `stage_to`.
+        """
         adapters = self.adapters and find_staged(stage_to, self.adapters)
         return replace(self, folder=find_staged(stage_to, self.folder), adapters=adapters)
 
     def check_has_weights(self) -> None:
         """Raise UserError where there are no weights to begin from."""
-        # Weights in an unsupported format count too, since they are refused later with a more specific message.
+        # Weights in an unsupported format count too, since they are refused later with a more
+        # specific message.
         there = any(any(self.folder.glob(each)) for each in ("*.safetensors*", "pytorch_model*.bin*"))
         if self.manifest is None and not there:
             raise UserError(f"{self.folder}: no weights here; to begin with random ones use --model.load_weights false")
@@ -109,8 +120,10 @@ class Pretrained:
             raise UserError(f"{self.folder}: its weights are in 4 bits, so only adapters beside them can be trained; {way}")
 
     def load_weights(self, model: LanguageModel) -> frozenset[str]:
-        """Load the weights into a model, sharded or not; each rank reads its own parts. Returns the names that are missing in
-        the files and were left unchanged, such as the head of a reward model. Raises UserError and CorruptCheckpoint.
+        """Load the weights into a model, sharded or not; each rank reads its own parts.
+
+        Returns the names that are missing in the files and were left unchanged, such as the head of
+        a reward model. Raises UserError and CorruptCheckpoint.
         """
         lacks_head = model.config.reward and not self.resolve_model_config(ModelOptions(source=self.folder)).reward
         new = frozenset({LM_HEAD_WEIGHT} if lacks_head else ())
@@ -126,7 +139,9 @@ class Pretrained:
 
 
 def _sample_file(path: Path) -> str:
-    """A hash of what each of SAMPLES equal parts of a file begins with: models of one shape have the same headers and sizes."""
+    """A hash of what each of SAMPLES equal parts of a file begins with: models of one shape have
+    the same headers and sizes.
+    """
     digest, size = xxhash.xxh3_64(), path.stat().st_size
     with open(path, "rb") as file:
         for start in range(0, size, -(-size // SAMPLES) or 1):

@@ -1,5 +1,5 @@
-"""The model config of a recipe: from a preset, a folder, or a name on the Hugging Face hub, with overrides. It imports torch
-only if transformers computes the model.
+"""The model config of a recipe: from a preset, a folder, or a name on the Hugging Face hub, with
+overrides. It imports torch only if transformers computes the model.
 """
 
 from pathlib import Path
@@ -25,14 +25,19 @@ def resolve_model_config(
     """The model config of a recipe. Raises UserError for one that cannot be computed.
 
     Args:
-        source: name of a preset, folder with a config.json, name on the Hugging Face hub, or None to take every field from
+        source: name of a preset, folder with a config.json, name on the Hugging Face hub, or None
+        to take every field from
             `overrides`.
-        overrides: fields of ModelConfig that replace the source's. Fields that the source leaves to be derived (head_dim
+        overrides: fields of ModelConfig that replace the source's. Fields that the source leaves to
+        be derived (head_dim
             from hidden_size, say) are derived after that.
-        vocab_size: entries of the tokenizer. It sets the vocabulary unless the config comes from a folder, whose own
-            vocabulary stays: it may be larger (embeddings that no token uses) but not smaller, unless it may grow.
-        vocab_multiple: a folder's vocabulary may grow to the tokenizer's, to a multiple of this; None: it may not.
-        implementation: what is to compute a folder's model: "lmforge", "transformers" (transformers_model.py), or "auto",
+        vocab_size: entries of the tokenizer. It sets the vocabulary unless the config comes from a
+        folder, whose own
+            vocabulary stays: it may be larger (embeddings that no token uses) but not smaller,
+            unless it may grow.
+        vocab_multiple: a folder's vocabulary may grow to the tokenizer's, to a multiple of this;
+        None: it may not. implementation: what is to compute a folder's model: "lmforge",
+        "transformers" (transformers_model.py), or "auto",
             which is lmforge for the families that it supports.
     """
     path = None
@@ -59,7 +64,9 @@ def resolve_model_config(
 def model_config_from_options(
     options: ModelOptions, vocab_size: int | None = None, changed: dict[str, Any] | None = None
 ) -> ModelConfig:
-    """The model config from the options of a recipe, nano where they name none, with `changed` fields. Raises UserError."""
+    """The model config from the options of a recipe, nano where they name none, with `changed`
+    fields. Raises UserError.
+    """
     source = options.source or options.preset or "nano"
     multiple = vocabulary_multiple(options)
     config = resolve_model_config(source, options.overrides() | (changed or {}), vocab_size, options.implementation, multiple)

@@ -1,8 +1,10 @@
-"""One safetensors file: parts of tensors read directly into their destination, and tensors written one at a time.
+"""One safetensors file: parts of tensors read directly into their destination, and tensors written
+one at a time.
 
-The format (github.com/huggingface/safetensors): the length of the header in 8 bytes, a JSON header that says where each tensor
-lies, then their bytes. The library's reader maps the file into memory, which fetches the pages around what is touched: twice
-the bytes that a rank needs which wants half of each tensor. Here a contiguous part is one positioned read, with readahead.
+The format (github.com/huggingface/safetensors): the length of the header in 8 bytes, a JSON header
+that says where each tensor lies, then their bytes. The library's reader maps the file into memory,
+which fetches the pages around what is touched: twice the bytes that a rank needs which wants half
+of each tensor. Here a contiguous part is one positioned read, with readahead.
 """
 
 import json
@@ -112,7 +114,8 @@ class SafetensorsFile:
         return full
 
     def read_parts(self, requests: list[tuple[str, Tensor, tuple[slice, ...]]]) -> None:
-        """For each (name, target, part), fill the target (any float dtype, any device) with a part of a tensor.
+        """For each (name, target, part), fill the target (any float dtype, any device) with a part
+        of a tensor.
 
         All slices of a part have both bounds. The tensors are read in the order of their offsets.
         """
@@ -131,7 +134,9 @@ class SafetensorsFile:
 
 
 class _StoredPart:
-    """A part of a stored tensor as a range of rows, and of numbers in each row, to be read into `target`."""
+    """A part of a stored tensor as a range of rows, and of numbers in each row, to be read into
+    `target`.
+    """
 
     def __init__(self, entry: SafetensorsEntry, target: Tensor, part: tuple[slice, ...]) -> None:
         rows = part[0] if part else slice(0, 1)
@@ -187,9 +192,11 @@ def _read_exactly(file: BufferedReader, block: Tensor, offset: int) -> None:
 def write_safetensors(
     path: Path, tensors: Mapping[str, Tensor], read_tensor: Callable[[str], Tensor], dtype: torch.dtype | None
 ) -> None:
-    """Write one safetensors file, a tensor at a time: the library's own writer needs all of them in memory.
+    """Write one safetensors file, a tensor at a time: the library's own writer needs all of them in
+    memory.
 
-    `tensors` may be on the meta device: each one's value is `read_tensor(name)`. `dtype` None keeps each one's own.
+    `tensors` may be on the meta device: each one's value is `read_tensor(name)`. `dtype` None keeps
+    each one's own.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0

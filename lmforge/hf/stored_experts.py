@@ -1,4 +1,5 @@
-"""Experts on disk: a tensor for each, as models are published, where a model has them stacked (family.Family.stored_experts).
+"""Experts on disk: a tensor for each, as models are published, where a model has them stacked
+(family.Family.stored_experts).
 
 Every other tensor has one name in memory and on disk.
 """
@@ -22,7 +23,9 @@ class Piece(NamedTuple):
         return stack[self.expert, self.rows]
 
     def cut_part(self, local: Tensor, part: tuple[slice, ...]) -> tuple[Tensor, tuple[slice, ...]] | None:
-        """What to read into a rank's `part` of the stack, `local`: a view of it, and a part of the tensor on disk."""
+        """What to read into a rank's `part` of the stack, `local`: a view of it, and a part of the
+        tensor on disk.
+        """
         experts, rows, columns = part
         begin, end = max(self.rows.start, rows.start), min(self.rows.stop, rows.stop)
         if not experts.start <= self.expert < experts.stop or begin >= end:

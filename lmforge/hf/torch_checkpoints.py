@@ -1,8 +1,8 @@
-"""Checkpoints of other trainers, Distributed Checkpoint (DCP) folders and torch.save files, read in a single process: their
-tensors by name and one at a time.
+"""Checkpoints of other trainers, Distributed Checkpoint (DCP) folders and torch.save files, read in
+a single process: their tensors by name and one at a time.
 
-Both formats can hold objects beside the tensors; these are skipped, and nothing that is stored is executed
-(core/checkpoint/safe_reader.py).
+Both formats can hold objects beside the tensors; these are skipped, and nothing that is stored is
+executed (core/checkpoint/safe_reader.py).
 """
 
 import warnings
@@ -24,7 +24,8 @@ warnings.filterwarnings("ignore", message="Detected pickle protocol")
 
 @dataclass(frozen=True)
 class TensorSource:
-    """Tensors by name: on the meta device for their shapes and dtypes, and each one's value by `read`.
+    """Tensors by name: on the meta device for their shapes and dtypes, and each one's value by
+    `read`.
 
     read: returns the full tensor of a name, on the CPU, in its stored dtype.
     non_tensors: what else a file holds: numbers, texts, and lists and tables of them.
@@ -36,7 +37,10 @@ class TensorSource:
 
 
 def open_tensor_source(path: Path) -> TensorSource:
-    """Open a folder with a .metadata file, or a file of torch.save. Raises UserError where it is neither."""
+    """Open a folder with a .metadata file, or a file of torch.save.
+
+    Raises UserError where it is neither.
+    """
     if (path / METADATA_FILE).is_file():
         return _open_dcp(path)
     if path.is_file():

@@ -1,11 +1,14 @@
-"""transformers' own models: its configs read, its modules built without weights, and what families differ in.
+"""transformers' own models: its configs read, its modules built without weights, and what families
+differ in.
 
-Families differ in more than their configs say: which list holds the blocks, what is done to logits, which constants lie beside
-the weights. These are determined by inspecting the modules and by running them on small inputs. Models that a `LanguageModel`
-cannot express are refused. No code that comes with a folder runs.
+Families differ in more than their configs say: which list holds the blocks, what is done to logits,
+which constants lie beside the weights. These are determined by inspecting the modules and by
+running them on small inputs. Models that a `LanguageModel` cannot express are refused. No code that
+comes with a folder runs.
 
-Most families are stored as they are computed. Some are not: experts are one tensor each in a folder, and computed as one
-stack. The rules for that are transformers' own, used in both directions, so that an export opens anywhere.
+Most families are stored as they are computed. Some are not: experts are one tensor each in a
+folder, and computed as one stack. The rules for that are transformers' own, used in both
+directions, so that an export opens anywhere.
 """
 
 import logging
@@ -30,13 +33,15 @@ MIN_TRANSFORMERS_VERSION = (5, 20)
 ALIBI_MODEL_TYPES = ("bloom", "mpt")
 _ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 _HEAD_NAME = "lm_head"
-# The kernel that multiplies all experts at once needs rows of whole 16 bytes, 8 numbers in bf16; else one by one.
+# The kernel that multiplies all experts at once needs rows of whole 16 bytes, 8 numbers in bf16;
+# else one by one.
 _GROUPED_MM_MULTIPLE = 8
 
 
 def import_transformers() -> Any:
     """transformers, imported and silent. Raises UserError where it is not installed, or too old."""
-    # It imports torchao, if that is installed, whose warnings do not concern the user of another feature.
+    # It imports torchao, if that is installed, whose warnings do not concern the user of another
+    # feature.
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
@@ -94,7 +99,10 @@ def build_causal_lm(content: dict[str, Any]) -> Any:
 
 
 def find_block_list(base_model: nn.Module) -> str:
-    """The name of the longest list of modules of one class that is in no other list. Raises UserError where there is none."""
+    """The name of the longest list of modules of one class that is in no other list.
+
+    Raises UserError where there is none.
+    """
     lists = {name: module for name, module in base_model.named_modules() if isinstance(module, nn.ModuleList) and len(module)}
     outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
     alike = [name for name in outer if len({type(block) for block in lists[name]}) == 1]
@@ -104,10 +112,11 @@ def find_block_list(base_model: nn.Module) -> str:
 
 
 def find_logit_transform(causal: Any, hidden_size: int) -> tuple[float, float | None]:
-    """(scale, softcap) of a model whose logits are softcap · tanh(scale · (product + bias) / softcap), of its head's products.
+    """(scale, softcap) of a model whose logits are softcap · tanh(scale · (product + bias) /
+    softcap), of its head's products.
 
-    Found by trying: its own forward runs with a small head, on given hidden states in place of the base model. Raises UserError
-    where it does anything else to its logits.
+    Found by trying: its own forward runs with a small head, on given hidden states in place of the
+    base model. Raises UserError where it does anything else to its logits.
     """
     name, head = find_base_model_name(causal), causal.get_output_embeddings()
     base = causal.get_submodule(name)
@@ -165,7 +174,8 @@ class _FixedModelOutput(SimpleNamespace):
 
 @torch.no_grad()
 def constant_buffers(causal: Any) -> list[tuple[nn.Module, str, Tensor]]:
-    """(module, name, value on the CPU) of the buffers that a model has beside its weights, such as rotary frequencies.
+    """(module, name, value on the CPU) of the buffers that a model has beside its weights, such as
+    rotary frequencies.
 
     On the meta device they have no values; transformers computes them where it initializes weights.
     """
@@ -193,7 +203,10 @@ def constant_buffers(causal: Any) -> list[tuple[nn.Module, str, Tensor]]:
 
 
 def find_base_model_name(causal: Any) -> str:
-    """The name of the one module beside the head. Raises UserError where there are several, or none."""
+    """The name of the one module beside the head.
+
+    Raises UserError where there are several, or none.
+    """
     parts = [name for name, part in causal.named_children() if name != _HEAD_NAME and [*part.parameters()]]
     if len(parts) != 1:
         name = type(causal).__name__
@@ -220,7 +233,9 @@ def reject_unsupported_parts(causal: Any) -> None:
 
 @dataclass(frozen=True)
 class TensorConversion:
-    """Stored tensors that together make one or several of the model's, the first of which is `target_name`."""
+    """Stored tensors that together make one or several of the model's, the first of which is
+    `target_name`.
+    """
 
     target_name: str
     source_patterns: dict[str, str]  # stored name → the pattern that it matches
@@ -228,7 +243,9 @@ class TensorConversion:
     causal: Any
 
     def convert(self, read_tensor: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """The model's tensors by name, made of the stored ones that `read_tensor` returns (of meta tensors: shapes only)."""
+        """The model's tensors by name, made of the stored ones that `read_tensor` returns (of meta
+        tensors: shapes only).
+        """
         rule = deepcopy(self.converter)
         for stored, pattern in self.source_patterns.items():
             rule.add_tensor(self.target_name, stored, pattern, lambda stored=stored: read_tensor(stored))

@@ -1,7 +1,8 @@
 """First values of a wrapped model, as its family draws them in transformers.
 
-A family's initialization is recorded on the meta device, where it costs nothing. If it finally draws or fills the full tensor,
-as nearly all do, each rank draws its part as for our own models. Otherwise every rank draws the full tensor.
+A family's initialization is recorded on the meta device, where it costs nothing. If it finally
+draws or fills the full tensor, as nearly all do, each rank draws its part as for our own models.
+Otherwise every rank draws the full tensor.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -28,7 +29,9 @@ _VALUES: dict[Any, Callable[..., InitialValue]] = {
 
 
 class _InPlaceCalls(TorchDispatchMode):
-    """Records which operators write into which memory: (operator, shape written, other arguments) by storage."""
+    """Records which operators write into which memory: (operator, shape written, other arguments)
+    by storage.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,10 +46,11 @@ class _InPlaceCalls(TorchDispatchMode):
 
 @torch.no_grad()
 def family_initial_values(causal: Any, names: Collection[str], seed: int) -> Iterator[tuple[str, InitialValue | Tensor]]:
-    """(name, first value) of the parameters called `names` of a model of transformers on the meta device.
+    """(name, first value) of the parameters called `names` of a model of transformers on the meta
+    device.
 
-    A full tensor is fp32 on the CPU, drawn by a generator that is seeded with the seed and its module's name. Raises UserError
-    where transformers leaves a tensor without a value.
+    A full tensor is fp32 on the CPU, drawn by a generator that is seeded with the seed and its
+    module's name. Raises UserError where transformers leaves a tensor without a value.
     """
     for name, module in causal.named_modules():
         own = {short: each for short, each in module.named_parameters(recurse=False) if f"{name}.{short}" in names}
@@ -63,7 +67,9 @@ def family_initial_values(causal: Any, names: Collection[str], seed: int) -> Ite
 
 
 def _value_of(calls: list[tuple[Any, torch.Size, tuple[Any, ...]]], shape: torch.Size) -> InitialValue | None:
-    """The first value of a parameter of this shape after these calls; None where the last one does not overwrite all of it."""
+    """The first value of a parameter of this shape after these calls; None where the last one does
+    not overwrite all of it.
+    """
     if not calls:
         return None
     operator, written, arguments = calls[-1]

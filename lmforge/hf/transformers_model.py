@@ -1,9 +1,10 @@
-"""Any causal model of the transformers library, wrapped as a LanguageModel: `TransformersConfig` and `TransformersModel`.
+"""Any causal model of the transformers library, wrapped as a LanguageModel: `TransformersConfig`
+and `TransformersModel`.
 
-Its modules and tensor names are those of transformers; the head is ours, so that the full logits never exist. There is no
-dropout. Incremental decoding uses the cache of transformers, which has one length for all sequences: they are padded at
-their left, and every sequence is computed again when another one joins. That works for any family, and is slower than
-core/model/incremental.py.
+Its modules and tensor names are those of transformers; the head is ours, so that the full logits
+never exist. There is no dropout. Incremental decoding uses the cache of transformers, which has one
+length for all sequences: they are padded at their left, and every sequence is computed again when
+another one joins. That works for any family, and is slower than core/model/incremental.py.
 """
 
 import inspect
@@ -40,9 +41,12 @@ from lmforge.hf.transformers_init import family_initial_values
 
 @dataclass(frozen=True)
 class TransformersConfig(ModelConfig):
-    """The config of any causal model of transformers. `config_dict`, the config.json, decides; the other fields repeat it.
+    """The config of any causal model of transformers.
 
-    A field that a family does not have (head_dim, intermediate_size) is estimated from its other numbers.
+    `config_dict`, the config.json, decides; the other fields repeat it.
+
+    A field that a family does not have (head_dim, intermediate_size) is estimated from its other
+    numbers.
     """
 
     config_dict: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -73,7 +77,10 @@ def _first(config: Any, *names: str, default: Any = 0) -> Any:
 
 
 def to_transformers_config(content: dict[str, Any], source: str) -> TransformersConfig:
-    """The config that a config.json describes. Raises UserError, beginning with `source`, for what cannot be wrapped."""
+    """The config that a config.json describes.
+
+    Raises UserError, beginning with `source`, for what cannot be wrapped.
+    """
     content = dict(content)
     generation = content.pop("generation_config", None)
     theirs = read_pretrained_config(content, source)
@@ -131,7 +138,9 @@ class TransformersModel(LanguageModel):
     def initial_values(
         self, shapes: Mapping[str, torch.Size], seed: int, embedding_std: float | None = None
     ) -> Iterator[tuple[str, InitialValue | Tensor]]:
-        """(name, first value) of the parameters of these names, as the family itself initializes them; adapters as ours."""
+        """(name, first value) of the parameters of these names, as the family itself initializes
+        them; adapters as ours.
+        """
         if embedding_std is not None:
             raise UserError("model.embedding_initializer_range: transformers initialises this model; leave that option out")
         yield from family_initial_values(build_causal_lm(self.config.config_dict), shapes.keys(), seed)
@@ -150,7 +159,8 @@ class TransformersModel(LanguageModel):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "TransformersModel":
         super()._apply(fn, recurse)
-        # Constants are not weights: `to_empty` leaves them without values, and `to` in a dtype of too few bits.
+        # Constants are not weights: `to_empty` leaves them without values, and `to` in a dtype of
+        # too few bits.
         self._move_constants(next(self.parameters()).device)
         return self
 
@@ -175,11 +185,12 @@ class TransformersModel(LanguageModel):
         document_starts: Tensor | None = None,
         routed_experts: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states after the final norm: [sequences, length, hidden_size], ready for `lm_head`.
+        """Hidden states after the final norm: [sequences, length, hidden_size], ready for
+        `lm_head`.
 
-        Args as in LanguageModel.forward, without dropout; `document_starts` and `routed_experts` are not used. `cache` is
-        transformers'; with it, `positions` and `document_ids` are those of all tokens so far. Raises UserError for sequences
-        longer than the learned positions.
+        Args as in LanguageModel.forward, without dropout; `document_starts` and `routed_experts`
+        are not used. `cache` is transformers'; with it, `positions` and `document_ids` are those of
+        all tokens so far. Raises UserError for sequences longer than the learned positions.
         """
         length = tokens.shape[1]
         self.config.check_length(length)
@@ -203,10 +214,12 @@ class TransformersModel(LanguageModel):
 
 @contextmanager
 def document_attention_masks(attn_implementation: str, document_ids: Tensor, positions: Tensor) -> Iterator[None]:
-    """A context in which every mask that transformers makes for this attention lets tokens see only their own document.
+    """A context in which every mask that transformers makes for this attention lets tokens see only
+    their own document.
 
-    Its rules (causal, sliding windows, chunks) are given positions within the document, not slots of the sequence, so that
-    a document is computed the same wherever it stands. `document_ids`, `positions`: [sequences, slots] of all keys.
+    Its rules (causal, sliding windows, chunks) are given positions within the document, not slots
+    of the sequence, so that a document is computed the same wherever it stands. `document_ids`,
+    `positions`: [sequences, slots] of all keys.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
 
@@ -235,7 +248,9 @@ def document_attention_masks(attn_implementation: str, document_ids: Tensor, pos
 
 @cache
 def _count_parameters(config_json: str) -> tuple[int, int, int, int]:
-    """The fields of flops.ParameterCount: of experts the fraction that a token is routed to counts as active."""
+    """The fields of flops.ParameterCount: of experts the fraction that a token is routed to counts
+    as active.
+    """
     config = to_transformers_config(json.loads(config_json), "model")
     model = TransformersModel(config)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
@@ -261,7 +276,9 @@ class TransformersIncrementalDecoder:
         self._cache: Any = None
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Compute prompts as new sequences after the others; hidden states of each last token [prompts, hidden_size]."""
+        """Compute prompts as new sequences after the others; hidden states of each last token
+        [prompts, hidden_size].
+        """
         earlier = [tokens[-length:] for tokens, length in zip(self._tokens, self._lengths, strict=True)]
         new = [torch.tensor(prompt, device=self._device) for prompt in prompts]
         self._tokens = pad_sequence([*earlier, *new], batch_first=True, padding_side="left")
@@ -270,7 +287,9 @@ class TransformersIncrementalDecoder:
         return self._forward(self._tokens)[len(earlier) :, -1]
 
     def decode_step(self, tokens: Tensor) -> Tensor:
-        """Compute the next token of every sequence, int64 [sequences]; returns hidden states [sequences, hidden_size]."""
+        """Compute the next token of every sequence, int64 [sequences]; returns hidden states
+        [sequences, hidden_size].
+        """
         self._tokens = torch.cat([self._tokens, tokens[:, None]], dim=1)
         self._lengths = [length + 1 for length in self._lengths]
         return self._forward(tokens[:, None])[:, 0]

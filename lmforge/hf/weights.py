@@ -1,8 +1,11 @@
-"""Weights of a folder in Hugging Face's layout (model.safetensors, or its shards and their index) into a model.
+"""Weights of a folder in Hugging Face's layout (model.safetensors, or its shards and their index)
+into a model.
 
-Our tensor names are Hugging Face's, so nothing is converted, except for wrapped models whose stored tensors are in other pieces
-than the computed ones (transformers_causal_lm.py). Missing and unexpected tensors are refused. For a sharded model only this
-rank's bytes are read (safetensors_file.py). Nothing is unpickled. Writing is in export.py, our checkpoints in core/checkpoint/.
+Our tensor names are Hugging Face's, so nothing is converted, except for wrapped models whose stored
+tensors are in other pieces than the computed ones (transformers_causal_lm.py). Missing and
+unexpected tensors are refused. For a sharded model only this rank's bytes are read
+(safetensors_file.py). Nothing is unpickled. Writing is in export.py, our checkpoints in
+core/checkpoint/.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -45,15 +48,18 @@ _CONSTANT_SUFFIXES = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 @torch.no_grad()
 def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str] = ()) -> None:
-    """Fill a model's parameters, in place and in their own dtype, from the safetensors files of a folder.
+    """Fill a model's parameters, in place and in their own dtype, from the safetensors files of a
+    folder.
 
-    Adapters and `new_names` (such as a new head) are not in the folder and stay as they are. The model must be allocated
-    (not on meta) and may be sharded: of a DTensor each rank reads only its own part, in few long reads, and holds little
-    more than that. Where its vocabulary is not that of the folder's config.json, rows are left out, or further ones become the
-    mean of those there; where only the folder ties embedding and head, both begin as its one matrix. A pipeline stage may lack
-    parameters: the folder must hold the full model, and the local part is filled. Matrices that are quantized (lora.base_dtype)
-    are read whole on each rank, one after another, or taken as a folder in NF4 has them. What `describe_folder` says is done.
-    Raises UserError where a file is missing or damaged, or where names or shapes differ, naming the first few.
+    Adapters and `new_names` (such as a new head) are not in the folder and stay as they are. The
+    model must be allocated (not on meta) and may be sharded: of a DTensor each rank reads only its
+    own part, in few long reads, and holds little more than that. Where its vocabulary is not that
+    of the folder's config.json, rows are left out, or further ones become the mean of those there;
+    where only the folder ties embedding and head, both begin as its one matrix. A pipeline stage
+    may lack parameters: the folder must hold the full model, and the local part is filled. Matrices
+    that are quantized (lora.base_dtype) are read whole on each rank, one after another, or taken as
+    a folder in NF4 has them. What `describe_folder` says is done. Raises UserError where a file is
+    missing or damaged, or where names or shapes differ, naming the first few.
     """
     folder = Path(folder)
     local = dict(named_tensors(model))
@@ -146,7 +152,9 @@ def describe_folder(folder: Path) -> list[str]:
 
 
 def _unread_layers(content: dict[str, Any]) -> range:
-    """Layers after the last one that a folder may have and nothing reads (family.Family.unread_layers)."""
+    """Layers after the last one that a folder may have and nothing reads
+    (family.Family.unread_layers).
+    """
     if not is_supported_family(content):
         return range(0)
     field, default = load_family(base_model_type(str(content["model_type"]))).unread_layers
@@ -165,7 +173,9 @@ def _dequantize(
 
 
 def _local_parts(local: Mapping[str, Tensor], full_model: Any) -> dict[str, tuple[Tensor, tuple[slice, ...]]]:
-    """What to read, by names on disk: a tensor of this rank, and the part of the one on disk that belongs into it."""
+    """What to read, by names on disk: a tensor of this rank, and the part of the one on disk that
+    belongs into it.
+    """
     parts = {}
     for name, parameter in local.items():
         target, part = local_part(parameter)
@@ -182,7 +192,9 @@ def _ties(folder: Path, config: Any) -> bool:
 
 
 def _rows_to_resize(folder: Path, model: Any) -> dict[str, int]:
-    """How many rows a folder has of the parameters that have one for each token, where the model has more or fewer of them."""
+    """How many rows a folder has of the parameters that have one for each token, where the model
+    has more or fewer of them.
+    """
     rows = read_config_json(folder / "config.json").get("vocab_size")
     if not isinstance(rows, int) or rows == model.config.vocab_size:
         return {}
@@ -191,7 +203,9 @@ def _rows_to_resize(folder: Path, model: Any) -> dict[str, int]:
 
 
 def _read_parts(file: SafetensorsFile, requests: list[tuple[str, Tensor, tuple[slice, ...]]], resized: Collection[str]) -> None:
-    """As `read_parts`; those that are `resized` get the mean of their rows as the ones that they lack."""
+    """As `read_parts`; those that are `resized` get the mean of their rows as the ones that they
+    lack.
+    """
     file.read_parts([each for each in requests if each[0] not in resized])
     for name, target, (wanted, *columns) in requests:
         if name in resized:
@@ -205,10 +219,12 @@ def _read_parts(file: SafetensorsFile, requests: list[tuple[str, Tensor, tuple[s
 def continue_adapters(
     model: LanguageModel, lora_config: LoraConfig, tensors: Mapping[str, Tensor], source: str
 ) -> dict[str, Tensor]:
-    """Fill a model's own adapters, beside its quantized matrices, with adapters of these, so that nothing is rounded with them.
-    Returns the other tensors, for `merge_adapters`: without quantized matrices, all.
+    """Fill a model's own adapters, beside its quantized matrices, with adapters of these, so that
+    nothing is rounded with them. Returns the other tensors, for `merge_adapters`: without quantized
+    matrices, all.
 
-    Arguments and errors are those of `merge_adapters`. Raises UserError too where the model's adapters are others.
+    Arguments and errors are those of `merge_adapters`. Raises UserError too where the model's
+    adapters are others.
     """
     own, full_model = model.lora_config, full_model_of(model)
     if own is None or own.stored is None:
@@ -237,7 +253,10 @@ def continue_adapters(
 
 
 def _check_converted(folder: Path, expected: dict[str, Tensor], converted: Mapping[str, Tensor]) -> None:
-    """Remove the converted tensors from `expected`. Raises UserError where one is not expected, or of another shape."""
+    """Remove the converted tensors from `expected`.
+
+    Raises UserError where one is not expected, or of another shape.
+    """
     for name, value in converted.items():
         parameter = expected.pop(name, None)
         if parameter is None or parameter.shape != value.shape:
@@ -270,7 +289,9 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _our_name(stored: str, optional_prefix: str) -> str:
-    """GPT-2's first releases leave out the leading `transformer.`; the head of a classifier has another name."""
+    """GPT-2's first releases leave out the leading `transformer.`; the head of a classifier has
+    another name.
+    """
     if stored == CLASSIFIER_HEAD_WEIGHT:
         return LM_HEAD_WEIGHT
     return stored if stored.startswith((optional_prefix, "lm_head.")) else optional_prefix + stored
@@ -279,7 +300,9 @@ def _our_name(stored: str, optional_prefix: str) -> str:
 def _resolve_tied_head(
     model: nn.Module, expected: Mapping[str, Tensor], files: StoredFiles
 ) -> tuple[str, tuple[SafetensorsFile, str] | None]:
-    """A tied matrix may be stored under the embedding's name, the head's, or both: then returns the former, and the latter."""
+    """A tied matrix may be stored under the embedding's name, the head's, or both: then returns the
+    former, and the latter.
+    """
     if LM_HEAD_WEIGHT in expected or LM_HEAD_WEIGHT not in files:
         return "", None
     tied = next(name for name, parameter in expected.items() if parameter is model.get_parameter(LM_HEAD_WEIGHT))

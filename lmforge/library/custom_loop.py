@@ -1,4 +1,6 @@
-"""The parts of a stage for programs with a loop of their own: data, batches, a distributed model, an optimizer."""
+"""The parts of a stage for programs with a loop of their own: data, batches, a distributed model,
+an optimizer.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -26,9 +28,11 @@ from lmforge.core.parallel.precision import decide_dtype
 def open_data(
     folder: str | Path, *, sequence_length: int, split: str = "train", seed: int = 0, shuffle: bool = True
 ) -> PackedDataset:
-    """The packed sequences of a folder that `prepare_data` or `lmforge prepare` wrote, in an order that `seed` decides.
+    """The packed sequences of a folder that `prepare_data` or `lmforge prepare` wrote, in an order
+    that `seed` decides.
 
-    Sample n is a function of the data, the length, the seed and n. Raises UserError for a folder that cannot be used.
+    Sample n is a function of the data, the length, the seed and n. Raises UserError for a folder
+    that cannot be used.
     """
     opened = TokenFolder.open(str(folder))
     return TokenDataset(opened, split=split, sequence_length=sequence_length, seed=seed, shuffle=shuffle)
@@ -37,9 +41,11 @@ def open_data(
 def open_batches(
     dataset: PackedDataset, *, batch_size: int, micro_batch_size: int | None = None, model: ParallelModel
 ) -> BatchLoader:
-    """This rank's part of global batches of `batch_size` sequences: `batches(step)` gives its micro-batches, on the device.
+    """This rank's part of global batches of `batch_size` sequences: `batches(step)` gives its
+    micro-batches, on the device.
 
-    `micro_batch_size` sequences go through `model` at once, by default all of this rank's. Close it, or use it in a `with`.
+    `micro_batch_size` sequences go through `model` at once, by default all of this rank's. Close
+    it, or use it in a `with`.
     """
     dist_ctx = model.dist_ctx
     rank, size = data_parallel_rank_and_size(model.options, dist_ctx.rank_info.rank, dist_ctx.world_size)
@@ -63,9 +69,12 @@ def parallelize(
     seed: int = 0,
     **options: Any,
 ) -> ParallelModel:
-    """Distribute a model over the ranks of `lmforge.init_distributed`, in place. Every rank calls it.
+    """Distribute a model over the ranks of `lmforge.init_distributed`, in place.
 
-    model    in fp32 on the ranks' device, the same on all; or on the meta device: each rank draws its part by `seed`
+    Every rank calls it.
+
+    model    in fp32 on the ranks' device, the same on all; or on the meta device: each rank draws
+             its part by `seed`
     dtype    compute dtype: "auto", "fp32" or "bf16"; the weights stay fp32
     compile  torch.compile each block
     options  those of `[parallel]` in a recipe, such as engine="fsdp2", sharding="grad-shard"
@@ -85,9 +94,12 @@ def parallelize(
 
 
 def build_optimizer(model: ParallelModel, name: str = "adamw", **options: Any) -> torch.optim.Optimizer:
-    """The optimizer of a parallelized model's trainable parameters. Matrices decay, norms and biases do not.
+    """The optimizer of a parallelized model's trainable parameters.
 
-    options  those of `[optimizer]` in a recipe, such as lr=1e-3. `train_step` takes the learning rate of each step.
+    Matrices decay, norms and biases do not.
+
+    options  those of `[optimizer]` in a recipe, such as lr=1e-3. `train_step` takes the learning
+             rate of each step.
 
     Raises UserError for an optimizer that the engine does not take.
     """

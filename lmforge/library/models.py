@@ -32,10 +32,13 @@ def build_model(
 ) -> LanguageModel:
     """A model with random weights, in fp32.
 
-    config      a preset (`lmforge show presets`), or a Hugging Face folder, whose weights are not read
+    config      a preset (`lmforge show presets`), or a Hugging Face folder, whose weights are not
+                read
     vocab_size  entries of the tokenizer; None: as the config says
-    device      "cpu", "cuda", or "meta": without memory, for `parallelize`, which then draws the weights of each rank's part
-    fields      further fields of the config by their names in config.json, such as num_hidden_layers=2
+    device      "cpu", "cuda", or "meta": without memory, for `parallelize`, which then draws the
+                weights of each rank's part
+    fields      further fields of the config by their names in config.json, such as
+                num_hidden_layers=2
 
     Raises UserError for a config that cannot be built.
     """
@@ -44,16 +47,19 @@ def build_model(
 
 
 def open_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer of prepared data, a run's checkpoint, a Hugging Face folder, or a tokenizer.json.
+    """The tokenizer of prepared data, a run's checkpoint, a Hugging Face folder, or a
+    tokenizer.json.
 
-    `encode(text)` gives ids, `decode(ids)` text; it has `vocab_size` and `eos_token_id`. Raises UserError where there is none.
+    `encode(text)` gives ids, `decode(ids)` text; it has `vocab_size` and `eos_token_id`. Raises
+    UserError where there is none.
     """
     inside = Path(path) / "tokenizer"
     return Tokenizer.open(inside if inside.is_dir() else path)
 
 
 def load_model(path: str | Path, *, device: str = "auto", dtype: str = "auto") -> LoadedModel:
-    """The model of a run, a checkpoint, a Hugging Face folder or name, or a PEFT folder, in eval mode, with its tokenizer.
+    """The model of a run, a checkpoint, a Hugging Face folder or name, or a PEFT folder, in eval
+    mode, with its tokenizer.
 
     device  "auto" (cuda where there is one), "cpu" or "cuda"
     dtype   "auto" (bf16 where it is faster), "fp32" or "bf16"
@@ -73,9 +79,12 @@ def generate_text(
     top_p: float | None = None,
     seed: int = 0,
 ) -> list[str]:
-    """The text that the model generates after each prompt, without the prompt. The same seed gives the same text; temperature 0
-    is greedy. None: as the model's generation_config.json says, else temperature 0.8 alone. Raises UserError for a prompt that
-    leaves no room in what the model reads; texts end there."""
+    """The text that the model generates after each prompt, without the prompt.
+
+    The same seed gives the same text; temperature 0 is greedy. None: as the model's
+    generation_config.json says, else temperature 0.8 alone. Raises UserError for a prompt that
+    leaves no room in what the model reads; texts end there.
+    """
     completions = engine.generate(
         model.model,
         model.tokenizer,
@@ -100,7 +109,8 @@ def evaluate_model(
     sequence_length: int | None = None,
     batch_size: int = 16,
 ) -> dict[str, Any]:
-    """Loss (nats per token), perplexity and bits_per_byte of a model, by these names, with what was measured on what.
+    """Loss (nats per token), perplexity and bits_per_byte of a model, by these names, with what was
+    measured on what.
 
     data   prepared data, or files of text or conversations; None: what the model was trained on
     split  "validation" or "train" of prepared data
@@ -129,8 +139,10 @@ def save_model(
 ) -> None:
     """Write a model that is in memory as a Hugging Face folder, complete or not at all.
 
-    model      of a `ParallelModel` every rank calls it, and rank 0 writes; not of engine fsdp1 or a pipeline
-    tokenizer  of `open_tokenizer`, written beside the weights; None: of a `LoadedModel` its own, else none
+    model      of a `ParallelModel` every rank calls it, and rank 0 writes; not of engine fsdp1 or a
+               pipeline
+    tokenizer  of `open_tokenizer`, written beside the weights; None: of a `LoadedModel` its own,
+               else none
     dtype      "fp32", "bf16" or "fp16"; None: as it is
 
     Raises UserError for a folder that exists, unless `overwrite` and it is that of a model.
@@ -163,7 +175,8 @@ def save_model(
 def export_model(
     run: str | Path, folder: str | Path, *, dtype: str = "fp32", adapters: bool = False, overwrite: bool = False
 ) -> None:
-    """Write a checkpoint, or the newest one of a run, as a Hugging Face folder, as `lmforge export` does, in bounded memory.
+    """Write a checkpoint, or the newest one of a run, as a Hugging Face folder, as `lmforge export`
+    does, in bounded memory.
 
     dtype     "fp32", "bf16" or "fp16"
     adapters  the adapters alone, in PEFT's layout

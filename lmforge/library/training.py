@@ -20,16 +20,20 @@ def train_model(
     objective: Objective | None = None,
     callbacks: Sequence[Any] = (),
 ) -> Path:
-    """Train as `lmforge pretrain`, `sft` or `align` does, with checkpoints, logs and resume. Returns the run's directory.
+    """Train as `lmforge pretrain`, `sft` or `align` does, with checkpoints, logs and resume.
+
+    Returns the run's directory.
 
     options    by their names in a recipe, such as {"train.steps": 100}
     recipe     a TOML file that they override
     stage      "pretrain", "sft", "distill" or "align"
     objective  used instead of the one that the recipe names; see docs/library.md
-    callbacks  objects with methods at named points of the run, after those that the recipe names; see docs/extending.md
+    callbacks  objects with methods at named points of the run, after those that the recipe names;
+               see docs/extending.md
 
-    Under torchrun every rank calls it. Raises UserError before anything of the run is written, and RunFailed after that, also
-    where a signal stopped it (it has saved then, and the same call goes on).
+    Under torchrun every rank calls it. Raises UserError before anything of the run is written, and
+    RunFailed after that, also where a signal stopped it (it has saved then, and the same call goes
+    on).
     """
     config = build_config(stage, options or {}, Path(recipe) if recipe else None)
     path = Run.from_config(config).path

@@ -1,1 +1,3 @@
-"""Fine-tuning after pretraining: examples, preferences, distillation, reinforcement learning, rewards, environments."""
+"""Fine-tuning after pretraining: examples, preferences, distillation, reinforcement learning,
+rewards, environments.
+"""

@@ -1,4 +1,6 @@
-"""The inputs of fine-tuning and preference methods: files of examples, tokenized once by the tokenizer of the model."""
+"""The inputs of fine-tuning and preference methods: files of examples, tokenized once by the
+tokenizer of the model.
+"""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -57,7 +59,10 @@ COUNT_LABELS = {
 def read_examples(
     options: ExampleOptions, kind: str, path: Path, tokenizer: Tokenizer, unusable: UnusableRecords
 ) -> Iterator[ExampleGroup]:
-    """The examples of a file. Raises UserError naming a record that is not valid, unless `unusable` leaves it out."""
+    """The examples of a file.
+
+    Raises UserError naming a record that is not valid, unless `unusable` leaves it out.
+    """
     reading: dict[str, Any] = {"fields": options.renamed, "ignore_media": options.ignore_media, "unusable": unusable}
     reading["parse_special_tokens"] = options.parse_special_tokens
     if isinstance(options, ConversationOptions):
@@ -79,13 +84,17 @@ def read_examples(
 
 
 def repeat_last_token(example: TokenizedExample) -> TokenizedExample:
-    """The example with its last token repeated. The last token of a sequence is only a label, and a reward model reads all
-    tokens."""
+    """The example with its last token repeated.
+
+    The last token of a sequence is only a label, and a reward model reads all tokens.
+    """
     return TokenizedExample(np.append(example.tokens, example.tokens[-1:]), np.append(example.loss_mask, False))
 
 
 def _folder_and_plan(config: TunedConfig, source: FileSourceOptions, tokenizer: Tokenizer) -> tuple[Path, dict[str, object]]:
-    """The folder of a source's tokenized examples, and everything that they depend on. The folder is named by its hash.
+    """The folder of a source's tokenized examples, and everything that they depend on.
+
+    The folder is named by its hash.
 
     Raises UserError where a file cannot be read.
     """
@@ -103,7 +112,9 @@ def _folder_and_plan(config: TunedConfig, source: FileSourceOptions, tokenizer: 
 
 
 def prepare_examples(config: TunedConfig, dist_ctx: DistributedContext) -> None:
-    """Make a recipe's model and its tokenized examples available on every host. Every rank calls it.
+    """Make a recipe's model and its tokenized examples available on every host.
+
+    Every rank calls it.
 
     Raises UserError where there is no such model, or an example is not valid.
     """
@@ -141,7 +152,10 @@ def _tokenize_examples(config: TunedConfig) -> None:
 
 
 def open_example_inputs(config: TunedConfig, world_size: int) -> RunInputs:
-    """Open what `prepare_examples` has written, and the model. Raises UserError where they do not fit together."""
+    """Open what `prepare_examples` has written, and the model.
+
+    Raises UserError where they do not fit together.
+    """
     batch_plan = plan_batches(config, world_size)
     pretrained, tokenizer, model_config = open_tuned_model(config)
     if config.kind == "pairs-with-margins":
@@ -180,7 +194,10 @@ def open_example_inputs(config: TunedConfig, world_size: int) -> RunInputs:
 
 
 def open_training_examples(config: TunedConfig, global_batch_size: int) -> tuple[Tokenizer, TrainingDataset]:
-    """The tokenizer and the samples to train on, of a recipe whose examples are prepared. Raises UserError."""
+    """The tokenizer and the samples to train on, of a recipe whose examples are prepared.
+
+    Raises UserError.
+    """
     folders, _, train = _open_train(config, find_required_pretrained(config).tokenizer(), global_batch_size)
     return folders[0].tokenizer, train
 
@@ -217,7 +234,10 @@ def mix_examples(
 
 
 def example_folder_paths(config: TunedConfig, tokenizer: Tokenizer) -> list[Path]:
-    """Where a recipe's tokenized examples are kept, one folder a source. Raises UserError where a file cannot be read."""
+    """Where a recipe's tokenized examples are kept, one folder a source.
+
+    Raises UserError where a file cannot be read.
+    """
     return [_folder_and_plan(config, source, tokenizer)[0] for source in config.data.file_sources]
 
 

@@ -1,6 +1,8 @@
-"""What fine-tuning, distillation and alignment do in their own way, with the batches of preference methods.
+"""What fine-tuning, distillation and alignment do in their own way, with the batches of preference
+methods.
 
-Those of policy optimization are in rl/rollouts.py; what is prepared and opened in examples.py and rl/prompt_inputs.py.
+Those of policy optimization are in rl/rollouts.py; what is prepared and opened in examples.py and
+rl/prompt_inputs.py.
 """
 
 from dataclasses import replace
@@ -41,7 +43,10 @@ def align_stage(config: AlignConfig) -> StageSpec:
 
 
 def build_preference_batches(ctx: RunContext, inputs: RunInputs, built: BuiltModel) -> BatchSource:
-    """The batches of a preference method, with the reference's log-probabilities where it has one. Every rank calls it."""
+    """The batches of a preference method, with the reference's log-probabilities where it has one.
+
+    Every rank calls it.
+    """
     config = ctx.config
     assert isinstance(config, AlignConfig)
     if config.reference is None:

@@ -9,7 +9,10 @@ from lmforge.post.options.tuning import TunedConfig
 
 
 def open_tuned_model(config: TunedConfig) -> tuple[Pretrained, Tokenizer, ModelConfig]:
-    """The model that a recipe tunes, its tokenizer and its model config. Raises UserError where there are no weights."""
+    """The model that a recipe tunes, its tokenizer and its model config.
+
+    Raises UserError where there are no weights.
+    """
     pretrained = find_required_pretrained(config)
     pretrained.check_has_weights()
     pretrained.check_base(config.lora)

@@ -1,7 +1,9 @@
-"""The routes of the OpenAI-compatible API: a request is parsed, its prompts go to a batcher, and the text goes back.
+"""The routes of the OpenAI-compatible API: a request is parsed, its prompts go to a batcher, and
+the text goes back.
 
-Responses are sent as one JSON object or as a stream of server-sent events. The wire format is in protocol.py, generation in
-batching.py, loading in model_registry.py; server.py checks keys and hosts before requests come here.
+Responses are sent as one JSON object or as a stream of server-sent events. The wire format is in
+protocol.py, generation in batching.py, loading in model_registry.py; server.py checks keys and
+hosts before requests come here.
 """
 
 import asyncio
@@ -47,8 +49,8 @@ from lmforge.serve.token_api import T, token_routes, unless_disconnected
 from lmforge.text.chat.messages import unread_variable
 from lmforge.text.chat.tool_calls import AnswerReader, ToolCallFormat, marker_ids, tool_call_format
 
-# How long a body may take to arrive; and how much of a body that is too large is read, in multiples of the limit, so that
-# the client reads the refusal instead of a closed connection.
+# How long a body may take to arrive; and how much of a body that is too large is read, in multiples
+# of the limit, so that the client reads the refusal instead of a closed connection.
 BODY_TIMEOUT_SECONDS = 30
 MAX_DISCARDED_BODIES = 16
 # More of them at once, as of a prompt, are made into JSON in a thread.
@@ -60,7 +62,9 @@ Encode = Callable[[ServedModel, Any], tuple[list[list[int]], ToolCallFormat | No
 
 
 def create_app(registry: ModelRegistry, max_body_bytes: int, weight_updates: bool = False) -> Starlette:
-    """The routes, for the models of a registry; `weight_updates`: also those of token_api.py that change weights."""
+    """The routes, for the models of a registry; `weight_updates`: also those of token_api.py that
+    change weights.
+    """
 
     async def health(request: Request) -> Response:
         running, waiting = registry.request_counts()
@@ -102,9 +106,11 @@ def create_app(registry: ModelRegistry, max_body_bytes: int, weight_updates: boo
 
 
 async def read_json_body(request: Request, parse: Callable[[dict[str, Any]], T], max_bytes: int) -> T:
-    """What `parse` makes of the JSON object in the body of a request, in a thread: of a large one that takes long.
+    """What `parse` makes of the JSON object in the body of a request, in a thread: of a large one
+    that takes long.
 
-    Raises ApiError where the body is too large, too late, or not a JSON object, and what `parse` raises.
+    Raises ApiError where the body is too large, too late, or not a JSON object, and what `parse`
+    raises.
     """
     # Browsers let web pages elsewhere send other content types without asking the server first.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
@@ -131,7 +137,10 @@ def _model_object(info: ModelInfo) -> dict[str, Any]:
 
 
 def _encode_prompts(served: ServedModel, body: CompletionRequest) -> tuple[list[list[int]], None]:
-    """Token ids of each prompt. Texts are put after the model's prefix ids, unless it is asked not to."""
+    """Token ids of each prompt.
+
+    Texts are put after the model's prefix ids, unless it is asked not to.
+    """
     prefix_ids = served.loaded.prefix_ids if body.add_special_tokens else []
     encode = partial(encode_prompt, served.loaded.tokenizer, prefix_ids=prefix_ids, max_length=served.max_length)
     prompts = [encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
@@ -181,7 +190,10 @@ async def _respond(request: Request, body: AnyRequest, served: ServedModel, enco
 
 
 def _prepare(served: ServedModel, body: AnyRequest, encode: Encode) -> tuple[list[ChoiceStream], ToolCallFormat | None]:
-    """`n` choices for each prompt, each with its own seed, and the format of their calls. Raises ApiError and UserError."""
+    """`n` choices for each prompt, each with its own seed, and the format of their calls.
+
+    Raises ApiError and UserError.
+    """
     loaded, tokenizer = served.loaded, served.loaded.tokenizer
     completion = body if isinstance(body, CompletionRequest) else None
     top, echo = body.num_top_logprobs, completion is not None and completion.echo
@@ -319,7 +331,10 @@ def _engine_error(error: Exception) -> ApiError:
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    """The response to what a route raised. The traceback of an internal error is on the server's stderr."""
+    """The response to what a route raised.
+
+    The traceback of an internal error is on the server's stderr.
+    """
     match error:
         case ClientDisconnect():
             return Response(status_code=499)

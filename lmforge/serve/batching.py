@@ -1,4 +1,5 @@
-"""Continuous batching: one thread drives an engine, and requests join and leave its batch between two steps.
+"""Continuous batching: one thread drives an engine, and requests join and leave its batch between
+two steps.
 
 Callers are on an asyncio event loop and read tokens as they are generated.
 """
@@ -28,8 +29,9 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class QueuedRequest:
-    """One request in a batcher: where its tokens go, and its id in the engine, 0 before it runs; its tokens, and the versions
-    of the weights that sampled them, each with its first token."""
+    """One request in a batcher: where its tokens go, and its id in the engine, 0 before it runs;
+    its tokens, and the versions of the weights that sampled them, each with its first token.
+    """
 
     request: GenerationRequest
     choice_index: int
@@ -52,13 +54,16 @@ class QueuedRequest:
 
 
 class ContinuousBatcher:
-    """The thread of one engine, and the queue of requests that wait for a slot in its batch, first in, first out.
+    """The thread of one engine, and the queue of requests that wait for a slot in its batch, first
+    in, first out.
 
     It is `stopped`, and takes no more requests, after `stop` or when its engine has failed.
     """
 
     def __init__(self, engine: Engine, *, max_queue: int, loop: asyncio.AbstractEventLoop) -> None:
-        """`max_queue` requests may wait besides those that run; `loop` is the event loop on which tokens are read."""
+        """`max_queue` requests may wait besides those that run; `loop` is the event loop on which
+        tokens are read.
+        """
         self._engine = engine
         self.max_batch_size = engine.num_free_slots
         self._max_running = self.max_batch_size
@@ -73,7 +78,8 @@ class ContinuousBatcher:
         self.weight_version = "default"
         self._paused = False
         self._step_lock = threading.Lock()
-        # Its thread waits for the lock: in the event loop's own threads, many that wait would keep requests from being read.
+        # Its thread waits for the lock: in the event loop's own threads, many that wait would keep
+        # requests from being read.
         self._between_steps = ThreadPoolExecutor(1, "between steps")
         self._thread = threading.Thread(target=self._run, name="batcher")
         self._thread.start()
@@ -114,7 +120,10 @@ class ContinuousBatcher:
             self._changed.notify()
 
     async def between_steps(self, function: Callable[[], T]) -> T:
-        """What `function` returns, which may change the weights. It is called while no step and no other function runs."""
+        """What `function` returns, which may change the weights.
+
+        It is called while no step and no other function runs.
+        """
 
         def call() -> T:
             with self._step_lock:
@@ -123,7 +132,10 @@ class ContinuousBatcher:
         return await self._loop.run_in_executor(self._between_steps, call)
 
     def stop(self) -> None:
-        """Accept no more requests, and end the current ones with EngineStopped. The current step is finished first."""
+        """Accept no more requests, and end the current ones with EngineStopped.
+
+        The current step is finished first.
+        """
         with self._changed:
             self.stopped = True
             self._changed.notify()
@@ -157,8 +169,9 @@ class ContinuousBatcher:
     def _step(self) -> list[tuple[QueuedRequest, GeneratedToken | Exception]]:
         """The next token of each running request, or the error that it causes.
 
-        After an error each is decoded alone, and gets its token or its own error: no request ends another. Where none fails
-        alone, they were too many, and half of them wait until one has ended. The engine is left empty.
+        After an error each is decoded alone, and gets its token or its own error: no request ends
+        another. Where none fails alone, they were too many, and half of them wait until one has
+        ended. The engine is left empty.
         """
         running = [*self._running.values()]
         try:
@@ -181,7 +194,10 @@ class ContinuousBatcher:
         return events
 
     def _admit_and_cancel(self) -> bool:
-        """Wait for work, remove cancelled requests and admit waiting ones. Returns False once stopped."""
+        """Wait for work, remove cancelled requests and admit waiting ones.
+
+        Returns False once stopped.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self.stopped or (not self._paused and (self._running or self._waiting)))
             for each in self._cancelled:
@@ -219,7 +235,9 @@ def _deliver(events: Sequence[tuple[QueuedRequest, GeneratedToken | Exception]])
 
 @dataclass(frozen=True)
 class TextDelta:
-    """A part of a choice that will not change any more: its text, its tokens, and in the last part why it ended."""
+    """A part of a choice that will not change any more: its text, its tokens, and in the last part
+    why it ended.
+    """
 
     choice_index: int
     text: str
@@ -228,7 +246,10 @@ class TextDelta:
 
 
 class GenerationStream:
-    """The choices of one API request, which are generated together. It must be closed, even if reading it fails."""
+    """The choices of one API request, which are generated together.
+
+    It must be closed, even if reading it fails.
+    """
 
     def __init__(self, batcher: ContinuousBatcher, choices: "Sequence[ChoiceStream]") -> None:
         """Submit the requests. Raises QueueFull or EngineStopped."""
@@ -244,7 +265,10 @@ class GenerationStream:
         return sum(len(choice.streamer.token_ids) for choice in self._choices)
 
     async def deltas(self) -> AsyncIterator[TextDelta]:
-        """The text of all choices as it comes. Raises EngineStopped, or the exception that the engine raised."""
+        """The text of all choices as it comes.
+
+        Raises EngineStopped, or the exception that the engine raised.
+        """
         while self._unfinished:
             await asyncio.sleep(0)  # even if tokens are queued, let the event loop see other events, such as a disconnect
             index, token = await self._token_queue.get()
@@ -271,8 +295,10 @@ class GenerationStream:
 
 @dataclass
 class ChoiceStream:
-    """One choice, and its tokens whose text may still change. `echo`: the text of the prompt, with which it begins, or which it
-    is with `only_echo`."""
+    """One choice, and its tokens whose text may still change.
+
+    `echo`: the text of the prompt, with which it begins, or which it is with `only_echo`.
+    """
 
     streamer: TextStreamer
     tokenizer: Tokenizer
@@ -298,8 +324,8 @@ class ChoiceStream:
         if reason is None and token.finish_reason:
             text, reason = text + self.streamer.finish(), "length"
         self.num_emitted += len(text)
-        # Tokens after a stop string are not reported. Otherwise the last part reports all remaining tokens, also those without
-        # text.
+        # Tokens after a stop string are not reported. Otherwise the last part reports all remaining
+        # tokens, also those without text.
         complete = token.finish_reason == "stop" or reason == "length"
         certain = [each for each in self.pending_logprobs if complete or each.text_offset < self.num_emitted]
         self.pending_logprobs = self.pending_logprobs[len(certain) :]
@@ -313,7 +339,9 @@ class ChoiceStream:
         return TokenLogprob(token_bytes, logprob, top, offset)
 
     def _prompt_logprobs(self, scored: Sequence[GeneratedToken]) -> list[TokenLogprob]:
-        """Those of the prompt's tokens, of which the last ones are its text, and others before it have none."""
+        """Those of the prompt's tokens, of which the last ones are its text, and others before it
+        have none.
+        """
         assert self.echo is not None
         first, *rest = map(self.tokenizer.id_to_bytes, self.request.prompt_ids)
         decoder = getincrementaldecoder("utf-8")("replace")

@@ -1,4 +1,6 @@
-"""One HTTP request with a time limit for its whole answer. It follows no redirect: the key would go to another host.
+"""One HTTP request with a time limit for its whole answer.
+
+It follows no redirect: the key would go to another host.
 
 What servers are asked, and what their answers mean, is not known here.
 """
@@ -17,7 +19,10 @@ MAX_REFUSAL_BYTES = 2**16
 
 
 class HttpAnswer(NamedTuple):
-    """What a server answered; of a refusal (status 400 and above) the beginning. `location`: where a redirect points to."""
+    """What a server answered; of a refusal (status 400 and above) the beginning.
+
+    `location`: where a redirect points to.
+    """
 
     status: int
     content: bytes
@@ -27,8 +32,9 @@ class HttpAnswer(NamedTuple):
 def call(url: str, body: bytes | None, headers: Mapping[str, str], *, seconds: float, max_bytes: int) -> HttpAnswer:
     """Send GET, or POST where there is a `body`, and read the answer, all within `seconds`.
 
-    The environment's proxies, which are for the internet, are not used. Raises TimeoutError where the answer is not whole in
-    time, UserError where it has more than `max_bytes`, and OSError, HTTPException or ValueError where there is none.
+    The environment's proxies, which are for the internet, are not used. Raises TimeoutError where
+    the answer is not whole in time, UserError where it has more than `max_bytes`, and OSError,
+    HTTPException or ValueError where there is none.
     """
     deadline, parts = time.monotonic() + seconds, urlsplit(url)
     connection_class = HTTPSConnection if parts.scheme == "https" else HTTPConnection
@@ -52,8 +58,11 @@ def _read_refusal(answer: BinaryIO) -> bytes:
 
 
 class _UntilDeadline(io.RawIOBase):
-    """A connected socket, as http.client uses it, whose waits all end at one deadline. A socket's own time-out is that of each
-    wait, and a server that sends a byte a second never exceeds it. The caller closes the socket."""
+    """A connected socket, as http.client uses it, whose waits all end at one deadline.
+
+    A socket's own time-out is that of each wait, and a server that sends a byte a second never
+    exceeds it. The caller closes the socket.
+    """
 
     def __init__(self, connected: socket.socket, deadline: float) -> None:
         self._socket, self._deadline = connected, deadline

@@ -1,4 +1,6 @@
-"""The models that a server offers: listed at the start, loaded on first use, unloaded when others need the memory."""
+"""The models that a server offers: listed at the start, loaded on first use, unloaded when others
+need the memory.
+"""
 
 import asyncio
 from collections import OrderedDict
@@ -30,7 +32,9 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A loaded model, the thread that generates with it, and the maximum length of prompt and answer."""
+    """A loaded model, the thread that generates with it, and the maximum length of prompt and
+    answer.
+    """
 
     loaded: LoadedModel
     batcher: ContinuousBatcher
@@ -49,8 +53,11 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class ServingLimits:
-    """How much a server does at once. `max_batch_size`, `max_queue` and `max_length` (None: the model's own) are of each
-    model, `max_models` is how many are loaded."""
+    """How much a server does at once.
+
+    `max_batch_size`, `max_queue` and `max_length` (None: the model's own) are of each model,
+    `max_models` is how many are loaded.
+    """
 
     max_batch_size: int
     max_queue: int
@@ -60,7 +67,10 @@ class ServingLimits:
 
 
 class ModelRegistry:
-    """Models by name. The checkpoints of a run are offered as NAME/step-…; NAME itself is the newest of them."""
+    """Models by name.
+
+    The checkpoints of a run are offered as NAME/step-…; NAME itself is the newest of them.
+    """
 
     def __init__(
         self,
@@ -100,7 +110,11 @@ class ModelRegistry:
         return [ModelInfo(name, path, time) for name, path in paths if (time := _modified_time(path)) is not None]
 
     async def get(self, name: str) -> ServedModel:
-        """A loaded model. Raises ApiError where there is none or no other can be unloaded, UserError where loading fails."""
+        """A loaded model.
+
+        Raises ApiError where there is none or no other can be unloaded, UserError where loading
+        fails.
+        """
         if not self._is_ready(name):
             async with self._load_lock:
                 if not self._is_ready(name):
@@ -127,7 +141,8 @@ class ModelRegistry:
             await asyncio.to_thread(unloaded.batcher.join)
             del unloaded  # before the next one takes memory
         loaded, engine, max_length = await asyncio.to_thread(self._load_model, path)
-        # The thread starts here, on the event loop: if waiting for the model is cancelled, no thread is left running.
+        # The thread starts here, on the event loop: if waiting for the model is cancelled, no
+        # thread is left running.
         batcher = ContinuousBatcher(engine, max_queue=self._limits.max_queue, loop=asyncio.get_running_loop())
         self._served[name] = ServedModel(loaded, batcher, max_length)
         if self._stopped:
@@ -165,7 +180,9 @@ def _vocab_size(loaded: LoadedModel) -> int:
 
 
 def _modified_time(folder: Path) -> int | None:
-    """When a folder was changed; None where it is gone: a run that trains deletes checkpoints while they are listed."""
+    """When a folder was changed; None where it is gone: a run that trains deletes checkpoints while
+    they are listed.
+    """
     try:
         return int(folder.stat().st_mtime)
     except FileNotFoundError:
@@ -173,7 +190,9 @@ def _modified_time(folder: Path) -> int | None:
 
 
 def _model_name(path: Path, folder: Path) -> str:
-    """The name of a model in requests: its hub name, RUN/step-… for a checkpoint, otherwise its folder's name."""
+    """The name of a model in requests: its hub name, RUN/step-… for a checkpoint, otherwise its
+    folder's name.
+    """
     if path != folder:
         return str(path)
     resolved = folder.resolve()

@@ -1,7 +1,7 @@
 """OpenAI's wire format: the fields of a request, the errors, and the objects of a response.
 
-Names and structure are those of the completions and chat-completions endpoints. A parameter that is not supported is refused
-by name, never ignored. Nothing here knows of models, threads or sockets.
+Names and structure are those of the completions and chat-completions endpoints. A parameter that is
+not supported is refused by name, never ignored. Nothing here knows of models, threads or sockets.
 """
 
 import secrets
@@ -18,8 +18,9 @@ from lmforge.text.chat.messages import NO_TEMPLATE_VARIABLES, REASONING_FIELDS
 from lmforge.text.chat.tool_calls import ToolCall
 
 _LAST_SAMPLERS = ["top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"]
-# Values with which parameters of OpenAI's API and of other servers (vLLM, SGLang, TGI, llama.cpp, Ollama) have no effect or are
-# as if they were not given, and the names of these parameters; they are not supported with other values. None: all values.
+# Values with which parameters of OpenAI's API and of other servers (vLLM, SGLang, TGI, llama.cpp,
+# Ollama) have no effect or are as if they were not given, and the names of these parameters; they
+# are not supported with other values. None: all values.
 _NEUTRAL_VALUES: list[tuple[tuple[Any, ...] | None, str]] = [
     (None, "cache_prompt cache_salt id_slot keep_alive metadata n_keep prompt_cache_key prompt_cache_retention"),
     (None, "num_keep safety_identifier service_tier store user"),
@@ -53,7 +54,8 @@ MESSAGE_KEYS = {"role", "content", "name", "tool_calls", "tool_call_id", "functi
 PART_KEYS = {"type", "text", "cache_control"}
 PART_TYPES = ["text", "input_text", "output_text"]
 MAX_TOP_LOGPROBS = 20
-# Bounds of what is read of a request: an error for each of a million items or keys would hold all threads.
+# Bounds of what is read of a request: an error for each of a million items or keys would hold all
+# threads.
 MAX_ITEMS, MAX_KEYS = 1 << 14, 1000
 EXPECTED_VALUES = {
     "prompt": f"a text, a list of texts, a list of token ids, or a list of such lists; at most {MAX_ITEMS:,} prompts",
@@ -66,7 +68,9 @@ StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
 class ApiError(Exception):
-    """An error response: HTTP status, a message of one line, and OpenAI's `type`, `param` and `code`."""
+    """An error response: HTTP status, a message of one line, and OpenAI's `type`, `param` and
+    `code`.
+    """
 
     def __init__(
         self,
@@ -114,8 +118,11 @@ class StrictModel(BaseModel):
 
 
 class StreamOptions(StrictModel):
-    """`include_usage` adds token counts at the end of a stream. `include_obfuscation` is accepted and has no effect, and so is
-    vLLM's `continuous_usage_stats` where it is false."""
+    """`include_usage` adds token counts at the end of a stream.
+
+    `include_obfuscation` is accepted and has no effect, and so is vLLM's `continuous_usage_stats`
+    where it is false.
+    """
 
     include_usage: bool = False
     include_obfuscation: bool = False
@@ -123,8 +130,11 @@ class StreamOptions(StrictModel):
 
 
 class BaseCompletionRequest(StrictModel):
-    """The fields of both endpoints. `top_k` (-1 is 0), `min_p` and `repetition_penalty` are extensions; others are OpenAI's.
-    How to sample is the model's own where it is None."""
+    """The fields of both endpoints.
+
+    `top_k` (-1 is 0), `min_p` and `repetition_penalty` are extensions; others are OpenAI's. How to
+    sample is the model's own where it is None.
+    """
 
     model: str
     max_tokens: int | None = Field(None, ge=1)
@@ -145,8 +155,11 @@ class BaseCompletionRequest(StrictModel):
 
 
 class CompletionRequest(BaseCompletionRequest):
-    """The body of /v1/completions: one prompt or several, each as text or as token ids. `echo`: they are in the answer too.
-    `add_special_tokens`: what texts begin with is put before them, as in vLLM."""
+    """The body of /v1/completions: one prompt or several, each as text or as token ids.
+
+    `echo`: they are in the answer too. `add_special_tokens`: what texts begin with is put before
+    them, as in vLLM.
+    """
 
     prompt: str | Annotated[list[str], Items] | TokenIds | Annotated[list[TokenIds], Items] = ""
     max_tokens: int | None = Field(16, ge=0)
@@ -161,7 +174,9 @@ class CompletionRequest(BaseCompletionRequest):
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """How many of the likeliest tokens are reported with each token; None for no log-probabilities at all."""
+        """How many of the likeliest tokens are reported with each token; None for no
+        log-probabilities at all.
+        """
         return self.logprobs
 
 
@@ -182,7 +197,8 @@ class Tool(StrictModel):
 class ChatCompletionRequest(BaseCompletionRequest):
     """The body of /v1/chat/completions. The model's chat template checks the messages.
 
-    `continue_final_message`, `chat_template_kwargs` and `enable_thinking`, one of these, are vLLM's.
+    `continue_final_message`, `chat_template_kwargs` and `enable_thinking`, one of these, are
+    vLLM's.
     """
 
     messages: Annotated[list[dict[str, Any]], Items] = Field(min_length=1)
@@ -211,7 +227,10 @@ RequestType = TypeVar("RequestType", bound=BaseCompletionRequest)
 
 
 def parse_request(request_type: type[RequestType], body: dict[str, Any]) -> RequestType:
-    """The JSON object of a request as a `request_type`. Raises ApiError naming the parameter and what was expected."""
+    """The JSON object of a request as a `request_type`.
+
+    Raises ApiError naming the parameter and what was expected.
+    """
     fields = {name: value for name, value in body.items() if value is not None}
     for name in UNSUPPORTED_UNLESS.keys() & fields.keys() - request_type.model_fields.keys():
         value, neutral = fields.pop(name), UNSUPPORTED_UNLESS[name]
@@ -271,8 +290,9 @@ def validation_error(problem: ValidationError) -> ApiError:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token, its log-probability in nats, the likeliest tokens at its position, and where its text begins. The first of a
-    prompt has no log-probability."""
+    """A token, its log-probability in nats, the likeliest tokens at its position, and where its
+    text begins. The first of a prompt has no log-probability.
+    """
 
     token_bytes: bytes
     logprob: float | None
@@ -291,7 +311,10 @@ def choice_object(
     delta: bool = False,
     first: bool = False,
 ) -> dict[str, Any]:
-    """One choice of a response, or with `delta` a part of it. In a chat's stream, the `first` part has the role."""
+    """One choice of a response, or with `delta` a part of it.
+
+    In a chat's stream, the `first` part has the role.
+    """
     finish_reason = "tool_calls" if calls and finish_reason == "stop" else finish_reason
     choice: dict[str, Any] = {"index": index, "finish_reason": finish_reason, "logprobs": None}
     if token_logprobs is not None:
@@ -334,7 +357,9 @@ def _token_object(token_bytes: bytes, logprob: float | None) -> dict[str, Any]:
 
 
 def _token_text(token_bytes: bytes) -> str:
-    """A token's text where its bytes are not listed: an incomplete character is written as OpenAI writes it."""
+    """A token's text where its bytes are not listed: an incomplete character is written as OpenAI
+    writes it.
+    """
     try:
         return token_bytes.decode("utf-8")
     except UnicodeDecodeError:

@@ -1,4 +1,5 @@
-"""The server process: bind, load the first model, check keys and hosts, serve until a signal, stop generation first.
+"""The server process: bind, load the first model, check keys and hosts, serve until a signal, stop
+generation first.
 
 The routes are in api.py, the chat page in web/.
 """
@@ -40,12 +41,15 @@ def is_loopback(host: str) -> bool:
 
 
 class AuthMiddleware:
-    """Refuses requests without the key, of web pages elsewhere, or with a foreign Host header. The page and /health need no
-    key."""
+    """Refuses requests without the key, of web pages elsewhere, or with a foreign Host header.
+
+    The page and /health need no key.
+    """
 
     def __init__(self, app: ASGIApp, *, api_key: str | None, loopback_hosts_only: bool) -> None:
-        """With `loopback_hosts_only`, requests whose Host is not this machine are refused: a web page elsewhere can send them
-        by DNS rebinding."""
+        """With `loopback_hosts_only`, requests whose Host is not this machine are refused: a web
+        page elsewhere can send them by DNS rebinding.
+        """
         self._app = app
         self._api_key = api_key
         self._loopback_hosts_only = loopback_hosts_only
@@ -73,8 +77,9 @@ class AuthMiddleware:
 
 
 def _is_foreign(headers: Headers) -> bool:
-    """Whether a request comes from a web page elsewhere: browsers say so, by Sec-Fetch-Site where that is safe to say (it holds
-    behind a proxy too), else by Origin. Other programs send neither."""
+    """Whether a request comes from a web page elsewhere: browsers say so, by Sec-Fetch-Site where
+    that is safe to say (it holds behind a proxy too), else by Origin. Other programs send neither.
+    """
     if site := headers.get("sec-fetch-site"):
         return site not in ("same-origin", "none")
     scheme, _, origin = headers.get("origin", "").lower().rpartition("://")
@@ -102,12 +107,15 @@ def serve(
     max_body_bytes: int,
     weight_updates: bool = False,
 ) -> None:
-    """Serve on the socket until SIGTERM or SIGINT; a second signal does not wait for connections. Raises UserError, and
-    RunFailed where no connection can be accepted any more.
+    """Serve on the socket until SIGTERM or SIGINT; a second signal does not wait for connections.
 
-    `host` is the address as the user wrote it. Once the first model is loaded, prints the server's URL and the models.
+    Raises UserError, and RunFailed where no connection can be accepted any more.
+
+    `host` is the address as the user wrote it. Once the first model is loaded, prints the server's
+    URL and the models.
     """
-    # Without a key, a web page could point its own host name at this machine and read the responses.
+    # Without a key, a web page could point its own host name at this machine and read the
+    # responses.
     loopback_only = api_key is None and is_loopback(host)
     routes = create_app(registry, max_body_bytes, weight_updates)
     app = AuthMiddleware(routes, api_key=api_key, loopback_hosts_only=loopback_only)

@@ -1,8 +1,10 @@
-"""The routes for a trainer, as vLLM's: ids in and out with log-probabilities and versions, and weights replaced in place.
+"""The routes for a trainer, as vLLM's: ids in and out with log-probabilities and versions, and
+weights replaced in place.
 
-Paths, fields and answers are those of vLLM's /inference/v1/generate, its /tokenize and, with `lmforge serve --weight_updates`,
-its development mode; `starts_with` is an extension. Requests that run while weights are replaced go on, and keep the keys and
-values that the earlier weights computed.
+Paths, fields and answers are those of vLLM's /inference/v1/generate, its /tokenize and, with
+`lmforge serve --weight_updates`, its development mode; `starts_with` is an extension. Requests that
+run while weights are replaced go on, and keep the keys and values that the earlier weights
+computed.
 """
 
 import asyncio
@@ -47,7 +49,10 @@ T = TypeVar("T")
 
 
 class TokenSampling(StrictModel):
-    """How tokens are sampled: vLLM's names and defaults. The log-probabilities are those of the distribution drawn from."""
+    """How tokens are sampled: vLLM's names and defaults.
+
+    The log-probabilities are those of the distribution drawn from.
+    """
 
     temperature: float = Field(1.0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
@@ -63,7 +68,9 @@ class TokenSampling(StrictModel):
 
 
 class StartsWith(StrictModel):
-    """A request waits until all `count` of this `id` have come; then they are queued in the order of their `index`."""
+    """A request waits until all `count` of this `id` have come; then they are queued in the order
+    of their `index`.
+    """
 
     id: str = Field(max_length=100)
     count: int = Field(ge=1, le=1 << 16)
@@ -96,7 +103,9 @@ class WorkerCall(StrictModel):
 
 
 def token_routes(registry: ModelRegistry, read_body: ReadBody, weight_updates: bool) -> list[Route]:
-    """The routes, for the first model of a registry; only with `weight_updates` those that pause it and change its weights."""
+    """The routes, for the first model of a registry; only with `weight_updates` those that pause it
+    and change its weights.
+    """
     gathering: dict[tuple[str, int], dict[int, QueuedRequest]] = {}
 
     async def parse(schema: type[Body], request: Request) -> Body:
@@ -236,7 +245,9 @@ def token_routes(registry: ModelRegistry, read_body: ReadBody, weight_updates: b
 
 @torch.no_grad()
 def _score_prompt(served: ServedModel, token_ids: list[int], k: int) -> tuple[Tensor, Tensor]:
-    """The ids of the `k` likeliest tokens after each of a prompt, and their logarithms at temperature 1."""
+    """The ids of the `k` likeliest tokens after each of a prompt, and their logarithms at
+    temperature 1.
+    """
     model, vocab_size = served.loaded.model, served.vocab_size
     batch = Batch.from_token_lists([token_ids]).to(model.lm_head.weight.device)
     hidden = model(batch.tokens, batch.positions, batch.document_ids, document_starts=batch.document_starts)
@@ -265,7 +276,10 @@ async def _tokens(queued: QueuedRequest) -> list[GeneratedToken]:
 
 
 async def unless_disconnected(request: Request, coroutine: Coroutine[Any, Any, T]) -> T:
-    """The result of `coroutine`. Raises ClientDisconnect as soon as the client closes the connection."""
+    """The result of `coroutine`.
+
+    Raises ClientDisconnect as soon as the client closes the connection.
+    """
     work = asyncio.ensure_future(coroutine)
     disconnect = asyncio.ensure_future(request.receive())  # the body has been read: only a disconnect can come
     try:
@@ -295,7 +309,9 @@ def _choice(queued: QueuedRequest, tokens: list[GeneratedToken], with_logprobs: 
 
 
 def _encode_experts(parts: list[Tensor | None]) -> str | None:
-    """base64 of an array in numpy's format, int32 [tokens, layers, experts of a token]; None where the engine returns none."""
+    """base64 of an array in numpy's format, int32 [tokens, layers, experts of a token]; None where
+    the engine returns none.
+    """
     known = [part for part in parts if part is not None]
     if not known:
         return None

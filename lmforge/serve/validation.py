@@ -1,4 +1,5 @@
-"""What is measured of the model while it trains, besides its loss: scores of tasks, and generated samples.
+"""What is measured of the model while it trains, besides its loss: scores of tasks, and generated
+samples.
 
 Scores are the same as from `lmforge evaluate --tasks` on the checkpoint of that step.
 """
@@ -22,7 +23,8 @@ from lmforge.serve.decoding.sampling import SamplingParams
 from lmforge.serve.evaluate.tasks import TaskSettings, check_task, run_task
 from lmforge.text.questions import QuestionTask, load_task
 
-# Maximum sequences in a batch of a task. It does not depend on the number of ranks, or the last bits of scores would differ.
+# Maximum sequences in a batch of a task. It does not depend on the number of ranks, or the last
+# bits of scores would differ.
 MAX_TASK_BATCH_SIZE = 16
 # val/NAME/… are metrics of alignment, and of the sources of a mixture.
 RESERVED_TASK_NAMES = {"rewards": "alignment", "logps": "alignment", "tokens": "alignment"}
@@ -34,7 +36,8 @@ def open_validation_tasks(
 ) -> tuple[tuple[QuestionTask, int], ...]:
     """The tasks of a recipe, each with its batch size.
 
-    Raises UserError for files, few-shot examples and lengths that cannot be used; nothing of the run has been written.
+    Raises UserError for files, few-shot examples and lengths that cannot be used; nothing of the
+    run has been written.
     """
     options, opened = config.validation, dict[str, tuple[QuestionTask, int]]()
     prefix_ids, _ = prefix_and_stop_ids(tokenizer, config.of_stage)
@@ -102,7 +105,10 @@ class SampleObserver(Observer):
 
 
 def write_samples(ctx: RunContext, parallel_model: ParallelModel, tokenizer: Tokenizer, step: int) -> None:
-    """Log what the model writes after the prompts of the recipe. Every rank calls it and generates the same text."""
+    """Log what the model writes after the prompts of the recipe.
+
+    Every rank calls it and generates the same text.
+    """
     config = ctx.config
     with unsharded_for_decoding(parallel_model) as model:
         completions = generate(

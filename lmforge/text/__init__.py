@@ -1,1 +1,3 @@
-"""Raw text to shards, and conversations: sources, preparation, templates, messages, tool calls, layout."""
+"""Raw text to shards, and conversations: sources, preparation, templates, messages, tool calls,
+layout.
+"""

@@ -1,9 +1,12 @@
-"""Questions from JSON lines: multiple choice, and written answers that are compared with the expected ones.
+"""Questions from JSON lines: multiple choice, and written answers that are compared with the
+expected ones.
 
 A record is an object, and all of a file are of one type:
 
-    {"question": "…", "choices": ["…", "…"], "answer": 1}     the number of a choice, from 0; or its text; or its letter
-    {"prompt": "…", "answer": "…"}                            or "answers": ["…", "…"], or "pattern": a regular expression
+    {"question": "…", "choices": ["…", "…"], "answer": 1}     the number of a choice, from 0; or its
+                                                              text; or its letter
+    {"prompt": "…", "answer": "…"}                            or "answers": ["…", "…"], or
+                                                              "pattern": a regular expression
 
 A `prompt` is used as it is, a `question` becomes `Question: …`, `Answer:`. Other keys are ignored.
 """
@@ -24,8 +27,11 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 @dataclass(frozen=True)
 class Question:
-    """One question. `record` is its number in the file, from 1. Without choices, a written answer is compared with
-    `answers` and `pattern`."""
+    """One question.
+
+    `record` is its number in the file, from 1. Without choices, a written answer is compared with
+    `answers` and `pattern`.
+    """
 
     record: int
     prompt: str
@@ -55,7 +61,10 @@ class QuestionTask:
 
 
 def load_task(path: str | Path) -> QuestionTask:
-    """The task of a file. Raises UserError, with file and record, for one that is not as described above."""
+    """The task of a file.
+
+    Raises UserError, with file and record, for one that is not as described above.
+    """
     questions = [_parse_question(record, number, where) for number, (where, record) in enumerate(read_records(path), start=1)]
     if not questions:
         raise UserError(f"{path}: no questions; give one JSON object per line")
@@ -67,7 +76,10 @@ def load_task(path: str | Path) -> QuestionTask:
 
 
 def load_texts(path: str | Path) -> list[str]:
-    """The questions of a file and their answers, unchanged. Raises UserError as `load_task` does."""
+    """The questions of a file and their answers, unchanged.
+
+    Raises UserError as `load_task` does.
+    """
     texts = []
     for question, (_, record) in zip(load_task(path).questions, read_records(path), strict=True):
         texts += [str(record.get("question", record.get("prompt"))), *question.choices, *question.answers]

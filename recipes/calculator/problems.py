@@ -2,9 +2,10 @@
 
     python recipes/calculator/problems.py data/calculator
 
-Files: texts.jsonl, {"text": …}, for pretraining: calls and results, so that a model learns to copy both; chats.jsonl,
-{"messages": …}, for fine-tuning, of which one in `--calls` calls the calculator and the others answer at once; prompts.jsonl
-and validation.jsonl, {"prompt": …, "answer": …}, for rewards. All answers are right. No problem is in two of the files.
+Files: texts.jsonl, {"text": …}, for pretraining: calls and results, so that a model learns to copy
+both; chats.jsonl, {"messages": …}, for fine-tuning, of which one in `--calls` calls the calculator
+and the others answer at once; prompts.jsonl and validation.jsonl, {"prompt": …, "answer": …}, for
+rewards. All answers are right. No problem is in two of the files.
 """
 
 import argparse
@@ -21,7 +22,8 @@ from lmforge.post.environments.tool_schema import tool_schema
 
 NUM_TEXTS, NUM_CHATS, NUM_PROMPTS, NUM_VALIDATION = 4000, 5000, 2000, 200
 TOOL = tool_schema(Calculator().calculate)
-# The tokenizer reads no number: each digit is a token. The words of a call, a result and the tool's schema are tokens.
+# The tokenizer reads no number: each digit is a token. The words of a call, a result and the tool's
+# schema are tokens.
 WORDS = """<tools>
 {}
 </tools>What is ?It is .<tool_call>
@@ -39,7 +41,9 @@ ANSWER = """<|user|><tool_response>
 
 
 def problems(rng: random.Random) -> Iterator[tuple[str, str]]:
-    """Different sums and differences of numbers of three digits, each with its value, which has three digits too."""
+    """Different sums and differences of numbers of three digits, each with its value, which has
+    three digits too.
+    """
     seen = set[str]()
     while True:
         expression = f"{rng.randint(100, 999)}{rng.choice('+-')}{rng.randint(100, 999)}"
@@ -63,7 +67,10 @@ def chat(expression: str, value: str, calls: bool) -> dict[str, Any]:
 
 
 def text(expression: str, value: str, rng: random.Random) -> dict[str, Any]:
-    """A text for pretraining. More results are read out than asked for: to copy them is what takes longest to learn."""
+    """A text for pretraining.
+
+    More results are read out than asked for: to copy them is what takes longest to learn.
+    """
     results = [value, *(str(rng.randint(100, 999)) for _ in range(4))]
     return {"text": CALL.format(expression) + "".join(map(ANSWER.format, results))}
 

@@ -1,11 +1,12 @@
-"""Chess games to train on, played by an engine against itself, and validation positions of other games.
+"""Chess games to train on, played by an engine against itself, and validation positions of other
+games.
 
     python recipes/chess/games.py data/chess --games 10000
 
-writes games.jsonl ({"text": a game}), prompts.jsonl (one position of each game, for fine-tuning or rewards: {"prompt",
-"completion", "engine_move", "fen"}) and validation.jsonl (positions of other games). `completion` is the engine's move in the
-position. The engine is Stockfish. Without one, both sides play random legal moves, `completion` is the game's next move, and
-`engine_move` is null.
+writes games.jsonl ({"text": a game}), prompts.jsonl (one position of each game, for fine-tuning or
+rewards: {"prompt", "completion", "engine_move", "fen"}) and validation.jsonl (positions of other
+games). `completion` is the engine's move in the position. The engine is Stockfish. Without one,
+both sides play random legal moves, `completion` is the game's next move, and `engine_move` is null.
 """
 
 import argparse
@@ -35,7 +36,9 @@ MAX_PLIES = 240
 
 @dataclass(frozen=True)
 class Game:
-    """Moves, result, and one position: the plies before it, its FEN, and the engine's move in it (None without an engine)."""
+    """Moves, result, and one position: the plies before it, its FEN, and the engine's move in it
+    (None without an engine).
+    """
 
     moves: list[str]
     result: str
@@ -55,7 +58,9 @@ class Game:
 
 
 def find_engine(name: str) -> str | None:
-    """The path of the engine `name`; of Stockfish for "", None if it is not installed; None for "random". Raises UserError."""
+    """The path of the engine `name`; of Stockfish for "", None if it is not installed; None for
+    "random". Raises UserError.
+    """
     if name == "random":
         return None
     # Debian installs it in /usr/games, which is not on the PATH of a service.
@@ -104,10 +109,12 @@ def _game(rng: random.Random, player: chess.engine.SimpleEngine | None, nodes: i
 def write_games(
     out: Path, *, games: int, positions: int, seed: int = 0, engine: str | None = None, nodes: int = 400, workers: int = 1
 ) -> dict[str, int]:
-    """Write the three files to `out`, and return the numbers of "games", "plies" and "validation" positions.
+    """Write the three files to `out`, and return the numbers of "games", "plies" and "validation"
+    positions.
 
-    The files are the same for any number of `workers`. Validation positions are of further games, and left out if one of the
-    training games begins with the same moves. Raises UserError if a file exists.
+    The files are the same for any number of `workers`. Validation positions are of further games,
+    and left out if one of the training games begins with the same moves. Raises UserError if a file
+    exists.
     """
     for name in (GAMES, PROMPTS, VALIDATION):
         if (out / name).exists():

@@ -1,4 +1,5 @@
-"""How well a model plays chess in text: the fractions of its moves that are legal, and that are the engine's.
+"""How well a model plays chess in text: the fractions of its moves that are legal, and that are the
+engine's.
 
     python recipes/chess/measure.py runs/chess data/chess/validation.jsonl
 
@@ -26,7 +27,9 @@ MAX_TOKENS = 12  # enough for the longest move, "Qa1xb2+", and the space before 
 
 
 def rates(positions: Sequence[dict[str, Any]], completions: Sequence[str]) -> dict[str, float | int | None]:
-    """{"positions", "legal", "agrees"}: a count and two fractions; "agrees" is None without an engine's moves."""
+    """{"positions", "legal", "agrees"}: a count and two fractions; "agrees" is None without an
+    engine's moves.
+    """
     prompts = [position["prompt"] for position in positions]
     legal = _mean(legal_move(prompts, completions))
     agrees = _mean(engine_move(prompts, completions, [position.get("engine_move") for position in positions]))

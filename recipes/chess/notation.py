@@ -1,4 +1,7 @@
-"""Games as text: numbered moves in standard algebraic notation, and the result. Used by the other files here."""
+"""Games as text: numbered moves in standard algebraic notation, and the result.
+
+Used by the other files here.
+"""
 
 import chess
 
@@ -24,7 +27,9 @@ def board_of(prompt: str) -> chess.Board:
 
 
 def move_of(completion: str, board: chess.Board) -> str | None:
-    """The first word of a completion as a move in standard notation, None if it is not a legal move in this position."""
+    """The first word of a completion as a move in standard notation, None if it is not a legal move
+    in this position.
+    """
     words = completion.split(maxsplit=1)
     try:
         move = board.parse_san(words[0]) if words else None

@@ -1,6 +1,7 @@
 """Rewards for a model that plays chess in text: `reward.py:legal_move` and `reward.py:engine_move`.
 
-Prompts are those of games.py: a game up to the move to predict. Only the first word of a completion counts.
+Prompts are those of games.py: a game up to the move to predict. Only the first word of a completion
+counts.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,9 @@ def legal_move(prompts: Sequence[str], completions: Sequence[str], **columns: An
 def engine_move(
     prompts: Sequence[str], completions: Sequence[str], engine_move: Sequence[str | None], **columns: Any
 ) -> list[float | None]:
-    """1 for the engine's move (column `engine_move`), 0 for anything else; None where that column is None."""
+    """1 for the engine's move (column `engine_move`), 0 for anything else; None where that column
+    is None.
+    """
     items = zip(prompts, completions, engine_move, strict=True)
     return [_score(prompt, completion, best) if best else None for prompt, completion, best in items]
 

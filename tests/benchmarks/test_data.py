@@ -1,4 +1,6 @@
-"""benchmarks/data.py runs end to end, its shards can be read, and its loaders return correct batches."""
+"""benchmarks/data.py runs end to end, its shards can be read, and its loaders return correct
+batches.
+"""
 
 import json
 import subprocess
@@ -21,7 +23,8 @@ def test_a_plan_of_many_shards_and_loaders_are_measured(tmp_path: Path) -> None:
     assert record["plan"]["tokens"]["rounds"] == [100 * 100_000] * 2
     assert record["plan"]["state_bytes"]["max"] < 1000
     assert "| start-up (open, first step's indices) |" in table
-    # Of these none needs a package of its own; that each gives what it should is checked where it is measured.
+    # Of these none needs a package of its own; that each gives what it should is checked where it
+    # is measured.
     assert list(record["loaders"]) == ["lmforge", "memory map, raw slices", "memory map, by hand"]
     assert all(row["figures"]["samples_a_second"]["median"] > 0 for row in record["loaders"].values()), record["loaders"]
     assert "times the samples per CPU second of memory map, by hand" in table

@@ -1,4 +1,6 @@
-"""benchmarks/gpu.py runs end to end without a GPU, marks contenders that are missing, and writes each row at once."""
+"""benchmarks/gpu.py runs end to end without a GPU, marks contenders that are missing, and writes
+each row at once.
+"""
 
 import json
 import os

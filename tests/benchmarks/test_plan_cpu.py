@@ -1,4 +1,6 @@
-"""benchmarks/plan_cpu.py runs end to end, and has a prediction and a measurement for every configuration."""
+"""benchmarks/plan_cpu.py runs end to end, and has a prediction and a measurement for every
+configuration.
+"""
 
 import json
 import subprocess

@@ -1,4 +1,6 @@
-"""The benchmarks without a separate test file run end to end with minimal work, and every benchmark is tested."""
+"""The benchmarks without a separate test file run end to end with minimal work, and every benchmark
+is tested.
+"""
 
 import json
 import subprocess

@@ -37,7 +37,10 @@ def test_every_contender_is_measured_in_every_round(finished):
 
 
 def test_contenders_do_the_same_work(finished):
-    """Same weights, rows and steps. They differ in whether attention and targets cross documents, which is small here."""
+    """Same weights, rows and steps.
+
+    They differ in whether attention and targets cross documents, which is small here.
+    """
     contenders = finished[1]["dtypes"]["fp32"]["contenders"]
     losses = [row["loss_of_first_steps"] for row in contenders.values()]
     assert max(losses) - min(losses) < 0.02

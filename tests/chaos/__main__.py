@@ -1,4 +1,6 @@
-"""The command: lanes that each run one life after another on a separate small disk, and the total figures."""
+"""The command: lanes that each run one life after another on a separate small disk, and the total
+figures.
+"""
 
 import argparse
 import json

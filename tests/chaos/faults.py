@@ -68,7 +68,10 @@ class Hung(Exception):
 
 
 def await_moment(fault: Fault, attempt: Attempt, tracks: Tracks, victim: int) -> bool:
-    """Whether the moment of a fault came before the attempt ended. Raises Hung where neither comes."""
+    """Whether the moment of a fault came before the attempt ended.
+
+    Raises Hung where neither comes.
+    """
     if fault.moment == "start":
         limit = START_OF_COMMAND_SECONDS if attempt.launched else START_SECONDS
         return _until(lambda: time.monotonic() > attempt.began + fault.delay * limit, attempt, limit)
@@ -129,7 +132,10 @@ def draw_outlet(fault: Fault, folder: Path, may_mount: bool) -> Outlet | None:
 
 
 def lose_output(fault: Fault, attempt: Attempt, tracks: Tracks, victim: int) -> None:
-    """Nothing takes the output any more: the run goes on, and ends or stops as it would have. Raises Hung."""
+    """Nothing takes the output any more: the run goes on, and ends or stops as it would have.
+
+    Raises Hung.
+    """
     assert attempt.outlet
     attempt.outlet.lose()
     steps = len(tracks.trained()) + 3
@@ -142,7 +148,9 @@ def lose_output(fault: Fault, attempt: Attempt, tracks: Tracks, victim: int) -> 
 
 
 def untold_loss(attempt: Attempt, tracks: Tracks) -> str:
-    """What the log of the first rank should say of the standard output that was lost, and does not; empty where it does."""
+    """What the log of the first rank should say of the standard output that was lost, and does not;
+    empty where it does.
+    """
     assert attempt.outlet
     log = max(tracks.run.path.glob("logs/attempt-*/rank-0.log"), key=lambda path: path.stat().st_mtime)
     reason = {"closed": "closed", "reader": "Broken pipe", "disk": "No space left on device"}[attempt.outlet.how]
@@ -176,7 +184,8 @@ class Damage:
 def damage(kind: str, folder: Path, chance: Random) -> Damage:
     """Spoil one file of a checkpoint, in place."""
     files = sorted(path for path in folder.iterdir() if path.name != MANIFEST)
-    # A tokenizer is not read on resuming: a bit of it that flips is for those that read it to notice.
+    # A tokenizer is not read on resuming: a bit of it that flips is for those that read it to
+    # notice.
     tensors = [path for path in files if path.suffix == ".distcp" or path.name == ".metadata"]
     if "manifest" in kind:
         path = folder / MANIFEST

@@ -24,8 +24,9 @@ DISK_BYTES = 48 * 2**20
 
 
 def lead_lanes(folder: Path, seed: int, faults: int, lanes: int, until: float, may_mount: bool) -> Figures:
-    """Run lives in this many lanes until they have had this many faults together, or until the time `until`
-    (time.monotonic)."""
+    """Run lives in this many lanes until they have had this many faults together, or until the time
+    `until` (time.monotonic).
+    """
     in_a_child(_prepare, str(folder))
     children = {}
     for lane in range(lanes):

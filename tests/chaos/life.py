@@ -40,7 +40,8 @@ ENDING_SECONDS = 30.0
 ASKING = ("ask to stop", "kill the launcher", "ask the launcher", *LOSES_OUTPUT)
 # What is sent here. A rank that ends by another signal has crashed.
 SENT = (signal.SIGKILL, *STOP_SIGNALS)
-# A rank that is stopped is told after the limit and some heartbeats; a busy machine is late with either.
+# A rank that is stopped is told after the limit and some heartbeats; a busy machine is late with
+# either.
 NAMED_SECONDS = STALL_SECONDS + 15.0
 
 
@@ -76,7 +77,10 @@ class Figures:
 
 
 class Life:
-    """A run under `folder`, on a disk of its own if `disk` says so. `stays` keeps it on one topology from first to last."""
+    """A run under `folder`, on a disk of its own if `disk` says so.
+
+    `stays` keeps it on one topology from first to last.
+    """
 
     def __init__(self, data: Path, folder: Path, references: Path, seed: int, number: int, disk: Path | None) -> None:
         self._data, self._folder, self._references, self._disk = data, folder, references, disk
@@ -145,7 +149,8 @@ class Life:
             outlet.close()
         return is_over
 
-    # --- during an attempt -------------------------------------------------------------------------------------------
+    # --- during an attempt
+    # -------------------------------------------------------------------------------------------
 
     def _hurt(self, fault: Fault, attempt: Attempt, tracks: Tracks, ranks: int) -> bool:
         """Do the harm and wait for what comes of it. Whether it was done."""
@@ -213,7 +218,9 @@ class Life:
             self._find("a killed rank was not named", attempt.said())
 
     def _sleep(self, victim: int, attempt: Attempt, tracks: Tracks) -> bool:
-        """Stop a rank until its peers have named it; the run then goes on, to its end or the next fault."""
+        """Stop a rank until its peers have named it; the run then goes on, to its end or the next
+        fault.
+        """
         pid, said = attempt.pids[victim], len(attempt.said())
         named = re.compile(rf"^  ranks? [\d, -]*{victim}\b.* stuck +process {pid} is stopped", re.M)
         ended_before = not attempt.look()
@@ -224,7 +231,8 @@ class Life:
             return bool(named.search(attempt.said())) or not attempt.look()
 
         stop_for(pid, is_over, NAMED_SECONDS)
-        # Ranks wait for each other before they end: once one is done, the victim has only its own end before it.
+        # Ranks wait for each other before they end: once one is done, the victim has only its own
+        # end before it.
         had_ended = ended_before or phases.get(victim) in FINAL_PHASES or "done" in phases.values()
         if not named.search(attempt.said()) and not had_ended:
             self.figures.unnamed_hangs += 1
@@ -241,7 +249,9 @@ class Life:
         return True
 
     def _fill(self, fault: Fault, attempt: Attempt) -> bool:
-        """Fill the disk; where the fault is `patient` until it has been told, and then make room again."""
+        """Fill the disk; where the fault is `patient` until it has been told, and then make room
+        again.
+        """
         assert self._disk is not None
         ballast = Ballast(self._disk, int(fault.delay**2 * 900_000))
         try:
@@ -262,7 +272,8 @@ class Life:
         self.figures.unnamed_hangs += not named
         self._find(f"hang ({'named' if named else 'not named'}): {problem}", attempt.said())
 
-    # --- after an attempt --------------------------------------------------------------------------------------------
+    # --- after an attempt
+    # --------------------------------------------------------------------------------------------
 
     def _look_over(self, fault: Fault | None, attempt: Attempt, tracks: Tracks, topology: Topology, expected: int) -> bool:
         """Judge what an attempt said and left. Whether the run is at its end."""
@@ -286,7 +297,8 @@ class Life:
             self._find(f"a rank crashed: {attempt.ended}", said)
         # Asked when the last step is done there is nothing left to stop.
         if fault and fault.kind in ASKING and trained and trained[-1] < STEPS:
-            # A run that was only starting gets the launcher's SIGTERM too; all ranks follow the same signal.
+            # A run that was only starting gets the launcher's SIGTERM too; all ranks follow the
+            # same signal.
             requested = len(statuses) == 1 and statuses <= {128 + number for number in attempt.sent}
             if fault.kind in ("ask to stop", *LOSES_OUTPUT) and not requested:
                 self._find(f"asked by {signal_name(fault.signal)} it ended with {attempt.ended}", said)
@@ -322,7 +334,9 @@ class Life:
         return max((step for step in self.run.checkpoint_steps() if self.run.checkpoint_path(step) not in damaged), default=0)
 
     def _check_start(self, out: str, trained: list[int], expected: int, may_be_lost: bool) -> None:
-        """It went on from the newest sound checkpoint and said so, and what it passed over, unless that may be lost."""
+        """It went on from the newest sound checkpoint and said so, and what it passed over, unless
+        that may be lost.
+        """
         resumed = re.findall(r"^continuing .* from step (\d+)$", out, re.M)
         begun = int(resumed[-1]) if resumed else trained[0] - 1 if may_be_lost else 0
         if begun != expected or trained[0] != begun + 1:
@@ -360,7 +374,10 @@ class Life:
                 self._find(f"{folder.name}: {problem}", "")
 
     def _spoil(self, fault: Fault) -> None:
-        """Damage the newest checkpoints. Where none is left the run must refuse, and the damage is undone."""
+        """Damage the newest checkpoints.
+
+        Where none is left the run must refuse, and the damage is undone.
+        """
         for kind in fault.damage:
             damaged = {each.folder for each in self._damaged}
             sound = [step for step in self.run.checkpoint_steps() if self.run.checkpoint_path(step) not in damaged]

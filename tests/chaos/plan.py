@@ -1,4 +1,6 @@
-"""Which faults happen, when, and on which ranks: drawn from a seed, so that the same seed gives the same faults."""
+"""Which faults happen, when, and on which ranks: drawn from a seed, so that the same seed gives the
+same faults.
+"""
 
 from dataclasses import dataclass
 from random import Random
@@ -14,8 +16,8 @@ ENGINES = {
     "fsdp2 no-shard": ["--parallel.engine", "fsdp2", "--parallel.sharding", "no-shard"],
 }
 PHASES = ("data", "forward", "backward", "reduce", "optimizer", "save", "barrier", "evaluate")
-# How often each kind of fault is drawn, and the moments that it may be drawn for. A damaged checkpoint comes on top, after
-# a fault that ended the ranks.
+# How often each kind of fault is drawn, and the moments that it may be drawn for. A damaged
+# checkpoint comes on top, after a fault that ended the ranks.
 ANY_MOMENT = ("start", "step", "phase", "writing", "sealing", "renamed", "deleting")
 RUNNING = ("step", "phase", "writing", "renamed")
 KINDS: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -54,12 +56,15 @@ class Topology:
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing to go wrong. What depends on the run (which ranks there are, which files) is chosen by `chance` when it
-    comes to it.
+    """One thing to go wrong.
+
+    What depends on the run (which ranks there are, which files) is chosen by `chance` when it comes
+    to it.
 
     steps     so many steps are trained before the moment is waited for
     delay     seconds from 0 to 1, of as much as the moment has to spare
-    patient   whether ranks that lost a peer are left to notice it, or are ended by their launcher; whether a run that lost its
+    patient   whether ranks that lost a peer are left to notice it, or are ended by their launcher;
+              whether a run that lost its
               output is left to end, or is asked to stop
     damage    what is done to the newest checkpoints after it, each in turn
     """

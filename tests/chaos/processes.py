@@ -1,6 +1,8 @@
-"""Real ranks: processes with their own rendezvous, gloo and files, forked from a process that has imported torch.
+"""Real ranks: processes with their own rendezvous, gloo and files, forked from a process that has
+imported torch.
 
-Importing torch takes longer than a life of these small runs. Some of the attempts use the command instead.
+Importing torch takes longer than a life of these small runs. Some of the attempts use the command
+instead.
 """
 
 import contextlib
@@ -24,8 +26,10 @@ COMMAND = [sys.executable, "-m", "lmforge"]
 
 
 class Outlet:
-    """Where standard output or error, or both, of an attempt go until they are lost: nowhere, since they were "closed" before;
-    to a "reader" that goes away; to a file on a "disk" of its own, which fills up."""
+    """Where standard output or error, or both, of an attempt go until they are lost: nowhere, since
+    they were "closed" before; to a "reader" that goes away; to a file on a "disk" of its own, which
+    fills up.
+    """
 
     def __init__(self, how: str, streams: tuple[int, ...], folder: Path) -> None:
         self.how, self.streams, self.path = how, streams, folder / "said before.txt"
@@ -74,7 +78,10 @@ class Outlet:
 
 
 class Attempt:
-    """The processes of one attempt at a run. `ended` has exit statuses by rank, negative for a signal; the launcher is -1."""
+    """The processes of one attempt at a run.
+
+    `ended` has exit statuses by rank, negative for a signal; the launcher is -1.
+    """
 
     def __init__(self, pids: dict[int, int], outputs: dict[int, Path], outlet: Outlet | None = None) -> None:
         self.pids = pids
@@ -165,7 +172,9 @@ def _be_rank(words: list[str], place: dict[str, str], outputs: Path, largest_fil
 
 
 def launched(words: list[str], ranks: int, folder: Path, outlet: Outlet | None = None) -> Attempt:
-    """The same through the command, which starts its ranks itself: only the launcher is a child of ours."""
+    """The same through the command, which starts its ranks itself: only the launcher is a child of
+    ours.
+    """
     outputs = folder / "said-0.txt"
     for path in folder.glob("said-*.txt"):
         path.unlink()
@@ -179,7 +188,9 @@ def launched(words: list[str], ranks: int, folder: Path, outlet: Outlet | None =
 
 
 def in_a_child(work: Callable[..., Any], *arguments: Any) -> Any:
-    """What `work` returns, as JSON can say it, from a process of its own: threads that it starts are not here at a fork."""
+    """What `work` returns, as JSON can say it, from a process of its own: threads that it starts
+    are not here at a fork.
+    """
     reading, writing = os.pipe()
     sys.stdout.flush()
     child = os.fork()

@@ -1,9 +1,11 @@
-"""Rollouts that are sampled ahead while trainer, ranks, servers and environments fail: what is lost or learned twice?
+"""Rollouts that are sampled ahead while trainer, ranks, servers and environments fail: what is lost
+or learned twice?
 
     python -m tests.chaos.rollouts --faults 200 [--seed N] [--minutes M] [--output FILE.json]
 
-A life is a run from its first to its last step. Two real servers sample for it behind proxies, which spoil answers. After each
-attempt and at the end everything that the run has written is compared with what the servers really said.
+A life is a run from its first to its last step. Two real servers sample for it behind proxies,
+which spoil answers. After each attempt and at the end everything that the run has written is
+compared with what the servers really said.
 """
 
 import argparse
@@ -40,7 +42,8 @@ from tests.preloaded import Forked, preloaded, rank_variables
 
 STEPS, EVERY = 16, 2
 TIMEOUT_SECONDS = 6.0  # of a server
-# Longer without an end is a hang: a request and its repetitions on servers that hang in turn, on a busy machine.
+# Longer without an end is a hang: a request and its repetitions on servers that hang in turn, on a
+# busy machine.
 HANG_SECONDS = 90.0
 KILLS = ("kill the trainer", "kill a rank")
 # How often each is drawn.
@@ -101,7 +104,9 @@ class Life:
         )
 
     def lead(self, goes_on: Callable[[int], bool]) -> None:
-        """Disturb the run while `goes_on`, until it is at its end; then look at what it has learned from."""
+        """Disturb the run while `goes_on`, until it is at its end; then look at what it has learned
+        from.
+        """
         try:
             while not self._attempted(goes_on):
                 if self.findings:
@@ -160,7 +165,8 @@ class Life:
         said.mkdir(exist_ok=True)
         return [preloaded().start(self._words(folder), said, variables=each | KEY) for each in variables]
 
-    # --- an attempt --------------------------------------------------------------------------------------------------
+    # --- an attempt
+    # --------------------------------------------------------------------------------------------------
 
     def _attempted(self, goes_on: Callable[[int], bool]) -> bool:
         """One attempt at the run. Whether it has come to its end."""
@@ -240,8 +246,8 @@ class Life:
         if "Traceback" in re.sub(r"(?ms)^.*\.log.*$", "", said) and not killed:
             self._find("a traceback", said)
         if not killed and set(statuses) != {0}:
-            # Both servers may be out at a time, or an environment be killed while it starts again: one line says so, and the
-            # run can be resumed.
+            # Both servers may be out at a time, or an environment be killed while it starts again:
+            # one line says so, and the run can be resumed.
             by_servers = re.search(r"^lmforge: .*rollout\.engine_urls: ", said, re.M)
             by_environment = re.search(r"^lmforge: .*its process died while it was opened", said, re.M)
             causes = {"kill a server", "halt a server", *SPOILS} if by_servers else {"kill an environment"}
@@ -266,10 +272,13 @@ class Life:
             if any(record["step"] >= of_step for record in self.run.read_metrics()):
                 self._learned[file.name] = content
 
-    # --- at the end --------------------------------------------------------------------------------------------------
+    # --- at the end
+    # --------------------------------------------------------------------------------------------------
 
     def _check_journal(self) -> None:
-        """Each step has learned from its own prompts, and from tokens that servers sampled with the versions that they have."""
+        """Each step has learned from its own prompts, and from tokens that servers sampled with the
+        versions that they have.
+        """
         rows = [json.loads(line) for line in (self._material / "prompts.jsonl").read_text().splitlines()]
         records = {record["step"]: record for record in self.run.read_metrics()}
         if sorted(records) != [*range(1, STEPS + 1)]:
@@ -355,7 +364,9 @@ class Life:
 
 
 def spans_of(part: dict[str, torch.Tensor]) -> list[SampledSpan]:
-    """The spans of sampled tokens in a part of the journal, of completions that have kept their labels."""
+    """The spans of sampled tokens in a part of the journal, of completions that have kept their
+    labels.
+    """
     spans = []
     for labels, versions in zip(part["labels"].tolist(), part["versions"].tolist(), strict=True):
         if len(labels) != len(versions):

@@ -1,4 +1,6 @@
-"""Servers that are killed and started again, and proxies before them that spoil answers and write down all others."""
+"""Servers that are killed and started again, and proxies before them that spoil answers and write
+down all others.
+"""
 
 import json
 import secrets
@@ -15,7 +17,8 @@ from typing import NamedTuple
 from lmforge.core.distributed.rendezvous import free_port
 from tests.preloaded import Forked, preloaded
 
-# What a proxy does to answers with sampled tokens, and what the run says of it. An answer that is late is no failure.
+# What a proxy does to answers with sampled tokens, and what the run says of it. An answer that is
+# late is no failure.
 SPOILS = {
     "a server hangs": "no whole answer within",
     "a server answers late": "",
@@ -82,8 +85,11 @@ class Server:
 
 
 class Proxy:
-    """The address of a server that does as it should, but for answers that are to be spoiled. `sampled` has what passed as it
-    was; `spoiled` is the first kind of fault that was done in this attempt."""
+    """The address of a server that does as it should, but for answers that are to be spoiled.
+
+    `sampled` has what passed as it was; `spoiled` is the first kind of fault that was done in this
+    attempt.
+    """
 
     def __init__(self, server: Server) -> None:
         self.sampled: list[SampledSpan] = []

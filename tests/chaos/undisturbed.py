@@ -1,4 +1,6 @@
-"""The recipe of these runs, and their reference: the same run with the same topology, without faults."""
+"""The recipe of these runs, and their reference: the same run with the same topology, without
+faults.
+"""
 
 import fcntl
 from pathlib import Path
@@ -29,7 +31,8 @@ RECIPE = {
     "train.threads": 1,
     "schedule.warmup_steps": 3,
     "optimizer.lr": "3e-3",
-    # AdamW's step then follows the size of a gradient, and one that is zero but for rounding stays small.
+    # AdamW's step then follows the size of a gradient, and one that is zero but for rounding stays
+    # small.
     "optimizer.eps": "1e-3",
     "log.every_steps": 1,
     "validation.every_steps": 12,
@@ -52,7 +55,9 @@ _known: dict[Topology, dict[str, float]] = {}
 
 
 def undisturbed(data: Path, folder: Path, topology: Topology) -> dict[str, float]:
-    """Losses of FOLDER/TOPOLOGY by name and step; trained by whoever asks first, while others wait for it."""
+    """Losses of FOLDER/TOPOLOGY by name and step; trained by whoever asks first, while others wait
+    for it.
+    """
     if topology not in _known:
         folder.mkdir(parents=True, exist_ok=True)
         run = Run(folder / str(topology))
@@ -74,7 +79,9 @@ def undisturbed(data: Path, folder: Path, topology: Topology) -> dict[str, float
 
 
 def distance(run: str, reference: str) -> float:
-    """The largest difference of two runs' last weights, as a share of the largest weight of its tensor; 0.0 is equal bits."""
+    """The largest difference of two runs' last weights, as a share of the largest weight of its
+    tensor; 0.0 is equal bits.
+    """
     ours, theirs = weights(Run(Path(run)), STEPS), weights(Run(Path(reference)), STEPS)
     distances = [
         0.0 if torch.equal(ours[name], tensor) else float((ours[name] - tensor).abs().max() / tensor.abs().max())

@@ -1,4 +1,6 @@
-"""Which checkpoints are saved and kept: by steps, by time, the best, the kept ones, model-only ones."""
+"""Which checkpoints are saved and kept: by steps, by time, the best, the kept ones, model-only
+ones.
+"""
 
 import itertools
 import shutil
@@ -173,8 +175,9 @@ def test_a_disk_too_small_for_the_kept_checkpoints_is_said_at_the_start_and_a_fu
 def test_a_save_that_fails_is_reported_and_tried_again_and_some_in_a_row_end_the_run(
     tmp_path: Path, tiny_options: list[str]
 ) -> None:
-    """While it trains, the folder of the checkpoints is moved away and a file takes its place: a mount that is lost, and there
-    are no rights to lack."""
+    """While it trains, the folder of the checkpoints is moved away and a file takes its place: a
+    mount that is lost, and there are no rights to lack.
+    """
     elsewhere = tmp_path / "elsewhere"
     words = ["--run.folder", tmp_path, "--run.name", "a", "--train.steps", 100_000, "--checkpoint.folder", elsewhere]
     script = tmp_path / "soon.py"

@@ -1,4 +1,6 @@
-"""Run by test_folders.py on 4 ranks: hosts of 2, 1 and 1 ranks fill a folder, and report whether they did."""
+"""Run by test_folders.py on 4 ranks: hosts of 2, 1 and 1 ranks fill a folder, and report whether
+they did.
+"""
 
 import ctypes
 import os

@@ -1,9 +1,12 @@
-"""A cluster of two hosts on this machine, for tests of launchers: with names, a network, sshd, Slurm and munge of its own.
+"""A cluster of two hosts on this machine, for tests of launchers: with names, a network, sshd,
+Slurm and munge of its own.
 
-A host is a process tree in namespaces of its own (network, mounts, host name, process ids). All hosts see the same files.
-Beside the hosts there is `LOGIN`, where the Slurm controller runs and the network's switch is. The process of the tests has
-an address in the network too, so `srun` and `ssh -F` work from it. Every process dies with the process of the tests, and with
-them namespaces and network: nothing is left on the machine but a folder in the temporary folder if the tests are killed.
+A host is a process tree in namespaces of its own (network, mounts, host name, process ids). All
+hosts see the same files. Beside the hosts there is `LOGIN`, where the Slurm controller runs and the
+network's switch is. The process of the tests has an address in the network too, so `srun` and `ssh
+-F` work from it. Every process dies with the process of the tests, and with them namespaces and
+network: nothing is left on the machine but a folder in the temporary folder if the tests are
+killed.
 
     def test_two_hosts(laboratory: Laboratory) -> None:
         assert laboratory.run("node1", "hostname").stdout == "node1\n"
@@ -95,7 +98,10 @@ PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 class HostProcess(subprocess.Popen[str]):
-    """A process on a host of the laboratory. Signals reach it, and not only the `nsenter` that waits for it here."""
+    """A process on a host of the laboratory.
+
+    Signals reach it, and not only the `nsenter` that waits for it here.
+    """
 
     def send_signal(self, sig: int) -> None:
         children = Path(f"/proc/{self.pid}/task/{self.pid}/children")
@@ -107,13 +113,15 @@ class HostProcess(subprocess.Popen[str]):
 
 
 class Laboratory:
-    """Two hosts, in a `with` block. Tests take the fixture `laboratory`, which starts one for a whole test process.
+    """Two hosts, in a `with` block.
 
-    hosts: the names of the compute hosts.
-    addresses: host name → its IPv4 address in the laboratory's network; `LOGIN` too.
-    environment: the variables with which Slurm's commands find this cluster, for a process of the tests.
-    ssh_config: a configuration with which `ssh -F` reaches every host by name.
-    folder: for state and logs; all hosts and the tests see it. It is removed at the end.
+    Tests take the fixture `laboratory`, which starts one for a whole test process.
+
+    hosts: the names of the compute hosts. addresses: host name → its IPv4 address in the
+    laboratory's network; `LOGIN` too. environment: the variables with which Slurm's commands find
+    this cluster, for a process of the tests. ssh_config: a configuration with which `ssh -F`
+    reaches every host by name. folder: for state and logs; all hosts and the tests see it. It is
+    removed at the end.
     """
 
     def __init__(self) -> None:
@@ -150,7 +158,10 @@ class Laboratory:
     def run(
         self, host: str, command: str | Sequence[object], timeout: float = 120, **variables: str
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command on a host and wait for it: a line for bash, or a list. The working folder is that of the tests."""
+        """Run a command on a host and wait for it: a line for bash, or a list.
+
+        The working folder is that of the tests.
+        """
         process = self.start(host, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **variables)
         try:
             stdout, stderr = process.communicate(timeout=timeout)
@@ -169,7 +180,10 @@ class Laboratory:
         stderr: int | IO[Any] = subprocess.STDOUT,
         **variables: str,
     ) -> HostProcess:
-        """Start a command on a host: a line for bash, or a list of words. Its variables are those of the tests, and these."""
+        """Start a command on a host: a line for bash, or a list of words.
+
+        Its variables are those of the tests, and these.
+        """
         words = ["bash", "-c", command] if isinstance(command, str) else [str(word) for word in command]
         return HostProcess(
             # Without the second one the command would outlive an nsenter that is killed.
@@ -182,7 +196,10 @@ class Laboratory:
         )
 
     def cut(self, host: str) -> None:
-        """Take the network cable out of a host: nothing arrives any more, and nobody is told. Its own processes live on."""
+        """Take the network cable out of a host: nothing arrives any more, and nobody is told.
+
+        Its own processes live on.
+        """
         self._on_switch("ip", "link", "set", host, "down")
 
     def heal(self, host: str) -> None:
@@ -198,7 +215,8 @@ class Laboratory:
         finally:
             self.heal(host)
 
-    # --- starting -----------------------------------------------------------------------------------------------------
+    # --- starting
+    # -----------------------------------------------------------------------------------------------------
 
     def _connect_hosts(self) -> None:
         (self.folder / "nsswitch.conf").write_text("passwd: files\ngroup: files\nhosts: files\n")
@@ -242,7 +260,9 @@ class Laboratory:
         self._first_pids[host] = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text())
 
     def _claim_network(self) -> tuple[str, str]:
-        """Connect the tests' own network to the switch. The interface's name is the claim: no two laboratories have one.
+        """Connect the tests' own network to the switch.
+
+        The interface's name is the claim: no two laboratories have one.
 
         The addresses are for tests of networks (RFC 2544): no machine outside has them.
         """
@@ -353,9 +373,11 @@ def _check_output(*command: object) -> str:
 
 
 def _session_variables() -> dict[str, str]:
-    """What a session on a host has in its environment: the Python and the lmforge of the tests; a tmux of its own.
+    """What a session on a host has in its environment: the Python and the lmforge of the tests; a
+    tmux of its own.
 
-    With SHLVL bash takes itself for a shell within a shell, and does not read this machine's .bashrc.
+    With SHLVL bash takes itself for a shell within a shell, and does not read this machine's
+    .bashrc.
     """
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath), "/usr/sbin"])
     return {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMUX_TMPDIR": "/run", "SHLVL": "1"}

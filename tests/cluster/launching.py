@@ -1,4 +1,6 @@
-"""For tests of `lmforge launch`: a folder to type commands in, with a recipe, and waiting for what was started there."""
+"""For tests of `lmforge launch`: a folder to type commands in, with a recipe, and waiting for what
+was started there.
+"""
 
 import json
 import os
@@ -48,7 +50,10 @@ class Desk:
         return preloaded().run(line, said, cwd=self.folder, variables=self.variables)
 
     def launch(self, *words: object) -> Run:
-        """Launch the recipe. Returns its run, named as the last --run.name says, or as the recipe."""
+        """Launch the recipe.
+
+        Returns its run, named as the last --run.name says, or as the recipe.
+        """
         done = self("launch", "recipe.toml", *words)
         assert done.returncode == 0, done.stdout + done.stderr
         line = list(words)

@@ -1,7 +1,9 @@
-"""Stand-ins for qsub, qstat, qsig and qdel, since PBS is in no distribution's packages: `python pbs_standin.py qsub …`.
+"""Stand-ins for qsub, qstat, qsig and qdel, since PBS is in no distribution's packages: `python
+pbs_standin.py qsub …`.
 
-They do what `lmforge launch` counts on: qsub runs the script with PBS's variables without waiting for it, qstat says whether
-it still runs, qsig and qdel send signals to all of its processes. STANDIN_FOLDER keeps the jobs, STANDIN_HOSTS names the nodes.
+They do what `lmforge launch` counts on: qsub runs the script with PBS's variables without waiting
+for it, qstat says whether it still runs, qsig and qdel send signals to all of its processes.
+STANDIN_FOLDER keeps the jobs, STANDIN_HOSTS names the nodes.
 """
 
 import os

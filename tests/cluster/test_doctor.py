@@ -1,4 +1,6 @@
-"""`lmforge doctor` on two hosts: one answer, in which the slow link, another clone and another disk are named."""
+"""`lmforge doctor` on two hosts: one answer, in which the slow link, another clone and another disk
+are named.
+"""
 
 import json
 import os
@@ -35,7 +37,9 @@ def throttled(laboratory: Laboratory, host: str) -> Iterator[None]:
 
 
 def examined(laboratory: Laboratory, folder: Path, *words: object, status: int = 0) -> dict[str, list[dict[str, Any]]]:
-    """The findings by name, of a process of doctor on each host, with variables as a container hook exports them."""
+    """The findings by name, of a process of doctor on each host, with variables as a container hook
+    exports them.
+    """
     line = [sys.executable, "-m", "lmforge", "doctor", "--device", "cpu", "--output", "json", *words]
     common = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "node1", "MASTER_PORT": str(free_port())}
     in_folder = ["sh", "-c", f'cd {folder} && exec "$@"', "-", *line]
@@ -68,7 +72,8 @@ def test_two_hosts_give_one_answer_and_the_slow_link_is_named(laboratory: Labora
     assert link["values"]["bytes_per_second"]["node2 → node1"] < 12e6
 
 
-# --- over the hosts of a job ------------------------------------------------------------------------------------------
+# --- over the hosts of a job
+# ------------------------------------------------------------------------------------------
 
 STANDIN = Path(__file__).with_name("pbs_standin.py")
 

@@ -32,7 +32,8 @@ with report_missing_ranks(int(sys.argv[1]), 3, "test", patience_seconds=0.5):
         if thread.name == "joining":
             thread.join(timeout=10)
 """
-# One of two ranks, of which rank 1 is slow to connect for its report. Rank 0, which has the store, ends once rank 1 went on.
+# One of two ranks, of which rank 1 is slow to connect for its report. Rank 0, which has the store,
+# ends once rank 1 went on.
 SLOW = """
 import os, threading, time
 import torch.distributed as dist
@@ -86,7 +87,9 @@ def test_one_rank_looks_however_many_wait(rank: int, program: Command) -> None:
 
 
 def test_a_rank_continues_once_its_thread_has_connected(tmp_path: Path) -> None:
-    """A thread that connects while rank 0 ends, and the store with it, makes torch print the lost connection."""
+    """A thread that connects while rank 0 ends, and the store with it, makes torch print the lost
+    connection.
+    """
     script = tmp_path / "slow.py"
     script.write_text(SLOW)
     finished = preloaded().run([], tmp_path, script=script, ranks=2, timeout=60)

@@ -1,4 +1,6 @@
-"""The laboratory: hosts with their own names and addresses, Slurm and ssh between them, and no leftovers."""
+"""The laboratory: hosts with their own names and addresses, Slurm and ssh between them, and no
+leftovers.
+"""
 
 import os
 import signal

@@ -1,4 +1,6 @@
-"""`lmforge launch`, `jobs` and `stop` without a cluster: this machine, mpiexec, a stand-in of PBS, scripts, and refusals."""
+"""`lmforge launch`, `jobs` and `stop` without a cluster: this machine, mpiexec, a stand-in of PBS,
+scripts, and refusals.
+"""
 
 import json
 import os
@@ -51,7 +53,8 @@ def mpiexec_of(kind: str, folder: Path) -> Path:
     return folder
 
 
-# --- runs on this machine ---------------------------------------------------------------------------------------------
+# --- runs on this machine
+# ---------------------------------------------------------------------------------------------
 
 
 def test_a_run_on_this_machine_is_found_stopped_and_continued_by_its_name(desk: Desk) -> None:
@@ -145,7 +148,8 @@ def test_the_code_of_a_launched_run_can_be_restored(desk: Desk, tmp_path: Path) 
     assert "lr = 0.5" in (run.path / "launch" / "recipe.toml").read_text()
 
 
-# --- mpiexec and PBS ---------------------------------------------------------------------------------------------------
+# --- mpiexec and PBS
+# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -164,7 +168,8 @@ def test_mpiexec_starts_every_rank(tmp_path: Path, tiny_options: list[str], kind
     assert "\x1b" not in desk.output(run)
 
 
-# In the place of Python: the import check; and a rank that ends as $ENDS says, by number of start and rank.
+# In the place of Python: the import check; and a rank that ends as $ENDS says, by number of start
+# and rank.
 ENDING_RANK = """#!/bin/bash
 [ "$1" = -c ] && exit
 number=$(grep -c "started again" runs/recipe/launch/output.log)
@@ -203,7 +208,9 @@ def test_mpiexec_is_started_again_as_often_as_asked_where_a_rank_was_lost_and_no
 
 
 def kill_rank(folder: Path, rank: int) -> None:
-    """Kill one rank that mpiexec has started below a folder: the process of lmforge, not the script around it."""
+    """Kill one rank that mpiexec has started below a folder: the process of lmforge, not the script
+    around it.
+    """
     for process in Path("/proc").glob("[0-9]*"):
         try:
             words = (process / "cmdline").read_bytes().split(b"\0")
@@ -331,7 +338,8 @@ def test_a_job_of_pbs_resubmits_itself_at_its_time_limit_and_stops_when_asked(pb
     assert len(list((pbs.folder / "pbs").glob("*.pid"))) == submitted
 
 
-# --- scripts and refusals ---------------------------------------------------------------------------------------------
+# --- scripts and refusals
+# ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("launcher", ["local", "ssh", "slurm", "pbs"])

@@ -1,5 +1,6 @@
-"""`lmforge launch` on two hosts, with real Slurm and real ssh: lost ranks and hosts are restarted, and the result is the
-same."""
+"""`lmforge launch` on two hosts, with real Slurm and real ssh: lost ranks and hosts are restarted,
+and the result is the same.
+"""
 
 import os
 import re
@@ -48,10 +49,12 @@ def undisturbed(tiny_options: list[str], lmforge: Command, tmp_path_factory: pyt
 
 
 def requeue_now(desk: Desk, run: Run) -> None:
-    """Wait until Slurm has queued the job again, and have it begin at once instead of in two minutes.
+    """Wait until Slurm has queued the job again, and have it begin at once instead of in two
+    minutes.
 
-    Asked before all that was left of the job has ended, Slurm starts it beside that. A node then refuses a duplicate job id: it
-    is drained, and the job is held. Each step that is left has a socket in the folder of the node's daemon.
+    Asked before all that was left of the job has ended, Slurm starts it beside that. A node then
+    refuses a duplicate job id: it is drained, and the job is held. Each step that is left has a
+    socket in the folder of the node's daemon.
     """
     environment = {**os.environ, **desk.variables}
     desk.wait_for_state(run, r" pending ")
@@ -72,7 +75,8 @@ def requeue_now(desk: Desk, run: Run) -> None:
         raise AssertionError("\n".join([*shown, str(problem)])) from None
 
 
-# --- Slurm ------------------------------------------------------------------------------------------------------------
+# --- Slurm
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_job_of_slurm_trains_on_both_hosts(cluster: Desk) -> None:
@@ -203,7 +207,8 @@ def test_a_job_of_slurm_does_not_wait_for_a_node_that_is_lost(cluster: Desk, lab
     with laboratory.without_network("node2"):
         expected = "lmforge: a node is lost: the job does not wait for Slurm to notice"
         cluster.wait(lambda: expected in cluster.output(run), run, 260)
-    # Slurm keeps a job that was queued again among those that end until its daemon on that node answers, or is given up.
+    # Slurm keeps a job that was queued again among those that end until its daemon on that node
+    # answers, or is given up.
     cluster.wait_for_state(run, r" pending ")
     assert "lmforge: node2: no heartbeat for 60 s" in cluster.output(run)
     assert cluster("stop", "recipe").returncode == 0
@@ -252,15 +257,18 @@ def test_a_node_that_is_set_down_is_waited_for_and_the_result_is_that_of_an_undi
     try:
         cluster.wait_for_state(run, r" pending ")
     finally:
-        # It comes back by itself as soon as its daemon says that it is well; Slurm then refuses this.
+        # It comes back by itself as soon as its daemon says that it is well; Slurm then refuses
+        # this.
         subprocess.run([*update, "State=RESUME"], env=environment, capture_output=True)
-    # Slurm begins it after two minutes. Asked to begin it at once, it can find a node that still knows the first start.
+    # Slurm begins it after two minutes. Asked to begin it at once, it can find a node that still
+    # knows the first start.
     cluster.wait(lambda: " done " in cluster.state("recipe"), run, 400)
     assert re.search(r"^continuing runs/recipe from step \d+", cluster.output(run), re.M)
     assert_same_result(run, undisturbed)
 
 
-# --- ssh --------------------------------------------------------------------------------------------------------------
+# --- ssh
+# --------------------------------------------------------------------------------------------------------------
 
 
 def test_hosts_are_started_and_stopped_together_by_ssh(cluster: Desk, laboratory: Laboratory, by_ssh: list[object]) -> None:
@@ -377,7 +385,8 @@ def test_a_host_that_does_not_come_is_named(laboratory: Laboratory, tiny_options
     assert text.startswith("lmforge: waiting for node2: not started, or cannot reach node1:23457 (3")
 
 
-# --- mpiexec on two hosts ---------------------------------------------------------------------------------------------
+# --- mpiexec on two hosts
+# ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -1,4 +1,6 @@
-"""The same run, with the same result, under every launcher: srun, both kinds of mpiexec, and torchrun on each node."""
+"""The same run, with the same result, under every launcher: srun, both kinds of mpiexec, and
+torchrun on each node.
+"""
 
 import json
 import os
@@ -103,7 +105,9 @@ def test_ranks_of_mpiexec_train_together(
 def test_ranks_that_lmforge_starts_train_together_where_the_process_itself_is_to_be_alone(
     tiny_options: list[str], reference: list[dict[str, float]], tmp_path: Path
 ) -> None:
-    """Without `single` the variable of an unknown launcher is refused; with it, ranks may still be started."""
+    """Without `single` the variable of an unknown launcher is refused; with it, ranks may still be
+    started.
+    """
     words = [*tiny_options, "--launch.environment", "single", "--launch.processes", "2"]
     done = pretrain([], words, tmp_path, PMIX_RANK="3")
     assert_trained(done, tmp_path, reference)
@@ -142,7 +146,8 @@ def openmpi_by_ssh(laboratory: Laboratory, ssh: Path) -> str:
     return f"--mca plm_rsh_agent {ssh} --mca oob_tcp_if_include {network}"
 
 
-# What a rank knows of its host, the sizes of its mesh, and whether its host is the one that fills a folder that both share.
+# What a rank knows of its host, the sizes of its mesh, and whether its host is the one that fills a
+# folder that both share.
 PLACE = """
 import os, sys
 from pathlib import Path
@@ -209,7 +214,10 @@ def test_ranks_with_some_of_torchruns_variables_know_how_many_are_on_their_host(
 def test_ranks_of_mpiexec_on_two_hosts_meet_where_the_variable_or_a_node_file_says(
     name: str, laboratory: Laboratory, tiny_options: list[str], reference: list[dict[str, float]], tmp_path: Path
 ) -> None:
-    """mpiexec starts them over ssh. With MPICH it is a file as PBS writes it, an emulation: there is no PBS here."""
+    """mpiexec starts them over ssh.
+
+    With MPICH it is a file as PBS writes it, an emulation: there is no PBS here.
+    """
     (tmp_path / "hosts").write_text("node1\nnode2\n")
     ssh = write_ssh(laboratory, tmp_path)
     hosts, login = tmp_path / "hosts", laboratory.addresses["login"]

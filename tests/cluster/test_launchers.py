@@ -1,4 +1,6 @@
-"""Which launcher started a process, and as which rank: recorded variables of each, alone and in contradiction."""
+"""Which launcher started a process, and as which rank: recorded variables of each, alone and in
+contradiction.
+"""
 
 import os
 import shutil
@@ -34,7 +36,8 @@ BATCH_SHELL = variables(
     " SLURM_PROCID=0 SLURM_TASKS_PER_NODE=3,1"
 )
 SRUN_PMI2 = {**SRUN, **variables("PMI_FD=10 PMI_JOBID=1.0 PMI_RANK=3 PMI_SIZE=4 SLURM_MPI_TYPE=pmi2")}
-# Rank 3 of 4, on its host alone: mpiexec of MPICH 4.0 in a Slurm job, whose daemons srun started as a step of two tasks.
+# Rank 3 of 4, on its host alone: mpiexec of MPICH 4.0 in a Slurm job, whose daemons srun started as
+# a step of two tasks.
 MPICH_IN_SLURM = variables(
     "MPI_LOCALNRANKS=1 MPI_LOCALRANKID=0 PMI_FD=5 PMI_RANK=3 PMI_SIZE=4 SLURM_JOB_ID=3 SLURM_JOB_NODELIST=node[1-2]"
     " SLURM_LOCALID=0 SLURM_NODEID=1 SLURM_NPROCS=2 SLURM_NTASKS=4 SLURM_PROCID=1 SLURM_STEP_ID=2"
@@ -73,7 +76,8 @@ EXPORTED = variables("RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 MASTER_ADDR=host MASTER_P
         # torchrun on each node, which something else started.
         ({**SRUN, **TORCHRUN}, RankInfo(5, 8, 1, 4, True, 1, "torchrun")),
         ({**PALS, **TORCHRUN}, RankInfo(5, 8, 1, 4, True, 1, "torchrun")),
-        # A container hook or a wrapper has exported some of torchrun's: the launcher counts the ranks of this host.
+        # A container hook or a wrapper has exported some of torchrun's: the launcher counts the
+        # ranks of this host.
         ({**SRUN, **EXPORTED}, RankInfo(3, 4, 1, 2, True, 1, "torchrun")),
         ({**SRUN, **EXPORTED, "SLURM_STEP_TASKS_PER_NODE": "1,3"}, RankInfo(3, 4, 1, 3, True, 1, "torchrun")),
         ({**OPENMPI_IN_SLURM, **EXPORTED}, RankInfo(3, 4, 1, 2, True, 1, "torchrun")),

@@ -1,4 +1,6 @@
-"""An HTTP server for a folder, with ranges, that is slow and fails as a test requests, on the network and not in the reader."""
+"""An HTTP server for a folder, with ranges, that is slow and fails as a test requests, on the
+network and not in the reader.
+"""
 
 import threading
 import time
@@ -10,7 +12,9 @@ from pathlib import Path
 
 
 class FaultyServer(ThreadingHTTPServer):
-    """`faults` are taken one by one by requests for the content of files: error, truncated, cut, short, stall or none."""
+    """`faults` are taken one by one by requests for the content of files: error, truncated, cut,
+    short, stall or none.
+    """
 
     daemon_threads = True
 

@@ -1,5 +1,6 @@
-"""A Hugging Face hub on this machine, for looking up and downloading models and datasets, with the faults that a test
-requests."""
+"""A Hugging Face hub on this machine, for looking up and downloading models and datasets, with the
+faults that a test requests.
+"""
 
 import hashlib
 import json
@@ -20,9 +21,9 @@ LARGE = 1000
 class Hub:
     """What the hub has and does.
 
-    models: files by the name of a model. gated, down: models whose files nobody may have; whether it answers at all.
-    cut: bytes after which the body of a file breaks off, by the file's name; each cut is made `cuts_left` times.
-    datasets: files by the name of a dataset.
+    models: files by the name of a model. gated, down: models whose files nobody may have; whether
+    it answers at all. cut: bytes after which the body of a file breaks off, by the file's name;
+    each cut is made `cuts_left` times. datasets: files by the name of a dataset.
     """
 
     models: dict[str, dict[str, bytes]]
@@ -56,7 +57,9 @@ def etag(content: bytes) -> str:
 
 
 def listed(files: dict[str, bytes], prefix: str = "", recursive: bool = False) -> bytes:
-    """What is below a folder, as the hub's `tree` lists it; where not recursive, without what is in folders in it."""
+    """What is below a folder, as the hub's `tree` lists it; where not recursive, without what is in
+    folders in it.
+    """
     entries: list[dict[str, Any]] = []
     folders: set[str] = set()
     for name, content in files.items():

@@ -1,4 +1,6 @@
-"""Best-fit packing against an independent oracle, and the messages about a missing or damaged index."""
+"""Best-fit packing against an independent oracle, and the messages about a missing or damaged
+index.
+"""
 
 import json
 import os
@@ -56,11 +58,14 @@ def dataset_of(folder: TokenFolder, length: int, **options: Any) -> TokenDataset
     return TokenDataset(folder, sequence_length=length, packing="best-fit", **options)
 
 
-# --- the oracle -------------------------------------------------------------------------------------------------------
+# --- the oracle
+# -------------------------------------------------------------------------------------------------------
 
 
 def slow_bins(sizes: list[int], capacity: int) -> list[list[int]]:
-    """Best fit decreasing as a text book has it; of bins with equal space the one that was filled last."""
+    """Best fit decreasing as a text book has it; of bins with equal space the one that was filled
+    last.
+    """
     bins: list[tuple[int, int, list[int]]] = []  # (space, when it was filled last, items)
     longest_first = sorted(range(len(sizes)), key=lambda item: (-sizes[item], item))
     for now, item in enumerate(longest_first):
@@ -105,7 +110,8 @@ def slow_sequence(spans: list[list[int]], length: int) -> dict[str, list[int]]:
     return sequence
 
 
-# --- what sequences hold ----------------------------------------------------------------------------------------------
+# --- what sequences hold
+# ----------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -221,7 +227,8 @@ def test_another_number_of_ranks_or_prefetch_changes_no_batch(tmp_path: Path, fo
             assert (Batch.cat(parts).tensors[name] == tensor).all()
 
 
-# --- preparing it -----------------------------------------------------------------------------------------------------
+# --- preparing it
+# -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -298,7 +305,8 @@ def test_what_cannot_be_packed_is_refused(
     assert content(tmp_path / "folder") == before
 
 
-# --- reading it -------------------------------------------------------------------------------------------------------
+# --- reading it
+# -------------------------------------------------------------------------------------------------------
 
 
 def test_a_folder_that_is_not_packed_for_the_length_says_which_command_packs_it(
@@ -471,7 +479,8 @@ def test_sequences_with_a_token_in_quarantine_are_padding_and_the_others_as_befo
     assert 0 < masked < len(expected)
 
 
-# --- in a plan --------------------------------------------------------------------------------------------------------
+# --- in a plan
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_a_mixture_takes_the_sequences_of_each_source_and_its_plan_knows_the_packing(tmp_path: Path, folder_of: Writer) -> None:

@@ -215,7 +215,8 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, byte_tokenizer: Tok
             shown(tmp_path / name, byte_tokenizer)
 
 
-# --- as a person reads it --------------------------------------------------------------------------------------------
+# --- as a person reads it
+# --------------------------------------------------------------------------------------------
 
 
 def test_colours_show_every_token_its_bounds_and_what_is_scored(byte_tokenizer: Tokenizer) -> None:
@@ -229,7 +230,8 @@ def test_colours_show_every_token_its_bounds_and_what_is_scored(byte_tokenizer: 
     assert "\x1b[2J" not in terminal
 
 
-# --- the page --------------------------------------------------------------------------------------------------------
+# --- the page
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_the_examples_of_the_page_are_read_as_it_says(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
@@ -269,7 +271,9 @@ def test_the_program_of_the_page_prints_what_it_says(tmp_path: Path, monkeypatch
 
 
 def test_records_that_cannot_be_used_are_left_out_with_their_places(tmp_path: Path, byte_tokenizer: Tokenizer) -> None:
-    """In a line, in a record's format, in what the template refuses: the others are as they are without these."""
+    """In a line, in a record's format, in what the template refuses: the others are as they are
+    without these.
+    """
     lines = [json.dumps({"messages": TURNS[: 2 * number + 1]}) for number in (1, 0, 2)]
     lines = [lines[0], "{", lines[1], '["a"]', '{"messages": "a"}', lines[2], '{"a": "\xff"}', "[1]"]
     (tmp_path / "a.jsonl").write_bytes("\n".join(lines).encode("latin-1"))

@@ -1,4 +1,6 @@
-"""`lmforge show data` of shards: the report on documents is correct, and samples are as the model gets them."""
+"""`lmforge show data` of shards: the report on documents is correct, and samples are as the model
+gets them.
+"""
 
 import json
 import math
@@ -27,7 +29,8 @@ Writer = Callable[..., TokenFolder]
 
 def test_documents_are_counted_as_plain_python_counts_them(tmp_path: Path, folder_of: Writer) -> None:
     rng = fresh_random()
-    # One shard with several blocks of document ends; lengths at the ends of powers of two among them.
+    # One shard with several blocks of document ends; lengths at the ends of powers of two among
+    # them.
     shards = [[rng.choice([1, 2, 3, 4, 7, 8, 63, 64]) for _ in range(n)] for n in (9000, 1, 40)]
     lengths = sorted(length for shard in shards for length in shard)
     folder_of(tmp_path / "random", shards)

@@ -26,7 +26,8 @@ MASK = 2**64 - 1
 shards_of_documents = st.lists(st.lists(st.integers(2, 60), min_size=1, max_size=8), min_size=1, max_size=4)
 
 
-# --- the oracle ------------------------------------------------------------------------------------------------------
+# --- the oracle
+# ------------------------------------------------------------------------------------------------------
 
 
 def read_corpus(path: Path, split: str = "train") -> tuple[list[int], list[int]]:
@@ -87,7 +88,8 @@ def as_lists(sequence: PackedSequence) -> dict[str, list[int]]:
     return {name: getattr(sequence, name).tolist() for name in FIELDS}
 
 
-# --- claims ----------------------------------------------------------------------------------------------------------
+# --- claims
+# ----------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

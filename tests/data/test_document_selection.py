@@ -1,4 +1,7 @@
-"""Documents that are removed or changed: by a hook, as duplicates, and with evaluation texts. Also built-in tokenizers."""
+"""Documents that are removed or changed: by a hook, as duplicates, and with evaluation texts.
+
+Also built-in tokenizers.
+"""
 
 import json
 import random
@@ -31,7 +34,8 @@ def write_texts(path: Path, texts: list[str]) -> Path:
     return write_records(path, [{"text": text} for text in texts])
 
 
-# --- hook ------------------------------------------------------------------------------------------------------------------
+# --- hook
+# ------------------------------------------------------------------------------------------------------------------
 
 HOOK = """
 import neighbour
@@ -121,7 +125,8 @@ def test_a_hook_that_exits_ends_the_preparation_as_any_exception_does(tmp_path: 
     assert "hook late.py:f raised SystemExit: 3" in refused("prepare", source, out, "--hook", f"{tmp_path}/late.py:f")
 
 
-# --- copies ----------------------------------------------------------------------------------------------------------------
+# --- copies
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def test_the_first_of_equal_documents_is_kept() -> None:
@@ -165,7 +170,10 @@ def words(chance: random.Random, count: int) -> list[str]:
 
 
 def test_documents_are_found_as_near_as_often_as_the_formula_says() -> None:
-    """Of runs of five words a fraction s is shared. 120 pairs at a time: within four standard deviations."""
+    """Of runs of five words a fraction s is shared.
+
+    120 pairs at a time: within four standard deviations.
+    """
     chance, pairs = fresh_random(), 120
     for changed, rest in ((60, 540), (300, 300)):
         result = 0
@@ -201,7 +209,8 @@ def test_the_first_copy_is_kept_whatever_the_number_of_processes(
     assert content(tmp_path / "one") == content(tmp_path / "two")
 
 
-# --- evaluation texts --------------------------------------------------------------------------------------------------------
+# --- evaluation texts
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_documents_with_a_text_of_an_evaluation_are_left_out_and_counted(
@@ -235,7 +244,8 @@ def test_a_file_that_is_no_task_is_refused(tmp_path: Path, refused: Refusal) -> 
     )
 
 
-# --- built-in tokenizers -----------------------------------------------------------------------------------------------------
+# --- built-in tokenizers
+# -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("workers", [1, 2])

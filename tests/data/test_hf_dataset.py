@@ -1,4 +1,6 @@
-"""Hugging Face datasets: saved in a folder, as a folder of files with splits, and by name from a hub on this machine."""
+"""Hugging Face datasets: saved in a folder, as a folder of files with splits, and by name from a
+hub on this machine.
+"""
 
 import json
 import os

@@ -27,7 +27,9 @@ def weights() -> bytes:
 
 @pytest.fixture
 def hub(weights: bytes) -> Iterator[Hub]:
-    """A hub with one model: the files that are wanted, the same again in other formats, and what must not be downloaded."""
+    """A hub with one model: the files that are wanted, the same again in other formats, and what
+    must not be downloaded.
+    """
     needed = {name: f'{{"of": "{name}"}}'.encode() for name in FILES if name != "model.safetensors"}
     others = dict.fromkeys(
         ("pytorch_model.bin", "modeling_ours.py", "consolidated.safetensors", "onnx/config.json"), b"x" * 2000

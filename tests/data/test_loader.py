@@ -61,7 +61,9 @@ def test_the_split_into_micro_batches_changes_nothing(dataset: TokenDataset, mic
 
 
 def test_resuming_at_any_step_on_any_ranks_gives_what_would_have_come(dataset: TokenDataset) -> None:
-    """Before the first step, inside an epoch, at an exact epoch end, in a later epoch, and twice over."""
+    """Before the first step, inside an epoch, at an exact epoch end, in a later epoch, and twice
+    over.
+    """
     batch_size = 6
     at_epoch_end = dataset.sequences_per_epoch  # B · this is a multiple of the epoch
     for step in (0, 1, fresh_seed() % 500, at_epoch_end, at_epoch_end - 1, 5 * at_epoch_end + 3):

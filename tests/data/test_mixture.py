@@ -1,4 +1,6 @@
-"""Mixtures against an independent oracle: every block laid out in lists, counted with exact fractions."""
+"""Mixtures against an independent oracle: every block laid out in lists, counted with exact
+fractions.
+"""
 
 import json
 import time
@@ -30,7 +32,9 @@ from tests.seeds import fresh_random
 
 
 class _Numbered(Packing):
-    """A packing whose sequence `index` holds its source and its index, the latter also as an extra if that has a name."""
+    """A packing whose sequence `index` holds its source and its index, the latter also as an extra
+    if that has a name.
+    """
 
     extra = ""
 
@@ -77,7 +81,8 @@ def mixture_of(plan: list[tuple[int | None, list[Fraction], int]], tokens: list[
     return MixedDataset(names, phases, unit=unit, seed=seed)
 
 
-# --- the oracle ------------------------------------------------------------------------------------------------------
+# --- the oracle
+# ------------------------------------------------------------------------------------------------------
 
 
 def slow_samples(
@@ -138,7 +143,8 @@ def plans(draw: st.DrawFn) -> tuple[list[tuple[int | None, list[Fraction], int]]
     return phases, tokens, unit, draw(st.integers(0, 2**60))
 
 
-# --- claims ----------------------------------------------------------------------------------------------------------
+# --- claims
+# ----------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=60, deadline=None)
@@ -308,7 +314,9 @@ def test_a_changed_past_is_described() -> None:
 
 
 def test_weights_by_tokens_give_sources_their_parts_of_the_tokens() -> None:
-    """A sequence of the first source holds 8 tokens, one of the second 2: four times as many of those are needed."""
+    """A sequence of the first source holds 8 tokens, one of the second 2: four times as many of
+    those are needed.
+    """
     shares = proportions_of({"a": Fraction(1), "b": Fraction(1)}, [Fraction(8), Fraction(2)])
     assert shares == (Fraction(1, 5), Fraction(4, 5))
 

@@ -1,4 +1,6 @@
-"""The keyed permutation, and the tests of order themselves: they must reject orders known to be bad."""
+"""The keyed permutation, and the tests of order themselves: they must reject orders known to be
+bad.
+"""
 
 import itertools
 import math
@@ -43,7 +45,8 @@ def faults(order: Permutation, n: int) -> list[str]:
         results.append("not a bijection")
     if n > 1000:
         for lag in (1, 2, 3):
-            # Of the hundred that a run of the tests looks at, one is beyond 6 by chance in 5 million runs.
+            # Of the hundred that a run of the tests looks at, one is beyond 6 by chance in 5
+            # million runs.
             if abs(z_of_correlation(values[:-lag], values[lag:])) > 6:
                 results.append(f"serial correlation at lag {lag}")
         if abs(z_of_correlation(np.arange(n), values)) > 6:

@@ -1,4 +1,6 @@
-"""Records of parquet are those of the JSON lines that the table was made of, but for what Arrow cannot hold."""
+"""Records of parquet are those of the JSON lines that the table was made of, but for what Arrow
+cannot hold.
+"""
 
 import datetime
 import json
@@ -24,7 +26,9 @@ NO_JSON = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_siz
 
 
 def values(depth: int) -> st.SearchStrategy[st.SearchStrategy[Any]]:
-    """Strategies for the values of one field of all records: of one type, which may be null or have fields left out."""
+    """Strategies for the values of one field of all records: of one type, which may be null or have
+    fields left out.
+    """
     numbers = st.integers(-(2**40), 2**40), st.integers(-80, 80).map(lambda eighths: eighths / 8)
     scalars = st.sampled_from([st.booleans(), *numbers, st.one_of(numbers), NO_JSON, st.none()])
     if not depth:
@@ -39,7 +43,9 @@ def values(depth: int) -> st.SearchStrategy[st.SearchStrategy[Any]]:
 
 @st.composite
 def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
-    """Records with a call of a tool, whose arguments and schema are of any shape that Arrow has a type for."""
+    """Records with a call of a tool, whose arguments and schema are of any shape that Arrow has a
+    type for.
+    """
     arguments, properties, field = draw(values(3)), draw(values(3)), draw(values(2))
     shape = st.fixed_dictionaries({"b": arguments}, optional={"c": arguments, "a": NO_JSON})
     records = []
@@ -57,7 +63,9 @@ def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
 
 
 def after_arrow(value: Any, feature: Any) -> Any:
-    """What is left of a value in a column: fields in the schema's order, without nulls, and fractions where there is one."""
+    """What is left of a value in a column: fields in the schema's order, without nulls, and
+    fractions where there is one.
+    """
     if value is None or isinstance(feature, datasets.Json):
         return value
     if isinstance(feature, dict):

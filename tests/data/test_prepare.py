@@ -88,7 +88,9 @@ class Preparation:
         die_after: float = 0,
         **options: Any,
     ):
-        """`before` is run first; with `die_at` it kills itself -9, `die_after` seconds from when it is that far."""
+        """`before` is run first; with `die_at` it kills itself -9, `die_after` seconds from when it
+        is that far.
+        """
         arguments = ", ".join(f"{name}={value!r}" for name, value in options.items())
         # The guard is what any script that starts processes needs.
         program = (
@@ -152,7 +154,8 @@ def many_units(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_sources, "JSONL_UNIT_BYTES", 20_000)
 
 
-# --- what comes of it ------------------------------------------------------------------------------------------------
+# --- what comes of it
+# ------------------------------------------------------------------------------------------------
 
 
 def test_every_document_is_stored_once_with_one_separator(tmp_path: Path, corpus: Path) -> None:
@@ -405,7 +408,8 @@ def test_a_document_longer_than_a_shard_is_not_cut(tmp_path: Path) -> None:
     assert sorted(stored_texts(tmp_path / "out", TRAIN_SPLIT)) == sorted(texts)
 
 
-# --- the same however it came about ----------------------------------------------------------------------------------
+# --- the same however it came about
+# ----------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("many_units")
@@ -466,7 +470,10 @@ def test_interrupted_it_leaves_no_process_and_keeps_what_was_done(tmp_path: Path
 
 
 def test_terminated_it_leaves_no_process_no_warning_and_continues(tmp_path: Path) -> None:
-    """As `kill` and a scheduler do, whose SIGTERM may reach every process. Semaphores that were left would be warned of."""
+    """As `kill` and a scheduler do, whose SIGTERM may reach every process.
+
+    Semaphores that were left would be warned of.
+    """
     corpus = write_lines(tmp_path / "corpus.jsonl", some_texts(6000))
     small = "from lmforge.text.sources import text_sources; text_sources.JSONL_UNIT_BYTES = 20_000"
     for number, send in enumerate((os.kill, os.killpg)):
@@ -603,7 +610,8 @@ def test_a_process_killed_from_outside_is_reported_and_no_work_is_lost(tmp_path:
     assert len(list((out / UNFINISHED).glob("*.npz"))) >= 3
 
 
-# --- one plan a folder -----------------------------------------------------------------------------------------------
+# --- one plan a folder
+# -----------------------------------------------------------------------------------------------
 
 
 def test_done_already_it_does_nothing(tmp_path: Path, corpus: Path) -> None:
@@ -699,7 +707,8 @@ def test_two_at_once_in_one_folder_are_refused(tmp_path: Path, corpus: Path) -> 
     assert not list((tmp_path / "out").glob(".lock*"))
 
 
-# --- bad input -------------------------------------------------------------------------------------------------------
+# --- bad input
+# -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""Preparation by several ranks that share a folder: the same bytes as from one process, restartable, no rank left waiting."""
+"""Preparation by several ranks that share a folder: the same bytes as from one process,
+restartable, no rank left waiting.
+"""
 
 import subprocess
 from pathlib import Path
@@ -38,7 +40,9 @@ exit_process(run(sys.argv[1:]))
 
 
 def prepare_on_ranks(tmp_path: Path, ranks: int, *words: Any, **variables: str) -> subprocess.CompletedProcess[str]:
-    """`lmforge prepare` on ranks as torchrun would start them; with DIE each kills itself when it has written two parts."""
+    """`lmforge prepare` on ranks as torchrun would start them; with DIE each kills itself when it
+    has written two parts.
+    """
     (tmp_path / "script.py").write_text(SCRIPT)
     arguments = ["prepare", *map(str, words), "--workers", "1"]
     return preloaded().run(arguments, tmp_path, script=tmp_path / "script.py", ranks=ranks, variables=variables, timeout=200)

@@ -1,4 +1,6 @@
-"""Damaged folders are verified as a user does, and the printed entries are pasted into a recipe that trains on the rest."""
+"""Damaged folders are verified as a user does, and the printed entries are pasted into a recipe
+that trains on the rest.
+"""
 
 import json
 import os

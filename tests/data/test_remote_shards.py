@@ -1,4 +1,6 @@
-"""Token shards at an address: through real servers on loopback, one for S3 and one that fails as a test requests."""
+"""Token shards at an address: through real servers on loopback, one for S3 and one that fails as a
+test requests.
+"""
 
 import json
 import os
@@ -212,7 +214,9 @@ def test_ranks_of_a_host_share_a_cache_and_download_each_piece_once(path: Path, 
 def test_a_step_within_windows_downloads_from_few_places(
     path: Path, tmp_path: Path, server: FaultyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """64 sequences of 100 tokens: a chunk is a tenth of a piece, and each step of a window reads the same two chunks."""
+    """64 sequences of 100 tokens: a chunk is a tenth of a piece, and each step of a window reads
+    the same two chunks.
+    """
     monkeypatch.setattr("lmforge.core.data.dataset.CHUNK_TOKENS", 6400)
     folder = TokenFolder.open(f"{server.address}/folder", cache_folder=tmp_path / "cache")
     downloads = {}
@@ -233,7 +237,9 @@ def test_a_step_within_windows_downloads_from_few_places(
 def test_with_lanes_a_host_downloads_its_part_of_the_shards_and_every_sequence_is_read_once(
     tmp_path: Path, folder_of: Writer, monkeypatch: pytest.MonkeyPatch, packing: str, sources: list[str]
 ) -> None:
-    """Four hosts, each with a cache of its own, that read a quarter of every batch: for an epoch, and for its beginning."""
+    """Four hosts, each with a cache of its own, that read a quarter of every batch: for an epoch,
+    and for its beginning.
+    """
     monkeypatch.setattr("lmforge.core.data.dataset.CHUNK_TOKENS", PIECE_BYTES // 2)
     monkeypatch.setattr("lmforge.core.data.dataset.GROUP_SEQUENCES", 655)
     monkeypatch.setattr("lmforge.core.data.best_fit_index.GROUP_SEQUENCES", 655)

@@ -1,4 +1,6 @@
-"""SentencePiece models: refused with the command that writes a tokenizer.json, which is carried out here."""
+"""SentencePiece models: refused with the command that writes a tokenizer.json, which is carried out
+here.
+"""
 
 import io
 import json
@@ -17,7 +19,9 @@ from tests.text import write_documents
 
 
 def write_model(folder: Path) -> Path:
-    """A folder as Llama 2 was published: a SentencePiece model of 400 pieces, and the name of its class."""
+    """A folder as Llama 2 was published: a SentencePiece model of 400 pieces, and the name of its
+    class.
+    """
     write_documents(folder / "text")
     texts = [file.read_text() for file in sorted((folder / "text").iterdir())[:60]]
     lines = [line for text in texts for line in text.splitlines() if line.strip()]

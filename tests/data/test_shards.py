@@ -144,7 +144,9 @@ def test_two_swapped_shards_are_found(path: Path) -> None:
 
 
 def test_an_input_error_that_passes_is_survived(path: Path) -> None:
-    """The descriptor is made unreadable under the reader, as a stale network handle is; a new one is opened."""
+    """The descriptor is made unreadable under the reader, as a stale network handle is; a new one
+    is opened.
+    """
     folder = TokenFolder.open(path)
     split = folder.split("train")
     expected = split.read(0, 1000).copy()
@@ -212,7 +214,8 @@ def test_a_tokenizer_that_did_not_make_the_tokens_is_refused(path: Path) -> None
         _ = TokenFolder.open(path).tokenizer
 
 
-# --- content of manifests --------------------------------------------------------------------------------------------
+# --- content of manifests
+# --------------------------------------------------------------------------------------------
 
 # Of each kind of JSON one, and numbers at and beyond every limit.
 STRANGE = [None, True, "x", "", -1, 0, 1.5, 2**63, -(2**63), 10**30, 1e308, [], {}, [None], ["x"], [-1], [2**64], {"x": None}]

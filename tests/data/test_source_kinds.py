@@ -1,4 +1,6 @@
-"""Kinds of files besides text, JSON lines and parquet: tables, HTML pages, and suffixes from the user."""
+"""Kinds of files besides text, JSON lines and parquet: tables, HTML pages, and suffixes from the
+user.
+"""
 
 import csv
 import gzip
@@ -26,7 +28,8 @@ def refusal(path: Path, text_field: str = "text") -> str:
     return str(caught.value)
 
 
-# --- tables ----------------------------------------------------------------------------------------------------------
+# --- tables
+# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "dialect"), [("a.csv", "excel"), ("A.TSV", "excel-tab"), ("a.csv.gz", "excel")])
@@ -59,7 +62,8 @@ def test_a_bad_row_of_a_table_is_named(tmp_path: Path, content: bytes, message: 
     assert message in result.replace("after row 0", "").replace(", :", ":")
 
 
-# --- HTML ------------------------------------------------------------------------------------------------------------
+# --- HTML
+# ------------------------------------------------------------------------------------------------------------
 
 PARAGRAPHS = [f"Paragraph {number} is long enough to be the text of a page, not its navigation." for number in range(5)]
 PAGE = f"""<!DOCTYPE html>
@@ -113,7 +117,8 @@ def test_another_version_of_the_package_makes_another_source(tmp_path: Path, mon
     assert open_text_source(str(tmp_path)).fingerprint() != before
 
 
-# --- suffixes that a user names ----------------------------------------------------------------------------------------
+# --- suffixes that a user names
+# ----------------------------------------------------------------------------------------
 
 
 def test_files_of_a_suffix_that_is_named_are_text(tmp_path: Path) -> None:

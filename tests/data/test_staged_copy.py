@@ -27,7 +27,9 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A folder of files of some size, one of them in a folder in it, and one that is a link as in the hub's cache."""
+    """A folder of files of some size, one of them in a folder in it, and one that is a link as in
+    the hub's cache.
+    """
     folder = tmp_path / "model"
     (folder / "part").mkdir(parents=True)
     for name in ("config.json", "part/b.safetensors", "c.safetensors"):

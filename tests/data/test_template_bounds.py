@@ -1,4 +1,6 @@
-"""What a chat template does wrong is one line that names it, whatever it raises and however long that is."""
+"""What a chat template does wrong is one line that names it, whatever it raises and however long
+that is.
+"""
 
 import json
 import re

@@ -74,7 +74,9 @@ def byte_level(folder: Path, specials: list[str], template: str) -> Path:
 
 
 def blanks_first(folder: Path, template: str, scheme: str) -> Path:
-    """As Llama 2's and Mistral's: a blank is a letter, and one is put before the first word of a text, or of every piece."""
+    """As Llama 2's and Mistral's: a blank is a letter, and one is put before the first word of a
+    text, or of every piece.
+    """
     letters = sorted(set("".join([*SAMPLE, *WORDS, "[INST/]:"]).replace(" ", "▁")))
     vocabulary = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters, "he", "▁he", "▁▁", "or"]
     merges = [("h", "e"), ("▁", "he"), ("▁", "▁"), ("o", "r")]
@@ -144,7 +146,8 @@ def conversation(draw: random.Random, words: list[str] = HARMLESS, exchanges: in
     messages = []
     for _ in range(draw.randint(1, exchanges)):
         for role in ("user", "assistant"):
-            # A letter at either end: what a template trims, or a pattern joins, is the subject of other tests.
+            # A letter at either end: what a template trims, or a pattern joins, is the subject of
+            # other tests.
             messages.append({"role": role, "content": "".join(["I", *draw.choices(words, k=draw.randint(0, 6)), "I"])})
     return messages
 
@@ -325,7 +328,8 @@ def test_specials_that_take_along_blanks_are_cut_in_steps_that_grow_with_the_tex
     assert steps[1] < 2 * steps[0]
 
 
-# --- where an answer ends ---------------------------------------------------------------------------------------------
+# --- where an answer ends
+# ---------------------------------------------------------------------------------------------
 
 HELLO = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
 TWICE = [*HELLO, *HELLO]
@@ -333,7 +337,8 @@ CALL = {"id": "call00000", "type": "function", "function": {"name": "look", "arg
 CALLS = {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [CALL]}
 ANSWERED = [HELLO[0], CALLS, {"role": "tool", "tool_call_id": "call00000", "content": "seen"}, HELLO[1]]
 
-# Turns of others, and what prompts for an answer; @ stands for the answer, # for what comes after all.
+# Turns of others, and what prompts for an answer; @ stands for the answer, # for what comes after
+# all.
 TURNS = (
     "{{ bos_token }}{% for m in messages %}{% if m.role != 'assistant' %}<|user|>{{ m.content }}<|eot|>{% else %}<|bot|>@"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}<|bot|>{% else %}#{% endif %}"
@@ -355,7 +360,8 @@ CALLING = TURNS.replace(
     "{% if m.reasoning_content %}{{ m.reasoning_content }}<|eot|>{% endif %}{% for call in m.tool_calls or [] %}"
     "{{ call.function | tojson }}<|call|>{% else %}{{ m.content }}<|eot|>{% endfor %}",
 )
-# Of messages within an answer the last ends otherwise than those before it, in the manner of gpt-oss.
+# Of messages within an answer the last ends otherwise than those before it, in the manner of
+# gpt-oss.
 HARMONY = (
     "<|start|>system<|message|>Be kind.<|end|>{% for m in messages %}{% if m.role != 'assistant' %}"
     "<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% else %}{% if m.reasoning_content and loop.last or m.tool_calls %}"
@@ -366,7 +372,8 @@ HARMONY = (
 )
 LOOK = '{"name": "look", "arguments": {"at": "it"}}'
 FINAL = "<|channel|>final<|message|>hello"
-# Each with its answers: to two questions, and a thought with a call before one; and the tokens at which a model stops.
+# Each with its answers: to two questions, and a thought with a call before one; and the tokens at
+# which a model stops.
 ENDINGS = {
     "a mark before the end": (FRAMED, "<|resp|>hello<|/resp|><|eot|>", None, {"<|eot|>"}),
     "a mark and words before the end": (CITED, "hello<|cite|>none<|eot|>", None, {"<|eot|>"}),
@@ -473,7 +480,8 @@ def test_pieces_outside_of_tags_are_not_scored_and_an_end_outside_of_them_is_ref
         scored(ChatTemplate(tokenizer, short), HELLO)
 
 
-# --- what is refused -------------------------------------------------------------------------------------------------
+# --- what is refused
+# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

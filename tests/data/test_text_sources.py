@@ -189,7 +189,8 @@ def test_a_python_file_in_its_declared_encoding_is_decoded_and_one_that_belies_i
     assert list(unit.read()) == ["# coding: latin-1\nx = 'é'\n"]
 
 
-# --- bad input -------------------------------------------------------------------------------------------------------
+# --- bad input
+# -------------------------------------------------------------------------------------------------------
 
 
 def refusal(path: Path, text_field: str = "text") -> str:

@@ -1,5 +1,7 @@
-"""Tokenized corpora of other trainers, written from the published descriptions of their formats. Those of Megatron-LM and llm.c
-are read by the plugins of examples/token_files/."""
+"""Tokenized corpora of other trainers, written from the published descriptions of their formats.
+
+Those of Megatron-LM and llm.c are read by the plugins of examples/token_files/.
+"""
 
 import json
 import struct
@@ -43,7 +45,8 @@ def some_documents(count: int = 40) -> Documents:
     return [[chance.randrange(5, 261) for _ in range(chance.choice([1, 2, 3, 50]))] for _ in range(count)]
 
 
-# --- the formats ---------------------------------------------------------------------------------------------------------
+# --- the formats
+# ---------------------------------------------------------------------------------------------------------
 
 
 def write_fms(path: Path, documents: Documents, name: str = "tokens") -> Path:
@@ -60,7 +63,8 @@ def write_fms(path: Path, documents: Documents, name: str = "tokens") -> Path:
 
 
 def write_megatron(path: Path, documents: Documents, code: int = 4, kind: str = "i") -> Path:
-    """Megatron-LM: IDs in .bin; in .idx magic, version, dtype, counts, lengths, pointers and the first sequence of documents.
+    """Megatron-LM: IDs in .bin; in .idx magic, version, dtype, counts, lengths, pointers and the
+    first sequence of documents.
 
     Each document is stored in two sequences, as sentences are, where it has two tokens.
     """
@@ -90,7 +94,9 @@ def write_nanogpt(path: Path, documents: Documents) -> Path:
 
 
 def write_llmc(path: Path, documents: Documents, magic: int = 20240520, version: int = 1, dtype: type = np.uint16) -> Path:
-    """llm.c: 256 int32 (magic, version, number of tokens), then the ids; each document follows an end-of-text id."""
+    """llm.c: 256 int32 (magic, version, number of tokens), then the ids; each document follows an
+    end-of-text id.
+    """
     ids = np.array([id for document in documents for id in (EOS, *document)], dtype)
     header = np.zeros(256, np.int32)
     header[:3] = magic, version, len(ids)
@@ -190,7 +196,8 @@ def test_equal_documents_of_tokens_are_kept_once(tmp_path: Path, tokenizer: Path
     assert summary.removed_documents == {"duplicate": 2}
 
 
-# --- bad input -----------------------------------------------------------------------------------------------------------
+# --- bad input
+# -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("write", WRITERS)

@@ -48,7 +48,9 @@ def byte_level(specials: list[str]) -> tokenizers.Tokenizer:
 
 
 def sentencepiece(characters: str = "▁abcdehlortwéT") -> tokenizers.Tokenizer:
-    """As Llama 2's: blanks as ▁, what is not in the vocabulary as its bytes, a post-processor that adds <s> and </s>."""
+    """As Llama 2's: blanks as ▁, what is not in the vocabulary as its bytes, a post-processor that
+    adds <s> and </s>.
+    """
     vocabulary = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *characters, "▁h", "el", "▁hel", "lo"]
     merges = [("▁", "h"), ("e", "l"), ("▁h", "el"), ("l", "o")]
     bpe = tokenizers.Tokenizer(
@@ -70,7 +72,8 @@ def trained() -> Tokenizer:
     return train_tokenizer(SAMPLE, 500)
 
 
-# --- our own ---------------------------------------------------------------------------------------------------------
+# --- our own
+# ---------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=300, deadline=None)
@@ -241,7 +244,8 @@ def test_a_folder_may_have_the_name_of_a_sentencepiece_file(trained: Tokenizer, 
     assert Tokenizer.open(tmp_path / "small.model").hash == trained.hash
 
 
-# --- others' ---------------------------------------------------------------------------------------------------------
+# --- others'
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_post_processor_adds_nothing(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Calls of tools in the text of an answer: each format that templates write, whole and as it comes, and what is none."""
+"""Calls of tools in the text of an answer: each format that templates write, whole and as it comes,
+and what is none.
+"""
 
 import ast
 import json

@@ -1,4 +1,6 @@
-"""What is scored with a template is what TRL's copy of it for training tags, for each template that TRL carries both of."""
+"""What is scored with a template is what TRL's copy of it for training tags, for each template that
+TRL carries both of.
+"""
 
 import importlib.util
 import json
@@ -116,7 +118,9 @@ def scored_parts(decode: Any, ids: list[int], mask: list[bool]) -> list[str]:
 
 
 def tagged_parts(theirs: PreTrainedTokenizerFast, training: str, messages: list[Any], tools: Any) -> list[str]:
-    """What transformers says is the assistant's, of messages in the first form in which it is all there."""
+    """What transformers says is the assistant's, of messages in the first form in which it is all
+    there.
+    """
     for form in message_forms(messages):
         try:
             encoded = theirs.apply_chat_template(

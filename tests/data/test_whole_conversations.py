@@ -1,4 +1,6 @@
-"""All that a conversation says is in what is trained on, in the scored part where it should be, or its record is refused."""
+"""All that a conversation says is in what is trained on, in the scored part where it should be, or
+its record is refused.
+"""
 
 import json
 import random
@@ -165,7 +167,8 @@ def chat(tmp_path: Path) -> Any:
     return lambda template: Chat(tmp_path / str(abs(hash(template))), template)
 
 
-# --- what is left out ----------------------------------------------------------------------------------------------------
+# --- what is left out
+# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -247,7 +250,8 @@ def test_each_turn_is_an_example_where_the_template_rewrites_earlier_ones(chat: 
     assert "leaves out the content of message 3 (tool)" in toolless.refusal({"messages": answered}, split_turns=True)
 
 
-# --- several templates ---------------------------------------------------------------------------------------------------
+# --- several templates
+# ---------------------------------------------------------------------------------------------------
 
 WITH_TOOLS = "{% for tool in tools %}{{ tool | tojson }}{% endfor %}" + QWEN3.split("{%- set ns =")[1].join(
     ["{%- set ns =", ""]
@@ -282,7 +286,8 @@ def test_of_several_templates_the_one_for_tools_is_used_and_all_are_kept(chat: A
     assert AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template == chat.theirs.chat_template
 
 
-# --- forms ---------------------------------------------------------------------------------------------------------------
+# --- forms
+# ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("role", ["developer", "observation", "function"])
@@ -366,7 +371,8 @@ def test_legacy_functions_are_tools_and_an_empty_list_of_calls_is_none(chat: Any
     assert chat.ids({"messages": [Q, A | {"tool_calls": []}]}) == chat.expected([Q, A])
 
 
-# --- training ------------------------------------------------------------------------------------------------------------
+# --- training
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -440,7 +446,8 @@ def test_a_conversation_may_begin_with_an_answer(chat: Any, template: str | None
     assert "refuses the conversation: Begin with a user" in Chat(chat.folder / "s", first).refusal({"messages": messages})
 
 
-# --- what is no text, and what has no place ------------------------------------------------------------------------------
+# --- what is no text, and what has no place
+# ------------------------------------------------------------------------------
 
 
 def test_what_a_column_says_of_media_or_files_is_no_media(chat: Any) -> None:
@@ -577,7 +584,8 @@ def test_the_weight_of_a_record_is_obeyed_and_that_of_a_part_is_refused(chat: An
     assert "message 2: parts of a turn are not scored apart" in chat.refusal({"messages": [Q, half]})
 
 
-# --- drawn conversations -------------------------------------------------------------------------------------------------
+# --- drawn conversations
+# -------------------------------------------------------------------------------------------------
 
 LOSSY = {  # real templates' ways of leaving something out
     "of contents": ("message['content']", "message['content'].split('</think>')[-1]"),
@@ -683,7 +691,9 @@ def without_nulls(value: Any) -> Any:
 
 
 def check_drawn(draw: random.Random, chats: dict[str, Chat]) -> bool:
-    """Whether a drawn record is trained on by a drawn template; if so, all that it says is there, as often as it says it."""
+    """Whether a drawn record is trained on by a drawn template; if so, all that it says is there,
+    as often as it says it.
+    """
     name, record, way = draw.choice(list(chats)), drawn_record(draw), draw.choice(WAYS)
     chat, options = chats[name], {"mask": draw.choice(["assistant", "assistant", "last"]), "split_turns": draw.random() < 0.5}
     messages = record["messages"]
@@ -717,7 +727,8 @@ def check_drawn(draw: random.Random, chats: dict[str, Chat]) -> bool:
     whole, learned = ("".join(decode(ids) for ids in parts) for parts in (
         [each.tokens for each in examples], [each.tokens[each.loss_mask] for each in examples]
     ))  # fmt: skip
-    # A conversation that is split has an example for each scored answer, and none for what follows the last.
+    # A conversation that is split has an example for each scored answer, and none for what follows
+    # the last.
     said_in_examples = messages[: scored[-1] + 1] if options["split_turns"] and scored else messages
     for at, message in enumerate(said_in_examples):
         for piece in pieces_of(message):

@@ -26,15 +26,18 @@ Case = tuple[str, list[str]]
 
 
 def run_cases(ranks: int, cases: list[list[str]], folder: Path, **variables: str) -> None:
-    """Run pretraining command lines on `ranks` ranks that are started once, with these variables of the environment."""
+    """Run pretraining command lines on `ranks` ranks that are started once, with these variables of
+    the environment.
+    """
     file = folder / f"cases-{ranks}-{len(list(folder.glob('cases-*')))}.json"
     file.write_text(json.dumps(cases))
     on_ranks(ranks, HERE / "several_runs.py", folder, file, variables=variables)
 
 
 class Trials(dict[int, Path]):
-    """Folders with results of strategies.py, by the number of ranks; the cases of a number run when it is first used. If they
-    fail, every test that uses them does, with the same cause."""
+    """Folders with results of strategies.py, by the number of ranks; the cases of a number run when
+    it is first used. If they fail, every test that uses them does, with the same cause.
+    """
 
     def __init__(self, folder: Path, kind: str = "plain", which: str = "all") -> None:
         super().__init__()
@@ -55,7 +58,9 @@ class Trials(dict[int, Path]):
 
 
 class SampledTrials:
-    """Results of strategies.py for the cases of `make test`, and, when a slow test uses them, for the others."""
+    """Results of strategies.py for the cases of `make test`, and, when a slow test uses them, for
+    the others.
+    """
 
     def __init__(self, folder: Path, kind: str) -> None:
         self._kind = kind
@@ -75,7 +80,9 @@ def is_sampled(kind: str, world_size: int, name: str) -> bool:
 
 
 def assert_is_one_process(result: dict[str, Any]) -> None:
-    """The result of a case is that of one process: the loss to 1e-6, gradient norms and weights to rounding."""
+    """The result of a case is that of one process: the loss to 1e-6, gradient norms and weights to
+    rounding.
+    """
     assert result["loss"] <= FP32.loss
     assert_rounding_apart(
         *({name: each[name] for name in ("gradient_norm", "weights")} for each in (result, result["rounding"]))
@@ -83,7 +90,9 @@ def assert_is_one_process(result: dict[str, Any]) -> None:
 
 
 def sampled(kind: str, cases: Iterable[tuple[Any, ...]], shape: str = "") -> list[ParameterSet]:
-    """Cases (world size, name, …) to parametrize a test with: those that are not in the sample are slow."""
+    """Cases (world size, name, …) to parametrize a test with: those that are not in the sample are
+    slow.
+    """
     needs = with_needs(cases, name_at=1)
     prefix = f"{shape} " if shape else ""
     return [
@@ -95,7 +104,9 @@ def sampled(kind: str, cases: Iterable[tuple[Any, ...]], shape: str = "") -> lis
 
 
 def with_needs(cases: Iterable[tuple[Any, ...]], name_at: int = -1) -> list[ParameterSet]:
-    """Cases to parametrize a test with, each with its name at `name_at`; compiled cases need a C++ compiler."""
+    """Cases to parametrize a test with, each with its name at `name_at`; compiled cases need a C++
+    compiler.
+    """
     compiler = pytest.mark.needs("a C++ compiler")
     return [pytest.param(*case, marks=[compiler] if "compiled" in case[name_at] else []) for case in cases]
 
@@ -106,7 +117,9 @@ def losses(run: Run, name: str = "loss") -> dict[int, float]:
 
 
 def newest_checkpoint(path: Path) -> tuple[Path, Manifest]:
-    """The checkpoint in a folder, or the newest intact one of a run; every file is read and verified."""
+    """The checkpoint in a folder, or the newest intact one of a run; every file is read and
+    verified.
+    """
     opened, _ = checkpoint.open_checkpoint(path, lambda folder, _: (folder, checkpoint.verify(folder)))
     return opened
 
@@ -160,10 +173,12 @@ RECIPE_STEPS = 6  # a checkpoint is saved after the first half
 
 @pytest.fixture(scope="session")
 def recipe(tiny_tokens: Path, small_shape: list[str], tmp_path_factory: pytest.TempPathFactory) -> Recipe:
-    """`recipe(run_folder, name, *more)`: a command line of 6 steps of 12 sequences of 48 tokens in fp32.
+    """`recipe(run_folder, name, *more)`: a command line of 6 steps of 12 sequences of 48 tokens in
+    fp32.
 
-    Epsilon is larger than in real training, so that AdamW's step depends on the size of a gradient. With the usual one, a
-    gradient that is zero up to rounding becomes a full step, in a direction that the order of a sum decides.
+    Epsilon is larger than in real training, so that AdamW's step depends on the size of a gradient.
+    With the usual one, a gradient that is zero up to rounding becomes a full step, in a direction
+    that the order of a sum decides.
     """
 
     def line(folder: Path, name: str, *more: str) -> list[str]:

@@ -1,6 +1,7 @@
 """Run in every rank: pretraining runs whose ranks record torch's settings while they train.
 
-deterministic_ranks.py FOLDER CASES.json     a list of command lines of `lmforge pretrain`, without the verb
+deterministic_ranks.py FOLDER CASES.json     a list of command lines of `lmforge pretrain`, without
+                                             the verb
 """
 
 import json

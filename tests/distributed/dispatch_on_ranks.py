@@ -1,4 +1,5 @@
-"""Run in every rank: tokens sent to experts on other ranks and back, against all experts on one rank.
+"""Run in every rank: tokens sent to experts on other ranks and back, against all experts on one
+rank.
 
 dispatch_on_ranks.py SEED     fails where outputs or gradients differ
 """
@@ -14,7 +15,8 @@ from lmforge.core.model.mixture.experts import Experts
 from lmforge.core.parallel.expert_parallel import Dispatch
 
 EXPERTS, WIDTH, TOKENS = 8, 6, 10
-# Which experts tokens may choose: all; those of one rank, so that others get nothing; one; none of some ranks' tokens go away.
+# Which experts tokens may choose: all; those of one rank, so that others get nothing; one; none of
+# some ranks' tokens go away.
 CHOICES = {"all": range(8), "one rank": range(2, 4), "one expert": range(5, 6), "two ranks": (0, 7)}
 
 
@@ -36,7 +38,8 @@ if __name__ == "__main__":
     whole, split = Experts(config), Experts(config)
     with torch.no_grad():
         for stack in whole.parameters():
-            # Small, for gradients are products of several of them, whose sums are added in another order.
+            # Small, for gradients are products of several of them, whose sums are added in another
+            # order.
             stack.copy_(0.5 * torch.randn(stack.shape, generator=generator))
     mine = slice(rank * EXPERTS // ranks, (rank + 1) * EXPERTS // ranks)
     for name, stack in whole.named_parameters():

@@ -2,7 +2,8 @@
 
     float8_ranks.py FILE
 
-Writes the losses of each case, and the name, shape and dtype of every tensor that a checkpoint would hold.
+Writes the losses of each case, and the name, shape and dtype of every tensor that a checkpoint
+would hold.
 """
 
 import json

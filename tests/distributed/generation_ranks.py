@@ -1,6 +1,8 @@
-"""Run on every rank: a parallel model generates text between two training steps, with different prompts on each rank.
+"""Run on every rank: a parallel model generates text between two training steps, with different
+prompts on each rank.
 
-generation_ranks.py SEED       fails where a parallel model generates, or continues training, unlike an unsharded one
+generation_ranks.py SEED       fails where a parallel model generates, or continues training, unlike
+                               an unsharded one
 """
 
 import sys

@@ -1,4 +1,6 @@
-"""What the tests for a GPU share: models that are trained in this process, and runs of `tiny_options` on a device."""
+"""What the tests for a GPU share: models that are trained in this process, and runs of
+`tiny_options` on a device.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,8 +44,10 @@ def language_model(
     model: LanguageModel | None = None,
     **options: Any,
 ) -> Iterator[ParallelModel]:
-    """A model that is trained on next tokens, with new weights unless it is given. At the end the process group of fsdp2 is
-    destroyed."""
+    """A model that is trained on next tokens, with new weights unless it is given.
+
+    At the end the process group of fsdp2 is destroyed.
+    """
     torch._dynamo.reset()
     init: Callable[[LanguageModel], Any] | None = None if model else lambda model: init_weights(model, 0)
     try:

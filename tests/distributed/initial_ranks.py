@@ -1,6 +1,8 @@
-"""Run by test_initial_weights.py on each rank: first values are those of one process, and each rank draws only what it holds.
+"""Run by test_initial_weights.py on each rank: first values are those of one process, and each rank
+draws only what it holds.
 
-With a number of ranks as its argument it is one of that many, but the others do not exist, since nothing is communicated.
+With a number of ranks as its argument it is one of that many, but the others do not exist, since
+nothing is communicated.
 """
 
 import json

@@ -2,8 +2,9 @@
 
     lora_saved.py FOLDER
 
-Writes FOLDER/result.json: by engine, what the optimizer had state of, the losses after saving, those of the engine that
-took over, and what the model sees of a batch when it is whole, with adapters and without.
+Writes FOLDER/result.json: by engine, what the optimizer had state of, the losses after saving,
+those of the engine that took over, and what the model sees of a batch when it is whole, with
+adapters and without.
 """
 
 import json

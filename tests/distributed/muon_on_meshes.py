@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from lmforge.core.optim.muon import Muon
 
-# Rows that do not divide, fewer rows than ranks, wide, tall, and a number of matrices that leaves ranks without one.
+# Rows that do not divide, fewer rows than ranks, wide, tall, and a number of matrices that leaves
+# ranks without one.
 SHAPES = [(7, 5), (7, 5), (2, 9), (1, 3), (12, 4), (4, 12), (3, 3)]
 # Stacks of experts: sharded by expert, and on a second dimension of the mesh by the rows of each.
 STACKS = [(4, 12, 5), (4, 12, 7)]
@@ -50,6 +51,7 @@ if __name__ == "__main__":
     for sizes in [(ranks,), *((count, ranks // count) for count in range(1, ranks + 1) if ranks % count == 0)]:
         found = trained(int(sys.argv[1]), init_device_mesh("cpu", sizes))
         for theirs, ours in zip(expected, found, strict=True):
-            # Matrices of one shape are multiplied together, in stacks that differ by rank: sums may be in another order.
+            # Matrices of one shape are multiplied together, in stacks that differ by rank: sums may
+            # be in another order.
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5, msg=lambda text, sizes=sizes: f"mesh {sizes}: {text}")
     dist.destroy_process_group()

@@ -1,6 +1,9 @@
-"""Run in every rank: gradients of objectives under each engine, against one process. All logits are capped.
+"""Run in every rank: gradients of objectives under each engine, against one process.
 
-objective_ranks.py SEED WHICH     fails where an engine gives another loss or gradient than one process, or narrows the
+All logits are capped.
+
+objective_ranks.py SEED WHICH     fails where an engine gives another loss or gradient than one
+                                  process, or narrows the
                                   extras; WHICH is all, or sample: one dtype of each case, by turns
 """
 
@@ -78,13 +81,16 @@ OBJECTIVES: dict[str, Any] = {
     "stored distillation": DistillationObjective(DistillationConfig(beta=0.3, temperature=1.5, kd_ratio=0.7, vocab_size=60)),
 }
 DTYPES = (torch.float32, torch.bfloat16)
-# Of importance ratios, within the clipped range, below and above it. Where a ratio crosses a bound (-0.69 and 0.69) the
-# gradient jumps by all that a token gives: no bf16 log-probability is as far off as these are from the bounds.
+# Of importance ratios, within the clipped range, below and above it. Where a ratio crosses a bound
+# (-0.69 and 0.69) the gradient jumps by all that a token gives: no bf16 log-probability is as far
+# off as these are from the bounds.
 LOG_RATIOS = torch.tensor([0.0, -1.1, 1.1])
 
 
 def whole_batch(model: LanguageModel, seed: int) -> Batch:
-    """Four rows of two pairs with all that any objective asks for, of a length that two ranks cut into two pieces each."""
+    """Four rows of two pairs with all that any objective asks for, of a length that two ranks cut
+    into two pieces each.
+    """
     generator = torch.Generator().manual_seed(seed)
     rows = [[side for pair in drawn_pairs(generator, 2) for side in pair] for _ in range(4)]
     batch = packed(rows)
@@ -140,7 +146,8 @@ if __name__ == "__main__":
                 if (has_bias(shape) and is_split) or (is_pipeline and name.endswith("distillation")):
                     continue
                 for dtype in DTYPES if which == "all" else [DTYPES[number % 2]]:
-                    # What fp32 leaves of sums in another order; of bf16 products it is the order of magnitude.
+                    # What fp32 leaves of sums in another order; of bf16 products it is the order of
+                    # magnitude.
                     tolerance = 1e-5 if dtype == torch.float32 else 0.2
                     loss = partial(in_fp32, objective)
                     whole_model = init_weights(build_model(shape), seed)
@@ -159,7 +166,8 @@ if __name__ == "__main__":
                             assert apart <= tolerance * norm, f"{where}: {key}"
                     for metric in alone.keys() & {"loss", "z_loss"}:
                         found = ranks.all_reduce_sum(torch.stack([each[metric][0] for each in metrics]).sum())
-                        # Of a pipeline the last stage has it; and of losses of single tokens each rank has its own part.
+                        # Of a pipeline the last stage has it; and of losses of single tokens each
+                        # rank has its own part.
                         once = is_pipeline or (is_context and name not in ("dpo", "kto"))
                         found /= 1 if once else made.model_parallel_size
                         assert abs(found - alone[metric][0]) <= tolerance * max(1.0, abs(float(alone[metric][0]))), where

@@ -1,6 +1,8 @@
-"""Run in every rank: log-probabilities of references under each engine, by a model that has dropout and noise in training.
+"""Run in every rank: log-probabilities of references under each engine, by a model that has dropout
+and noise in training.
 
-reference_ranks.py SEED     fails where they differ from those of a model without either in one process
+reference_ranks.py SEED     fails where they differ from those of a model without either in one
+                            process
 """
 
 import sys

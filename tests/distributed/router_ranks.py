@@ -1,7 +1,10 @@
-"""Run in every rank: mixtures in bf16 under FSDP2, whose routers compute with their weights in fp32.
+"""Run in every rank: mixtures in bf16 under FSDP2, whose routers compute with their weights in
+fp32.
 
-router_ranks.py SEED     fails where a router's weight is not the master weight, experts are chosen by another, or it is trained
-                         otherwise than in fp32; and where that needs more than one gather and one reduction a step
+router_ranks.py SEED     fails where a router's weight is not the master weight, experts are chosen
+                         by another, or it is trained
+                         otherwise than in fp32; and where that needs more than one gather and one
+                         reduction a step
 """
 
 import sys
@@ -32,8 +35,9 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "tensor": ({"tensor_parallel_degree": 2}, 1),
     "pipeline": ({"pipeline_parallel_degree": 2}, 2),
 }
-# Of what a router learns in three steps: bf16 differs from fp32 by 0.01 to 0.05. With an eighth of the tokens, a few in a
-# near-tie of experts, which bf16 sends to the other one, would count for up to 0.3.
+# Of what a router learns in three steps: bf16 differs from fp32 by 0.01 to 0.05. With an eighth of
+# the tokens, a few in a near-tie of experts, which bf16 sends to the other one, would count for up
+# to 0.3.
 TOLERANCE = 0.15
 
 

@@ -1,6 +1,7 @@
 """Run in every rank: several whole runs, one after another, in one set of processes.
 
-    several_runs.py CASES.json     a list of command lines of verbs that train; those without a verb are of pretrain
+    several_runs.py CASES.json     a list of command lines of verbs that train; those without a verb
+                                   are of pretrain
 
 Starting ranks costs more than a tiny run, so that many cases share one start.
 """

@@ -1,7 +1,8 @@
-"""The model configs that strategies are tried on: untied and tied heads, grouped and single key heads, biases, GPT-2.
+"""The model configs that strategies are tried on: untied and tied heads, grouped and single key
+heads, biases, GPT-2.
 
-`make test` runs a sample of the cases in which every model config, every number of ranks and every pair of settings of the
-cases that are not compiled appears; the rest of the matrix is marked slow.
+`make test` runs a sample of the cases in which every model config, every number of ranks and every
+pair of settings of the cases that are not compiled appears; the rest of the matrix is marked slow.
 """
 
 from collections.abc import Iterator
@@ -24,7 +25,8 @@ SHAPES = {
     "tied": ModelConfig(intermediate_size=42, num_key_value_heads=1, tie_word_embeddings=True, **_SIZES),
     "qwen3": ModelConfig(model_type="qwen3", intermediate_size=42, qk_norm=True, **_SIZES),
     "gpt2": ModelConfig(model_type="gpt2", tie_word_embeddings=True, max_position_embeddings=64, **_SIZES),
-    # For tensor, context and pipeline parallelism: sizes that divide, with everything that is split in a special way.
+    # For tensor, context and pipeline parallelism: sizes that divide, with everything that is split
+    # in a special way.
     "split qwen3": ModelConfig(model_type="qwen3", intermediate_size=44, num_key_value_heads=2, qk_norm=True, **_EVEN),
     "split tied": ModelConfig(
         intermediate_size=44,
@@ -35,8 +37,9 @@ SHAPES = {
         **_EVEN,
     ),
     "split gpt2": ModelConfig(model_type="gpt2", max_position_embeddings=64, tie_word_embeddings=False, **_EVEN),
-    # Norms over channels that tensor parallelism splits; two kinds of rotary positions, two of masks.
-    # Larger weights, since a norm divides what the small ones give: its gradient has as much more rounding.
+    # Norms over channels that tensor parallelism splits; two kinds of rotary positions, two of
+    # masks. Larger weights, since a norm divides what the small ones give: its gradient has as much
+    # more rounding.
     "olmo2": ModelConfig(model_type="olmo2", intermediate_size=44, num_key_value_heads=2, initializer_range=0.2, **_EVEN),
     "gemma3": ModelConfig(
         model_type="gemma3_text",
@@ -179,14 +182,17 @@ SAMPLE: dict[int, dict[str, tuple[str, ...]]] = {
 
 
 def setting_pairs(case: ParityCase) -> set[tuple[tuple[str, object], tuple[str, object]]]:
-    """Every pair of what distinguishes a case from others: its engine, sharding, degrees and ways to save memory."""
+    """Every pair of what distinguishes a case from others: its engine, sharding, degrees and ways
+    to save memory.
+    """
     options = case.options.model_dump()
     settings = {name: options[name] for name in ("engine", "sharding", "activation_checkpointing", "cpu_offload")}
     settings |= {name: value for name, value in options.items() if name.endswith("_parallel_degree")}
     return set(combinations(sorted({**settings, "accumulation": case.accumulation}.items()), 2))
 
 
-# Cases that cut batches, sequences, blocks or the sequence dimension differently, or recompute some of them.
+# Cases that cut batches, sequences, blocks or the sequence dimension differently, or recompute some
+# of them.
 CASES_OF_DROPOUT = {
     "llama": (
         "one process",
@@ -224,7 +230,8 @@ SAMPLE_OF_LORA: dict[int, dict[str, tuple[str, ...]]] = {
     },
 }
 
-# Cases in which frozen and trained parameters share a unit, bucket or flat tensor, or are recomputed.
+# Cases in which frozen and trained parameters share a unit, bucket or flat tensor, or are
+# recomputed.
 CASES_OF_LORA = {
     "llama": (
         "ddp",
@@ -254,8 +261,11 @@ def shapes_on(world_size: int) -> list[str]:
 
 
 def chosen_cases(shape: str, world_size: int) -> list[ParityCase]:
-    """The cases that are tried on a model config. Compiled ones, which take a quarter of a minute each, on two only: one whose
-    vocabulary tensor parallelism does not split, and one whose it splits."""
+    """The cases that are tried on a model config.
+
+    Compiled ones, which take a quarter of a minute each, on two only: one whose vocabulary tensor
+    parallelism does not split, and one whose it splits.
+    """
     if shape in ("experts", "latent experts"):
         cases = expert_parallel_cases(world_size)
         return cases if shape == "experts" else _balanced_in_all_ways(cases)
@@ -303,7 +313,9 @@ def _set_dropout(model: LanguageModel) -> None:
 
 
 def lora_cases(shape: str, world_size: int) -> list[ParityCase]:
-    """The cases that are tried with adapters and their dropout, one of them compiled; on GPT-2 with NEFTune."""
+    """The cases that are tried with adapters and their dropout, one of them compiled; on GPT-2 with
+    NEFTune.
+    """
     # Ranks of a context do not see how long a document is.
     alpha = 5.0 if shape == "gpt2" else 0.0
     cases = _few_compiled(chosen_cases(shape, world_size), CASES_OF_LORA.get(shape, ()))

@@ -2,8 +2,8 @@
 
     strategies.py FOLDER SEED KIND WHICH     as shapes.select_cases takes them
 
-Writes FOLDER/NAME.json of each case (what it measured, and how far it is from one process) from rank 0, and
-FOLDER/NAME-RANK.json of the memory that each rank held.
+Writes FOLDER/NAME.json of each case (what it measured, and how far it is from one process) from
+rank 0, and FOLDER/NAME-RANK.json of the memory that each rank held.
 """
 
 import json
@@ -58,9 +58,11 @@ class DrawnData(ParityData):
 def run_where_rounding_stays_small(
     case: ParityCase, data: DrawnData, dist_ctx: DistributedContext
 ) -> tuple[DrawnData, ParityResult, ParityResult]:
-    """The results of one process, also with other rounding, on data where that chooses no other expert and does not grow.
+    """The results of one process, also with other rounding, on data where that chooses no other
+    expert and does not grow.
 
-    It grows where a loss spikes: there one process that rounds differently is as far from itself as its splits are from it.
+    It grows where a loss spikes: there one process that rounds differently is as far from itself as
+    its splits are from it.
     """
     while True:
         with near_ties() as found:
@@ -80,7 +82,9 @@ def run_where_rounding_stays_small(
 
 
 def _with_norm_offset(result: ParityResult, case: ParityCase) -> ParityResult:
-    """With what norms multiply by instead of their weights, where that is more: the weights themselves begin at 0."""
+    """With what norms multiply by instead of their weights, where that is more: the weights
+    themselves begin at 0.
+    """
     offset = case.model_config.family.norm_offset or 0.0
     return replace(result, weights={name: each + offset if each.ndim == 1 else each for name, each in result.weights.items()})
 

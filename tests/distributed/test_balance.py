@@ -1,4 +1,6 @@
-"""Runs whose experts are balanced in all ways: cut into legs on other ranks, with other micro-batches."""
+"""Runs whose experts are balanced in all ways: cut into legs on other ranks, with other
+micro-batches.
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""A checkpoint written under any strategy can be resumed under any other, including the optimizer's state."""
+"""A checkpoint written under any strategy can be resumed under any other, including the optimizer's
+state.
+"""
 
 import shutil
 from collections.abc import Iterable

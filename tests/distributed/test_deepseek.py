@@ -1,4 +1,6 @@
-"""DeepSeek-V3 from a folder as it is published, through tuning whose experts are split, to the server."""
+"""DeepSeek-V3 from a folder as it is published, through tuning whose experts are split, to the
+server.
+"""
 
 import json
 from collections.abc import Callable
@@ -33,7 +35,9 @@ def answer(content: str) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def folder(recipe: Recipe, lmforge: Command, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`published`: in float8, with a layer that predicts further tokens; and runs that begin with it, on one rank and two."""
+    """`published`: in float8, with a layer that predicts further tokens; and runs that begin with
+    it, on one rank and two.
+    """
     folder = tmp_path_factory.mktemp("deepseek")
     content: dict[str, Any] = to_config_json(SHAPES["latent experts"]) | {"vocab_size": 512}
     (folder / "shape").mkdir()

@@ -1,4 +1,6 @@
-"""Complete runs of distillation: the same on any ranks and from where it was stopped, and what is refused."""
+"""Complete runs of distillation: the same on any ranks and from where it was stopped, and what is
+refused.
+"""
 
 import json
 import os
@@ -49,7 +51,9 @@ def drawn(folder: Path) -> tuple[object, ...]:
 
 @dataclass(frozen=True)
 class World:
-    """Where everything is: a student, a teacher of the same tokenizer, conversations, and runs by name."""
+    """Where everything is: a student, a teacher of the same tokenizer, conversations, and runs by
+    name.
+    """
 
     folder: Path
 
@@ -106,7 +110,8 @@ def world(recipe: Recipe, lmforge: Command, tmp_path_factory: pytest.TempPathFac
         world.words("online resumed", "--train.steps", 3),
         world.words("online resumed"),
         world.words("stored all", *stored(folder / "all", 10_000), steps=2),
-        # The second run computes what the first has written no more, and continues with what is missing.
+        # The second run computes what the first has written no more, and continues with what is
+        # missing.
         world.words("stored", *stored(folder / "few"), "--train.steps", 1),
         world.words("drawn", *drawn(folder / "draws")),
         world.words("sampled", *SAMPLED, "--log.predict", "true"),

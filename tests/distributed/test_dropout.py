@@ -1,4 +1,6 @@
-"""With dropout a run has the same masks, and so the same losses, under every strategy, recomputed or resumed."""
+"""With dropout a run has the same masks, and so the same losses, under every strategy, recomputed
+or resumed.
+"""
 
 import json
 
@@ -38,7 +40,9 @@ def test_masks_do_not_depend_on_the_strategy(trials: SampledTrials, world_size: 
 
 @pytest.fixture(scope="module")
 def runs(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """Whole runs with dropout: on one rank, in micro-batches, on two, resumed there; and one without."""
+    """Whole runs with dropout: on one rank, in micro-batches, on two, resumed there; and one
+    without.
+    """
     folder = tmp_path_factory.mktemp("dropout-runs")
     constant = ["--schedule.name", "constant"]
     drop = ["--model.dropout", "0.2", *constant]

@@ -1,4 +1,6 @@
-"""A run continues on any number of ranks: indivisible batches, standby ranks, hosts that leave and join."""
+"""A run continues on any number of ranks: indivisible batches, standby ranks, hosts that leave and
+join.
+"""
 
 import json
 import re
@@ -77,7 +79,9 @@ def test_a_rank_that_stands_by_ends_when_the_others_are_refused(recipe: Recipe, 
 
 
 class Job:
-    """torchrun on hosts of the laboratory, of one to two hosts; the run waits before FAULTY_STEP until `go_on`."""
+    """torchrun on hosts of the laboratory, of one to two hosts; the run waits before FAULTY_STEP
+    until `go_on`.
+    """
 
     def __init__(self, laboratory: Laboratory, command: list[str], folder: Path, ranks_per_host: int, nodes: str) -> None:
         self._laboratory, self._command, self._folder, self._ranks = laboratory, command, folder, ranks_per_host
@@ -162,7 +166,9 @@ def test_a_run_continues_when_a_host_is_lost(
 def test_torchrun_on_a_fixed_number_of_hosts_starts_the_ranks_again_when_one_is_lost(
     laboratory: Laboratory, recipe: Recipe, reference: Run, tmp_path: Path
 ) -> None:
-    """Twice: torchrun's count of restarts is another on each host then, and torch without more takes it for the same store."""
+    """Twice: torchrun's count of restarts is another on each host then, and torch without more
+    takes it for the same store.
+    """
     run = Run(tmp_path / "runs" / "killed")
     kill = "for p in /proc/[0-9]*; do grep -qz '^RANK=' $p/environ 2>/dev/null && kill -KILL ${p#/proc/}; done"
     with job(laboratory, recipe(tmp_path / "runs", "killed", *BATCH), tmp_path, nodes="2") as started:
@@ -201,7 +207,9 @@ def test_a_run_continues_when_a_host_is_cut_off(laboratory: Laboratory, recipe: 
 
 @pytest.mark.slow
 def test_a_run_continues_with_a_host_that_joins(laboratory: Laboratory, recipe: Recipe, reference: Run, tmp_path: Path) -> None:
-    """Such a start is not a restart by torchrun's count; the recipe says to overwrite the run all the same."""
+    """Such a start is not a restart by torchrun's count; the recipe says to overwrite the run all
+    the same.
+    """
     run = Run(tmp_path / "runs" / "joined")
     command = recipe(tmp_path / "runs", "joined", *BATCH, "--run.overwrite", "true")
     with job(laboratory, command, tmp_path) as started:

@@ -1,4 +1,6 @@
-"""Runs whose experts are split over ranks: cut into legs of other degrees, decoding while they train, refusals."""
+"""Runs whose experts are split over ranks: cut into legs of other degrees, decoding while they
+train, refusals.
+"""
 
 import shutil
 from pathlib import Path
@@ -22,7 +24,8 @@ def degrees(**given: int) -> list[str]:
     return [word for name, degree in given.items() for word in (f"--parallel.{name}_parallel_degree", str(degree))]
 
 
-# A run of six steps in legs of two: on so many ranks, split so. A leg begins with a checkpoint of the one before it.
+# A run of six steps in legs of two: on so many ranks, split so. A leg begins with a checkpoint of
+# the one before it.
 LEGS: list[tuple[int, list[str]]] = [
     (4, degrees(expert=4)),
     (2, [*degrees(expert=2, tensor=2), "--checkpoint.async_save", "false"]),

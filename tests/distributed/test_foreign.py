@@ -1,4 +1,6 @@
-"""Runs of wrapped models: parallelized, checkpointed, stopped and resumed like our own, and opened without options."""
+"""Runs of wrapped models: parallelized, checkpointed, stopped and resumed like our own, and opened
+without options.
+"""
 
 from pathlib import Path
 
@@ -18,7 +20,8 @@ from tests.rounding import other_rounding
 KINDS = ("gpt_neox", "mixtral")
 STEPS = 4
 FULL = ["--parallel.activation_checkpointing", "full"]
-# Command lines by the names of their runs; the first of each kind by this process alone, the others by two ranks.
+# Command lines by the names of their runs; the first of each kind by this process alone, the others
+# by two ranks.
 SPREADS: dict[str, list[str]] = {
     "gpt_neox single": [],
     "mixtral single": [],
@@ -48,7 +51,8 @@ def runs(folders: dict[str, Path], tiny_tokens: Path, tmp_path_factory: pytest.T
     common = f"--data.folder {tiny_tokens} --data.sequence_length 48 --train.steps {STEPS} --train.global_batch_size 4"
     common += " --train.dtype fp32 --train.compile off --train.device cpu --train.threads 1"
     common += " --schedule.name constant --schedule.warmup_steps 2"
-    # A larger epsilon than one trains with, so that AdamW does not make a step of what is zero but for rounding.
+    # A larger epsilon than one trains with, so that AdamW does not make a step of what is zero but
+    # for rounding.
     common += (
         " --optimizer.lr 1e-2 --optimizer.eps 1e-3 --log.every_steps 2 --checkpoint.every_steps 2 --validation.sequences 4"
     )

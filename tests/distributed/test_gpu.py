@@ -1,6 +1,8 @@
-"""Tests that need a GPU, on one: strategies, compilation, memory, optimizers, offload, scoring, decoding, NCCL, traces.
+"""Tests that need a GPU, on one: strategies, compilation, memory, optimizers, offload, scoring,
+decoding, NCCL, traces.
 
-Tests that take `gpu_device` run on a CPU too, where they are rehearsed: `python tests/gpu.py --device cpu`.
+Tests that take `gpu_device` run on a CPU too, where they are rehearsed: `python tests/gpu.py
+--device cpu`.
 """
 
 import gc
@@ -73,7 +75,9 @@ def test_offloaded_weights_train_as_those_on_the_gpu(
 
 
 def test_offloaded_activations_give_the_same_gradients_and_free_the_gpu(gpu_device: torch.device) -> None:
-    """In page-locked memory and on a stream of its own, of a model whose activations are most of the memory."""
+    """In page-locked memory and on a stream of its own, of a model whose activations are most of
+    the memory.
+    """
     config = replace(SMALL_MODEL, num_hidden_layers=8, hidden_size=256, intermediate_size=1024, num_attention_heads=4)
     batch = ParityData(sequences=16, sequence_length=1024).batch(0, config.vocab_size).to(gpu_device)
     gradients, peaks = dict[bool, dict[str, Tensor]](), dict[bool, int]()
@@ -194,7 +198,8 @@ def test_a_run_writes_what_the_gpu_held(lmforge: Command, tiny_options: list[str
     assert pickle.loads(snapshot.read_bytes())["segments"]
 
 
-# --- one rank, in this process ----------------------------------------------------------------------------------------
+# --- one rank, in this process
+# ----------------------------------------------------------------------------------------
 
 
 def test_ddp_with_one_rank_of_nccl_computes_the_gradient_of_one_process(gpu_device: torch.device) -> None:
@@ -273,8 +278,8 @@ def test_activations_on_a_gpu_are_those_of_the_formula(mode: str, gpu_device: to
     on_gpu, chosen = gpu_device.type != "cpu", ParallelOptions(**options)
     step_config = StepConfig(ACTIVATION_MODEL, chosen, 1, 1, sequences, 1, length, compiled=False, on_gpu=on_gpu)
     predicted = predicted_activation_bytes(step_config)
-    # The kernels of a GPU may keep a second copy of their output, in the layout of the next product; and the log-sum-exps of
-    # compiled attention are not seen.
+    # The kernels of a GPU may keep a second copy of their output, in the layout of the next
+    # product; and the log-sum-exps of compiled attention are not seen.
     blocks, heads = ACTIVATION_MODEL.num_hidden_layers if mode == "none" else 0, ACTIVATION_MODEL.num_attention_heads
     copies, unseen = (blocks * sequences * length * heads * each for each in (2 * ACTIVATION_MODEL.head_dim, 4))
     assert 0.98 * (predicted - unseen) <= measured <= 1.02 * (predicted + copies)
@@ -310,12 +315,13 @@ def test_between_steps_a_gpu_holds_what_is_predicted(master_dtype: str) -> None:
     predicted = counts.total * dtype.itemsize + optimizer_state_bytes(optimizer_options, master_dtype, counts)
     torch.cuda.synchronize()
     held = torch.cuda.memory_allocated() - before
-    # A batch, metrics and workspaces of cuBLAS beside it; gradients are gone, or as large as the weights at most. Working
-    # weights in bf16 beside fp32 masters are another half of them.
+    # A batch, metrics and workspaces of cuBLAS beside it; gradients are gone, or as large as the
+    # weights at most. Working weights in bf16 beside fp32 masters are another half of them.
     assert predicted <= held <= predicted + 1.5 * counts.total * dtype.itemsize + 80 * 2**20
 
 
-# --- runs -------------------------------------------------------------------------------------------------------------
+# --- runs
+# -------------------------------------------------------------------------------------------------------------
 
 
 BF16_ROUNDED = ["--train.master_dtype", "bf16", "--optimizer.stochastic_rounding", "true"]
@@ -451,7 +457,10 @@ def test_grouped_heads_of_every_size_learn_in_bf16_as_in_fp32_on_a_cpu(head_dim:
 
 @pytest.mark.parametrize(("softcap", "z_weight"), [(None, 0.0), (30.0, 1e-3)])
 def test_compiled_loss_passes_in_bf16_are_the_loss_in_fp64_to_what_bf16_rounds(softcap: float | None, z_weight: float) -> None:
-    """Several chunks of a real vocabulary. Logits are rounded to 8 bits, and so is their gradient."""
+    """Several chunks of a real vocabulary.
+
+    Logits are rounded to 8 bits, and so is their gradient.
+    """
     vocab, width, tokens = 50257, 256, 25_000
     assert loss_chunk_tokens(vocab, 2, on_gpu=True, fused=True) < tokens
     generator = torch.Generator("cuda").manual_seed(0)
@@ -503,7 +512,8 @@ def test_compiled_loss_passes_need_the_logits_of_a_chunk_and_the_gradient_of_the
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         cross_entropy_and_z_loss(hidden, weight, labels, 0.0, HeadOptions(softcap=softcap, passes="fused"))[0].backward()
-    # The head's gradient as it is summed, as it is scaled, and in bf16; twice that of the hidden states.
+    # The head's gradient as it is summed, as it is scaled, and in bf16; twice that of the hidden
+    # states.
     gradients = 10 * weight.numel() + 2 * hidden.nbytes
     assert torch.cuda.max_memory_allocated() - before < FUSED_LOGITS_BYTES * 1.1 + gradients
 

@@ -1,4 +1,6 @@
-"""Attention kernels that only a GPU has: variable-length flash attention, FlexAttention, and decoding with grouped heads."""
+"""Attention kernels that only a GPU has: variable-length flash attention, FlexAttention, and
+decoding with grouped heads.
+"""
 
 from itertools import pairwise
 from pathlib import Path
@@ -48,7 +50,8 @@ def test_variable_length_flash_attention_is_flex_attention_and_dense_masks(windo
     dense = attended(create_attention_mask(ids, window), torch.float32, torch.device("cpu"))
     for mask in (varlen, flex):
         for result, expected in zip(attended(mask, torch.bfloat16, device), dense, strict=True):
-            # bf16 has 8 bits: a number is rounded to 1/256 of itself, and a gradient sums many of them.
+            # bf16 has 8 bits: a number is rounded to 1/256 of itself, and a gradient sums many of
+            # them.
             assert (result - expected).norm() < 0.01 * expected.norm()
 
 

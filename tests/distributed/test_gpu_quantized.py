@@ -1,6 +1,8 @@
-"""Frozen matrices in 4 and 8 bits on a GPU: their bytes and numbers, and models with adapters that are trained on them.
+"""Frozen matrices in 4 and 8 bits on a GPU: their bytes and numbers, and models with adapters that
+are trained on them.
 
-Tests that take `gpu_device` run on a CPU too, where they are rehearsed: `python tests/gpu.py --device cpu`.
+Tests that take `gpu_device` run on a CPU too, where they are rehearsed: `python tests/gpu.py
+--device cpu`.
 """
 
 import gc
@@ -37,7 +39,8 @@ pytestmark = pytest.mark.gpu
 CPU = torch.device("cpu")
 NF4, DOUBLE, INT8 = BlockFormat("nf4"), BlockFormat("nf4", double_quant=True), BlockFormat("int8")
 FORMATS = pytest.mark.parametrize("stored", [NF4, DOUBLE, INT8], ids=BlockFormat.describe)
-# Blocks and rows that end within a row of the matrix, one number, and more numbers than are computed at once.
+# Blocks and rows that end within a row of the matrix, one number, and more numbers than are
+# computed at once.
 SHAPES = ((64, 64), (7, 33), (1, 1), (3, 128, 300), (1000, 640), (2050, 1030))
 
 
@@ -61,7 +64,9 @@ def test_a_gpu_quantizes_to_the_bytes_of_a_cpu(stored: BlockFormat, dtype: torch
 def test_the_numbers_of_bytes_are_the_same_to_the_last_bit_on_a_gpu(
     stored: BlockFormat, dtype: torch.dtype, gpu_device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A number is a product in fp32, or two and a sum, which are rounded alike everywhere, and so is it to another dtype."""
+    """A number is a product in fp32, or two and a sum, which are rounded alike everywhere, and so
+    is it to another dtype.
+    """
     monkeypatch.setattr(blocks, "_HAS_BITSANDBYTES", False)
     for shape in SHAPES:
         packed = quantize(drawn_numbers(shape, torch.float32, 0.02), stored)
@@ -75,7 +80,9 @@ def test_the_numbers_of_bytes_are_the_same_to_the_last_bit_on_a_gpu(
 def test_the_kernel_of_bitsandbytes_gives_the_numbers_to_one_rounding(
     stored: BlockFormat, dtype: torch.dtype, gpu_device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its product of a code and a scale is in fp32 too; how that becomes 16 bits is its own, so the last bit may be another."""
+    """Its product of a code and a scale is in fp32 too; how that becomes 16 bits is its own, so the
+    last bit may be another.
+    """
     monkeypatch.setattr(blocks, "_HAS_BITSANDBYTES", True)
     for shape in SHAPES:
         packed = quantize(drawn_numbers(shape, torch.float32, 0.02), stored)
@@ -84,7 +91,8 @@ def test_the_kernel_of_bitsandbytes_gives_the_numbers_to_one_rounding(
         torch.testing.assert_close(on_gpu.cpu(), expected, rtol=torch.finfo(dtype).eps, atol=0)
 
 
-# --- models -----------------------------------------------------------------------------------------------------------
+# --- models
+# -----------------------------------------------------------------------------------------------------------
 
 MIXTURE = replace(SMALL_MODEL, model_type="olmoe", qk_norm=True, num_experts=5, num_experts_per_tok=2)
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
@@ -187,6 +195,7 @@ def test_between_steps_a_gpu_holds_the_bytes_of_quantized_matrices_that_are_pred
     predicted = counts.weight_bytes("fp32") + optimizer_state_bytes(options, "fp32", counts)
     torch.cuda.synchronize()
     held = torch.cuda.memory_allocated() - before
-    # Beside it a batch, metrics, workspaces of cuBLAS, and gradients of adapters; and of what is not quantized a copy in bf16.
+    # Beside it a batch, metrics, workspaces of cuBLAS, and gradients of adapters; and of what is
+    # not quantized a copy in bf16.
     assert predicted <= held <= predicted + 4 * counts.trained + 2 * (counts.total - counts.quantized) + 80 * 2**20
     assert predicted + 100 * 2**20 < 2 * counts.quantized

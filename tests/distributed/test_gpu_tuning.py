@@ -1,6 +1,8 @@
-"""Whole commands on a GPU: fine-tuning in four bits, alignment, distillation, evaluation, serving, and settings that transfer.
+"""Whole commands on a GPU: fine-tuning in four bits, alignment, distillation, evaluation, serving,
+and settings that transfer.
 
-Tests that take `gpu_device` run on a CPU too, where they are rehearsed: `python tests/gpu.py --device cpu`.
+Tests that take `gpu_device` run on a CPU too, where they are rehearsed: `python tests/gpu.py
+--device cpu`.
 """
 
 import json
@@ -33,7 +35,9 @@ def variety(prompts, completions):
 
 @dataclass(frozen=True)
 class World:
-    """A small pretrained model, a teacher of the same tokenizer, files of examples, and the device of all runs."""
+    """A small pretrained model, a teacher of the same tokenizer, files of examples, and the device
+    of all runs.
+    """
 
     folder: Path
     source: Path

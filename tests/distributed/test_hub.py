@@ -1,4 +1,6 @@
-"""Several ranks begin from a model by its name: one downloads it, the others wait, and errors are raised on every rank."""
+"""Several ranks begin from a model by its name: one downloads it, the others wait, and errors are
+raised on every rank.
+"""
 
 import tomllib
 from collections.abc import Iterator

@@ -30,5 +30,6 @@ def test_one_of_1024_ranks_draws_a_thousandth(tmp_path: Path) -> None:
     (rank,) = counts(tmp_path)
     assert rank.keys() == {"fsdp1", "fsdp1, adapters", "fsdp2", "tensor parallel"}
     for name, (drawn, held) in rank.items():
-        # Of 660,736 numbers that are drawn; FSDP2 divides rows, of which there are not a thousand everywhere.
+        # Of 660,736 numbers that are drawn; FSDP2 divides rows, of which there are not a thousand
+        # everywhere.
         assert 0 < drawn <= held < 1000, name

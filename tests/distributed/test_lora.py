@@ -69,7 +69,8 @@ def test_only_adapters_have_gradients_and_optimizer_state(trials: SampledTrials,
     adapters = 4 * 3 * sum(inputs + outputs for inputs, outputs in sizes) * 4
     for rank in range(2):
         held = trials.read(2, f"llama {name}", rank)
-        # Uneven parts: three rows do not divide by two. The optimizer's counts of steps come on top.
+        # Uneven parts: three rows do not divide by two. The optimizer's counts of steps come on
+        # top.
         assert held["gradients"] <= 1.25 * adapters / shards
         assert held["optimizer"] <= 2 * held["gradients"] + 1000
 

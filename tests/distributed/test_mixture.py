@@ -1,4 +1,6 @@
-"""Runs on mixtures with phases: stopped, continued on other ranks, with phases added meanwhile; and what is refused."""
+"""Runs on mixtures with phases: stopped, continued on other ranks, with phases added meanwhile; and
+what is refused.
+"""
 
 import json
 import random
@@ -74,7 +76,8 @@ def test_a_run_whose_phases_are_added_while_it_is_stopped_on_other_ranks_is_the_
     assert [after - before for before, after in zip([0, *tokens], tokens, strict=False)] == [256] * 4 + [128] * 4 + [256] * 4
     shown = lmforge("show", tmp_path / "whole").stdout
     rows = {line.split()[0]: line.split()[1:4] for line in shown.splitlines() if re.match(r" *(web|code|math) ", line)}
-    # 32 samples of 32 tokens, 32 of 16, and 32 of 32; the proportions are exact to a sample at each end of a phase.
+    # 32 samples of 32 tokens, 32 of 16, and 32 of 32; the proportions are exact to a sample at each
+    # end of a phase.
     expected = dict.fromkeys(WORDS, 0.0)
     for size, proportions in ((32, (0.7, 0.3, 0)), (16, (0.7 / 1.5, 0.3 / 1.5, 0.5 / 1.5)), (32, (0.25, 0, 0.75))):
         for name, proportion in zip(WORDS, proportions, strict=True):
@@ -234,7 +237,9 @@ def test_a_run_is_not_continued_on_another_past(
 def test_the_losses_of_the_sources_add_up_to_the_loss_on_any_ranks(
     corpora: Path, tmp_path: Path, lmforge: Command, strategy: list[str]
 ) -> None:
-    """Steps of 8 samples in blocks of 10: 7 of 10 are of the first source, and nearly all tokens are scored."""
+    """Steps of 8 samples in blocks of 10: 7 of 10 are of the first source, and nearly all tokens
+    are scored.
+    """
     words = [recipe(corpora, "", where=tmp_path), "--run.folder", tmp_path, *MODEL, *TRAINING, "--train.steps", 5]
     for name, ranks, options in (("alone", 1, []), ("ranks", 2, strategy)):
         done = lmforge("pretrain", *words, "--run.name", name, *options, ranks=ranks)

@@ -12,7 +12,9 @@ from tests.seeds import fresh_seed
 
 @pytest.mark.parametrize("which", ["sample", pytest.param("all", marks=pytest.mark.slow)])
 def test_losses_and_gradients_of_all_objectives_are_those_of_one_process_under_every_engine(tmp_path: Path, which: str) -> None:
-    """In the sample each objective, each engine and each vocabulary is in both dtypes, each case of the three in one."""
+    """In the sample each objective, each engine and each vocabulary is in both dtypes, each case of
+    the three in one.
+    """
     seed = fresh_seed()
     assert on_ranks(2, HERE / "objective_ranks.py", tmp_path, seed, which).count("the same") == 15
 

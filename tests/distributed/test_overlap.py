@@ -1,7 +1,9 @@
-"""Collectives are issued where they can overlap with computation: read from a profiler's trace of a real step on two ranks.
+"""Collectives are issued where they can overlap with computation: read from a profiler's trace of a
+real step on two ranks.
 
-Of the trace, only the order of events counts. On a CPU gloo's calls wait for their collectives, so that the order shows all
-that can be shown; that they really run at one time is the last test's claim, which needs two GPUs.
+Of the trace, only the order of events counts. On a CPU gloo's calls wait for their collectives, so
+that the order shows all that can be shown; that they really run at one time is the last test's
+claim, which needs two GPUs.
 """
 
 import json
@@ -47,7 +49,9 @@ class Trace:
         return [time for name in PRODUCTS for time in self.begun(name) if begin < time < end]
 
     def forward(self, unit: str) -> tuple[float, float]:
-        """When a unit's own forward pass began and ended, between the hooks that gather and free it."""
+        """When a unit's own forward pass began and ended, between the hooks that gather and free
+        it.
+        """
         return self.one(f"FSDP::pre_forward ({unit})")[1], self.one(f"FSDP::post_forward ({unit})")[0]
 
     def backward(self, unit: str) -> tuple[float, float]:
@@ -123,7 +127,10 @@ def test_the_head_is_gathered_once_a_step_however_many_chunks_its_loss_takes(tra
 
 
 def test_ddp_reduces_blocks_in_bf16_while_earlier_ones_go_backward(tmp_path: Path) -> None:
-    """Each block is a bucket of its own here. A weight's bf16 copy hands its gradient on at once, not at the end."""
+    """Each block is a bucket of its own here.
+
+    A weight's bf16 copy hands its gradient on at once, not at the end.
+    """
     trace = traced(
         tmp_path / "step.json",
         *("--parallel.engine", "ddp", "--train.dtype", "bf16", "--train.device", "cpu", "--train.compile", "off"),

@@ -1,7 +1,7 @@
 """Law 5 as users see it: a run that was stopped in any way and resumed equals an uninterrupted run.
 
-One history holds most of it: two ranks, of which one is killed, which the launcher starts again, asked to stop, continued,
-killed without warning, continued to the end.
+One history holds most of it: two ranks, of which one is killed, which the launcher starts again,
+asked to stop, continued, killed without warning, continued to the end.
 """
 
 import json
@@ -29,7 +29,8 @@ from tests.seeds import fresh_random
 PACED_RUN = HERE / "faults" / "paced_run.py"
 STEPS = 20
 SCHEDULE = ["--train.steps", str(STEPS), "--checkpoint.every_steps", "4", "--checkpoint.keep_last", "20"]
-# A validation just before a checkpoint leaves sharded weights gathered, and must not show in what is saved.
+# A validation just before a checkpoint leaves sharded weights gathered, and must not show in what
+# is saved.
 SCHEDULE += ["--validation.every_steps", "4"]
 
 
@@ -83,7 +84,8 @@ def heard(run: Run) -> set[int]:
 
 
 def lose_rank(run: Run, step: int, process: Forked, pace: Pace, lost: set[int]) -> set[int]:
-    """Kill one of two ranks at a random moment from `step` on, in the steps after it, in a save or while it waits.
+    """Kill one of two ranks at a random moment from `step` on, in the steps after it, in a save or
+    while it waits.
 
     Returns all that have then run; `lost` are those of before.
     """
@@ -97,7 +99,9 @@ def lose_rank(run: Run, step: int, process: Forked, pace: Pace, lost: set[int]) 
 
 
 def starting_ranks(run: Run, process: Forked, lost: set[int]) -> set[int]:
-    """The two ranks that run, once both publish what they do: what is there may still be of those before them, `lost`."""
+    """The two ranks that run, once both publish what they do: what is there may still be of those
+    before them, `lost`.
+    """
     while len(ranks := heard(run) - lost) < 2:
         assert process.poll() is None, f"ended with status {process.poll()} before its ranks had begun"
         time.sleep(0.005)
@@ -105,7 +109,10 @@ def starting_ranks(run: Run, process: Forked, lost: set[int]) -> set[int]:
 
 
 def kill_both_ranks(words: list[str], folder: Path, run: Run, step: int, seconds: float) -> list[int]:
-    """Carry out a command line on two ranks, and kill both `seconds` after `step`. Returns their statuses."""
+    """Carry out a command line on two ranks, and kill both `seconds` after `step`.
+
+    Returns their statuses.
+    """
     folder.mkdir()
     pace = Pace(folder, STEPS - 1)  # it is not over when it is to be killed
     ranks = [
@@ -139,7 +146,9 @@ def assert_identical(run: Run, reference: Run) -> None:
 
 @dataclass(frozen=True)
 class History:
-    """Runs of one recipe: never stopped; stopped, killed and continued; and each continued elsewhere from one checkpoint."""
+    """Runs of one recipe: never stopped; stopped, killed and continued; and each continued
+    elsewhere from one checkpoint.
+    """
 
     unbroken: Run
     broken: Run
@@ -199,7 +208,8 @@ def history(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> History
 
 def test_asked_to_stop_ranks_finish_the_step_save_and_say_how_to_continue(history: History) -> None:
     said = history.stopped.out.splitlines()[-1]
-    # The launcher asks its ranks by SIGTERM: processes that a rank has started would die of another. What came is named.
+    # The launcher asks its ranks by SIGTERM: processes that a rank has started would die of
+    # another. What came is named.
     name = signal_name(history.stopped.status - 128)
     passed_on = "" if name == "SIGTERM" else f"lmforge: {name} came: all ranks are asked to save and end\n"
     assert said.startswith(f"stopped by {name} after step {history.stopped_at}, which is saved; to continue: ")
@@ -258,7 +268,9 @@ def test_three_ranks_under_ddp_continue_to_the_same_bits(recipe: Recipe, tmp_pat
 
 
 def test_interrupted_a_single_process_saves_and_continues_to_the_same_bits(recipe: Recipe, tmp_path: Path) -> None:
-    """At the keyboard, by a terminal that is closed, or by a scheduler that warns before the time is up."""
+    """At the keyboard, by a terminal that is closed, or by a scheduler that warns before the time
+    is up.
+    """
     number = fresh_random().choice(STOP_SIGNALS)
     print(f"interrupted by {signal_name(number)}")
     broken, unbroken, pace = Run(tmp_path / "broken"), Run(tmp_path / "unbroken"), Pace(tmp_path, 3)

@@ -1,4 +1,6 @@
-"""What signals and lost output do to a run: what the table in docs/clusters.md says, with real processes."""
+"""What signals and lost output do to a run: what the table in docs/clusters.md says, with real
+processes.
+"""
 
 import os
 import pty
@@ -112,7 +114,9 @@ def test_output_that_cannot_be_written_is_dropped_and_the_run_goes_on(
 
 
 def test_closed_output_is_said_in_the_log_of_its_rank_and_all_train(recipe: Recipe, tmp_path: Path) -> None:
-    """One rank as a launcher would start it, whose standard output is closed, beside another whose standard error is."""
+    """One rank as a launcher would start it, whose standard output is closed, beside another whose
+    standard error is.
+    """
     run, port = Run(tmp_path / "run"), free_port()
     closed = {0: (">&-", "standard output"), 1: ("2>&-", "standard error")}
     ranks = []

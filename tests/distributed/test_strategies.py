@@ -37,7 +37,9 @@ def test_losses_gradient_norms_and_weights_are_those_of_one_process(trials: Samp
 
 
 def on_two_and_four(cases: dict[str, Any]) -> list[tuple[Any, ...]]:
-    """(world size, name, value): each case on four ranks, and on two where they suffice and nothing else changes."""
+    """(world size, name, value): each case on four ranks, and on two where they suffice and nothing
+    else changes.
+    """
     two = [name for name in cases if "groups of 2" not in name and not name.startswith(("context 4", "tensor", "pipeline"))]
     return [(2, name, cases[name]) for name in two] + [(4, *item) for item in cases.items()]
 
@@ -136,8 +138,9 @@ def test_each_rank_of_expert_parallelism_holds_what_is_planned(trials: SampledTr
             assert held["activations"] == pytest.approx(predicted_activation_bytes(step_config), rel=0.02), rank
 
 
-# A model of 4 blocks has 7 units: blocks, embedding, head and root. One all-reduce counts the items of the batch, and one
-# sums the gradient's norm where it is sharded. The root and the head stay gathered for the backward pass.
+# A model of 4 blocks has 7 units: blocks, embedding, head and root. One all-reduce counts the items
+# of the batch, and one sums the gradient's norm where it is sharded. The root and the head stay
+# gathered for the backward pass.
 GATHERED_TWICE, GATHERED_ONCE = 7 + 5, 7
 # All-gathers, reduce-scatters and all-reduces of a step.
 COLLECTIVES = {
@@ -183,8 +186,9 @@ def fsdp(gathers: int, scatters: int, reduces: int) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count or name == "allgather_base"}
 
 
-# Within a copy of the model, besides FSDP's. Each of a block's two halves gathers the sequence once and scatters it once,
-# forward and backward; what is not split (9 norms, embedding and head of an odd vocabulary) sums its gradient.
+# Within a copy of the model, besides FSDP's. Each of a block's two halves gathers the sequence once
+# and scatters it once, forward and backward; what is not split (9 norms, embedding and head of an
+# odd vocabulary) sums its gradient.
 TENSOR = {"all_gather_into_tensor": 4 * 4, "reduce_scatter_tensor": 4 * 4, "all_reduce": 9 + 2}
 # The document ids once, keys and values of each block once, and back.
 CONTEXT = {"all_gather_into_tensor": 1 + 4, "reduce_scatter_tensor": 4}
@@ -198,8 +202,9 @@ MODEL_PARALLEL_COLLECTIVES = {
         "all_gather_into_tensor": 1 + 2 * 4,
     },
     "context 4, grad-shard": {**fsdp(GATHERED_ONCE, 7, 2), **CONTEXT},
-    # The first stage is embedding and two blocks. Each micro-batch gathers them in its forward pass, and again in its backward
-    # pass, unless another micro-batch left them gathered; gradients are summed once.
+    # The first stage is embedding and two blocks. Each micro-batch gathers them in its forward
+    # pass, and again in its backward pass, unless another micro-batch left them gathered; gradients
+    # are summed once.
     "pipeline 2, 4 micro-batches": {**fsdp(15, 3, 2), "send": 4, "recv": 4},
 }
 

@@ -1,4 +1,6 @@
-"""Tasks scored while several ranks train: the same scores and the same training under any engine, even with few questions."""
+"""Tasks scored while several ranks train: the same scores and the same training under any engine,
+even with few questions.
+"""
 
 import json
 from pathlib import Path
@@ -21,8 +23,11 @@ ASKED = [f"val/{name}" for name in ("chosen/acc", "chosen/acc_norm", "written/ex
 
 @pytest.fixture(scope="module")
 def folder(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs by the names of engines, one of a single rank, and one of two that is asked nothing. Of the questions that are
-    written after there is one: a single batch, so that a rank of two has nothing to do."""
+    """Runs by the names of engines, one of a single rank, and one of two that is asked nothing.
+
+    Of the questions that are written after there is one: a single batch, so that a rank of two has
+    nothing to do.
+    """
     folder = tmp_path_factory.mktemp("asked")
     choices = [{"prompt": f"{name}:", "choices": ["the", "zq", "Speak"], "answer": 0} for name in "ABCDEFGHIJKLMNOPQRST"]
     written = [{"prompt": "The king", "answer": "nobody says this", "pattern": "[a-z]"}]

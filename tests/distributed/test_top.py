@@ -1,4 +1,6 @@
-"""`lmforge top` for real runs: as JSON, as a page on a real terminal, and for hosts that answer, are slow, or do not exist."""
+"""`lmforge top` for real runs: as JSON, as a page on a real terminal, and for hosts that answer,
+are slow, or do not exist.
+"""
 
 import json
 import os
@@ -42,7 +44,9 @@ def answer(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]
 
 @pytest.fixture(scope="module")
 def stuck(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Going]:
-    """A run on two ranks that goes on: rank 1 sleeps before the batch of step 7, and rank 0 waits for it."""
+    """A run on two ranks that goes on: rank 1 sleeps before the batch of step 7, and rank 0 waits
+    for it.
+    """
     folder = tmp_path_factory.mktemp("stuck")
     with going(recipe, folder, FAULT="data", SLEEP="0.5", AWAKE=str(folder / "awake")) as run:
         run.wait_for(r"all stacks: ")

@@ -1,6 +1,8 @@
-"""Complete runs of fine-tuning and alignment: the same on any ranks, stopped and resumed, with adapters, from run to run.
+"""Complete runs of fine-tuning and alignment: the same on any ranks, stopped and resumed, with
+adapters, from run to run.
 
-All runs begin from one small model that was pretrained a little; cases of as many ranks share their processes.
+All runs begin from one small model that was pretrained a little; cases of as many ranks share their
+processes.
 """
 
 import json
@@ -194,7 +196,8 @@ def world(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> World:
     world.slow[1] = [
         world.words("align", "dpo lora copy", "--lora.rank", 4, "--align.reference", "copy"),
         world.grpo("gspo", "--rollout.loss_type", "gspo", steps=2),
-        # Hardly any answer of so small a model ends, and dapo learns nothing from those that do not.
+        # Hardly any answer of so small a model ends, and dapo learns nothing from those that do
+        # not.
         world.grpo("dapo", "--rollout.loss_type", "dapo", "--rollout.mask_truncated_completions", "false", steps=2),
     ]
     world.slow[2] = [
@@ -404,7 +407,9 @@ def test_at_the_first_update_on_a_set_of_answers_the_ratio_is_one(world: World, 
 
 
 def test_answers_are_the_same_on_any_ranks_while_weights_are(world: World) -> None:
-    """Those of the first set: sums in another order change a weight's last bit, and may change a later answer."""
+    """Those of the first set: sums in another order change a weight's last bit, and may change a
+    later answer.
+    """
 
     def answers(name: str) -> list[str]:
         files = sorted((world.run(name).path / "completions").glob("set-000000-rank-*.jsonl"))

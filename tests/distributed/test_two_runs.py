@@ -1,4 +1,6 @@
-"""Two runs in one folder: who no longer has the lock under the run's path writes, renames and removes nothing there."""
+"""Two runs in one folder: who no longer has the lock under the run's path writes, renames and
+removes nothing there.
+"""
 
 import os
 import shutil

@@ -1,4 +1,6 @@
-"""Law 6 as users see it: a rank that hangs, is stopped, diverges or is slow is named while it happens."""
+"""Law 6 as users see it: a rank that hangs, is stopped, diverges or is slow is named while it
+happens.
+"""
 
 import json
 import os

@@ -1,7 +1,8 @@
-"""Chat templates of the shapes that models ship, written anew: what they do with turns, tools and thoughts is theirs.
+"""Chat templates of the shapes that models ship, written anew: what they do with turns, tools and
+thoughts is theirs.
 
-Each with its special tokens, the last of which ends texts; the kinds of replies that can be appended to it; and those that
-cannot, since it writes earlier turns otherwise.
+Each with its special tokens, the last of which ends texts; the kinds of replies that can be
+appended to it; and those that cannot, since it writes earlier turns otherwise.
 """
 
 from typing import NamedTuple

@@ -1,4 +1,6 @@
-"""A server of OpenEnv, by the real package, with an environment of actions or one of tools: `openenv_server.py KIND PORT`."""
+"""A server of OpenEnv, by the real package, with an environment of actions or one of tools:
+`openenv_server.py KIND PORT`.
+"""
 
 import sys
 from typing import Any

@@ -1,4 +1,6 @@
-"""Packages of others that cannot be installed beside ours, each in an environment of its own below build/."""
+"""Packages of others that cannot be installed beside ours, each in an environment of its own below
+build/.
+"""
 
 import shutil
 import subprocess
@@ -12,7 +14,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def python_with(name: str, *requirements: str) -> Path:
-    """The interpreter of the environment `name` with these packages, in which ours are too, after its own."""
+    """The interpreter of the environment `name` with these packages, in which ours are too, after
+    its own.
+    """
     folder = ROOT / "build" / name
     ready, interpreter = folder / "ready", folder / "bin" / "python"
     if not ready.exists():

@@ -1,4 +1,6 @@
-"""Ids that are appended turn by turn are those of the whole conversation, as transformers renders it, or the check refuses."""
+"""Ids that are appended turn by turn are those of the whole conversation, as transformers renders
+it, or the check refuses.
+"""
 
 import json
 import random

@@ -1,4 +1,6 @@
-"""Environments of OpenEnv, by servers of the real package, which has an environment of its own (build/openenv, 0.5 GB)."""
+"""Environments of OpenEnv, by servers of the real package, which has an environment of its own
+(build/openenv, 0.5 GB).
+"""
 
 import json
 import os

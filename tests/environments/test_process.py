@@ -1,4 +1,6 @@
-"""Environments in processes of their own: TRL's classes, the fuller protocol, and whatever goes wrong in them."""
+"""Environments in processes of their own: TRL's classes, the fuller protocol, and whatever goes
+wrong in them.
+"""
 
 import os
 from collections.abc import Iterator
@@ -392,7 +394,8 @@ def test_of_several_environments_the_column_environment_says_whose_an_episode_is
             "add": (["tool"], False),
         }
         row = {"prompt": [{"role": "user", "content": "Go"}], "start": 3, "secret": 7}
-        # As in TRL the column is not one of the episode's, and instances go on with episodes of their own kind.
+        # As in TRL the column is not one of the episode's, and instances go on with episodes of
+        # their own kind.
         for names in (["add", "count", "guess"], ["count", "guess", "add"]):
             begun = pool.reset([{**row, "environment": name} for name in names])
             assert [len(each.messages) for each in begun] == [1 + (name == "guess") for name in names]

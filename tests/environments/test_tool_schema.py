@@ -1,4 +1,6 @@
-"""Schemas of tools: those of transformers for all that it takes, and one line for what cannot be a tool."""
+"""Schemas of tools: those of transformers for all that it takes, and one line for what cannot be a
+tool.
+"""
 
 from collections.abc import Callable
 from enum import Enum

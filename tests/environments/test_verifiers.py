@@ -1,4 +1,6 @@
-"""Environments of verifiers, by the real package, which has an environment of its own (build/verifiers, 0.7 GB)."""
+"""Environments of verifiers, by the real package, which has an environment of its own
+(build/verifiers, 0.7 GB).
+"""
 
 import json
 import os
@@ -52,7 +54,9 @@ print(json.dumps(told))
 
 
 def run(*words: object) -> subprocess.CompletedProcess[str]:
-    """The interpreter of verifiers' environment, with the tasksets of these tests, and a home for its caches."""
+    """The interpreter of verifiers' environment, with the tasksets of these tests, and a home for
+    its caches.
+    """
     python = python_with("verifiers", f"verifiers=={VERSION}", "uv")
     places = {"PATH": f"{python.parent}:{os.environ['PATH']}", "HOME": str(python.parents[1] / "home")}
     env = {**os.environ, **places, "PYTHONPATH": f"{ROOT}:{TASKSETS}"}
@@ -163,7 +167,8 @@ def test_an_answer_that_no_harness_gets_is_a_failure_and_a_retry_is_none(tmp_pat
     (tmp_path / "env.toml").write_text(
         '[env.taskset]\nid = "leaving"\n[env.agent]\nruntime.type = "subprocess"\nretries.max_retries = 2\n'
     )
-    # good, retried, leaves, after and a task that cannot be loaded: of two that leave before they are read, one is answered.
+    # good, retried, leaves, after and a task that cannot be loaded: of two that leave before they
+    # are read, one is answered.
     told = play(f"{tmp_path}/env.toml", [3, "x"], [2], [2, "x"], [1, "x"], [4, "x"], seconds=60)
     assert [bool(reply[3]) for reply in told["begun"]] == [False, False, False, False, True]
     assert "the disk of the tasks is gone" in told["begun"][4][3]

@@ -1,4 +1,6 @@
-"""lm-evaluation-harness on a checkpoint gives the same scores as its own Hugging Face model gives the exported checkpoint."""
+"""lm-evaluation-harness on a checkpoint gives the same scores as its own Hugging Face model gives
+the exported checkpoint.
+"""
 
 import json
 import os
@@ -85,7 +87,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def numbers(metrics: dict[str, Any]) -> dict[str, float]:
-    """The scores by the names that users read: the harness writes `acc,none` where no filter is applied."""
+    """The scores by the names that users read: the harness writes `acc,none` where no filter is
+    applied.
+    """
     floats = {name: value for name, value in metrics.items() if isinstance(value, float) and "stderr" not in name}
     return {name.partition(",none")[0]: value for name, value in floats.items()}
 
@@ -226,7 +230,8 @@ def test_evaluate_prints_the_scores_of_the_harness(
     [result] = json.loads(capfd.readouterr().out)
     assert result["task"] == "choosing"
     assert 0 <= result["metrics"]["acc"] <= 1
-    # Without the thousands of tasks that the harness comes with, whose index takes it a quarter of a minute.
+    # Without the thousands of tasks that the harness comes with, whose index takes it a quarter of
+    # a minute.
     own_tasks_only = partial(lm_eval_model._SyncedTaskManager, include_defaults=False)
     monkeypatch.setattr(lm_eval_model, "_SyncedTaskManager", own_tasks_only)
     assert command([*words, "--lm_eval", "choosing", "no_such_task"]) == 2

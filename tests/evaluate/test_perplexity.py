@@ -1,4 +1,6 @@
-"""Measuring a model on sequences of text: the result does not depend on how they are divided over ranks."""
+"""Measuring a model on sequences of text: the result does not depend on how they are divided over
+ranks.
+"""
 
 import math
 from collections.abc import Callable

@@ -1,4 +1,6 @@
-"""Tasks from JSON lines: scores agree with a computation from the model's logits, on any number of ranks."""
+"""Tasks from JSON lines: scores agree with a computation from the model's logits, on any number of
+ranks.
+"""
 
 import json
 import math
@@ -133,7 +135,9 @@ def test_fewshot_examples_are_the_first_other_questions_with_their_answers(opene
 
 
 def on_ranks(count: int, work: Any) -> list[Any]:
-    """The results of `work(dist_ctx)` on `count` ranks, each a thread: real ones would take a process each."""
+    """The results of `work(dist_ctx)` on `count` ranks, each a thread: real ones would take a
+    process each.
+    """
     gate, values, results = threading.Barrier(count), [None] * count, [None] * count
 
     class Thread(DistributedContext):
@@ -184,7 +188,9 @@ def test_on_batch_is_called_for_each_batch_of_a_rank(opened: LoadedModel, tmp_pa
 def test_check_task_finds_the_longest_prompt_without_a_model(
     opened: LoadedModel, tmp_path: Path, lines: list[dict[str, Any]]
 ) -> None:
-    """As many tokens as the longest prompt and answer take are enough, and give the scores of more; one less is refused."""
+    """As many tokens as the longest prompt and answer take are enough, and give the scores of more;
+    one less is refused.
+    """
     task = load_task(task_file(tmp_path, lines))
     config, settings = opened.config, TaskSettings(num_fewshot=1, max_tokens=6)
     longest = check_task(task, opened.tokenizer, config, opened.prefix_ids, settings)
@@ -216,7 +222,9 @@ def test_a_context_longer_than_the_model_reads_loses_its_beginning_and_is_counte
 
 
 def test_a_truncated_context_is_not_tokenized_again(opened: LoadedModel, tmp_path: Path) -> None:
-    """Half of a character, at which the cut may fall, is three when it is decoded and encoded again."""
+    """Half of a character, at which the cut may fall, is three when it is decoded and encoded
+    again.
+    """
     longest, character = opened.config.max_position_embeddings, "\N{CJK UNIFIED IDEOGRAPH-6F22}"
     assert len(opened.tokenizer.encode(character)) == 3
     lines = [{"prompt": "a" * shift + character * longest, "answer": "b"} for shift in range(3)]

@@ -39,10 +39,11 @@ def byte_tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def scripted() -> Scripted:
-    """`scripted({token: its successor, …}, vocab_size=261)`: a real model whose likeliest next token is that of a table.
+    """`scripted({token: its successor, …}, vocab_size=261)`: a real model whose likeliest next
+    token is that of a table.
 
-    Its embedding is the identity, its blocks add nothing, and its head turns a token into its successor. A token that
-    is not in the table is followed by itself.
+    Its embedding is the identity, its blocks add nothing, and its head turns a token into its
+    successor. A token that is not in the table is followed by itself.
     """
 
     def write(successors: dict[int, int], vocab_size: int = 261, blocks: int = 1) -> LanguageModel:
@@ -70,7 +71,9 @@ def scripted() -> Scripted:
 
 @pytest.fixture(scope="session")
 def spelling(byte_tokenizer: Tokenizer, scripted: Scripted) -> Callable[[str], LanguageModel]:
-    """`spelling(text)`: a model that goes on after each byte of `text` with the next one, and then ends. No byte twice."""
+    """`spelling(text)`: a model that goes on after each byte of `text` with the next one, and then
+    ends. No byte twice.
+    """
 
     def write(text: str) -> LanguageModel:
         ids = [*byte_tokenizer.encode(text), byte_tokenizer.eos_token_id]
@@ -89,8 +92,9 @@ def tiny_model_and_tokenizer(tiny_run: Path) -> tuple[LanguageModel, Tokenizer]:
 
 @pytest.fixture(scope="session")
 def models(scripted: Scripted, byte_tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of Hugging Face folders that can chat: hello says `Hey <s>` and ends, endless says `ab` for ever and
-    noise writes at random. In plain no one has said how to talk to it."""
+    """A folder of Hugging Face folders that can chat: hello says `Hey <s>` and ends, endless says
+    `ab` for ever and noise writes at random. In plain no one has said how to talk to it.
+    """
     folder = tmp_path_factory.mktemp("models")
     byte_tokenizer.save(folder / "tokenizer")
     assistant, ends = (byte_tokenizer.token_to_id(token) for token in ("<|assistant|>", "<|end|>"))

@@ -75,7 +75,8 @@ def test_greedy_decoding_of_ragged_prompts_is_the_argmax_of_the_full_forward_pas
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_completion_does_not_depend_on_the_others_in_its_batch(shape: str) -> None:
     seed = fresh_seed()
-    # In fp64: batches of other sizes change the last bits of logits, and those of fp32 change a sample once in many seeds.
+    # In fp64: batches of other sizes change the last bits of logits, and those of fp32 change a
+    # sample once in many seeds.
     model = init_weights(build_model(ModelConfig(**SIZES, **SHAPES[shape])), seed).double()
     mine, *others = random_prompts(seed, [5, 1, 9, 5])  # the neighbours differ in length
     together = [
@@ -327,7 +328,9 @@ def requests_of(seed: int, count: int) -> list[GenerationRequest]:
 def served(
     model: LanguageModel, requests: list[GenerationRequest], rows: int, draw: random.Random
 ) -> list[list[GeneratedToken]]:
-    """What is written for each request, where they come in any order and at any step, into as many slots."""
+    """What is written for each request, where they come in any order and at any step, into as many
+    slots.
+    """
     engine = Engine(model, vocab_size=97, max_batch_size=rows, max_length=40)
     coming = draw.sample(range(len(requests)), len(requests))
     numbers: dict[int, int] = {}
@@ -451,7 +454,8 @@ def test_completions_follow_the_order_of_their_prompts(spelling: Spelling, byte_
 def test_greedy_tokens_are_those_of_transformers(model_type: str, tmp_path: Path) -> None:
     draw = random.Random(fresh_seed())
     torch.manual_seed(draw.randrange(2**31))
-    # Positions scaled for long texts are transformers' own affair with generate; tests/model compares their logits.
+    # Positions scaled for long texts are transformers' own affair with generate; tests/model
+    # compares their logits.
     config = drawn_config(model_type, draw, **({} if model_type == "gpt2" else {"rope_scaling": None}))
     model = built(config)
     assert isinstance(model, LanguageModel)

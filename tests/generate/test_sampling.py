@@ -20,7 +20,9 @@ def fresh_generator() -> torch.Generator:
 
 
 def plainly(logits: list[float], sampling: SamplingParams) -> list[float]:
-    """Temperature, then the k likeliest, then the fewest likeliest that hold the share p; what stays is made to sum to 1."""
+    """Temperature, then the k likeliest, then the fewest likeliest that hold the share p; what
+    stays is made to sum to 1.
+    """
     weights = {token: math.exp((logit - max(logits)) / sampling.temperature) for token, logit in enumerate(logits)}
     order = sorted(weights, key=lambda token: -weights[token])
     if sampling.top_k:
@@ -114,7 +116,8 @@ def test_tokens_are_sampled_as_often_as_their_probability(sampling: SamplingPara
     tokens = drawn(logits.expand(draws, -1), sampling, generator.initial_seed())
     counts = tokens.bincount(minlength=vocab)
     assert (counts[probabilities == 0] == 0).all()
-    # Bernstein's inequality: exceeded at most once in a thousand million times for each token, however rare the token is.
+    # Bernstein's inequality: exceeded at most once in a thousand million times for each token,
+    # however rare the token is.
     third = math.log(2e9) / 3
     allowed = third + (third**2 + 6 * third * draws * probabilities * (1 - probabilities)).sqrt()
     assert ((counts - draws * probabilities).abs() <= allowed).all()

@@ -1,5 +1,6 @@
-"""A folder is what transformers says it is: drawn folders with redundant, contradicting and legacy keys are read as
-AutoModelForCausalLM, AutoTokenizer and GenerationConfig read them, or refused."""
+"""A folder is what transformers says it is: drawn folders with redundant, contradicting and legacy
+keys are read as AutoModelForCausalLM, AutoTokenizer and GenerationConfig read them, or refused.
+"""
 
 import json
 import random
@@ -36,7 +37,9 @@ NOISE = {"use_cache": False, "attention_dropout": 0.1, "pretraining_tp": 2, "tra
 
 
 def drawn_folder(folder: Path, draw: random.Random) -> None:
-    """A folder of a native family in which some things are said twice, against each other, or as older versions did."""
+    """A folder of a native family in which some things are said twice, against each other, or as
+    older versions did.
+    """
     tokenizer = write_tokenizer(folder, draw)
     config = drawn_config(draw.choice(MODEL_TYPES), draw, vocab_size=tokenizer.vocab_size + draw.choice([0, 9]))
     export_folder(built(config, seed=draw.randrange(99)), config, folder / "model")
@@ -154,7 +157,9 @@ def drawn_generation(draw: random.Random) -> dict[str, Any]:
 
 
 def write_tokenizer(folder: Path, draw: random.Random) -> Tokenizer:
-    """A byte-level BPE, of which other files than tokenizer.json say which tokens are special or added."""
+    """A byte-level BPE, of which other files than tokenizer.json say which tokens are special or
+    added.
+    """
     train_tokenizer(["The king said: to the people of the land."] * 5, 300).save(folder)
     content = json.loads((folder / "tokenizer.json").read_text())
     for token in content["added_tokens"]:
@@ -197,7 +202,8 @@ def assert_same_tokens(ours: Tokenizer, folder: Path) -> None:
     hidden = {id for id in theirs.added_tokens_decoder if not theirs.decode([id], skip_special_tokens=True)}
     flagged = hidden | {id for id, token in theirs.added_tokens_decoder.items() if token.special}
     assert ours.all_special_ids == flagged | set(theirs.all_special_ids)
-    # What is said to be special is special here even where the library does not flag it: no text may spell the end of a text.
+    # What is said to be special is special here even where the library does not flag it: no text
+    # may spell the end of a text.
     text = TEXT
     for id in ours.all_special_ids - flagged:
         text = text.replace(ours.id_to_token(id), "")
@@ -277,7 +283,9 @@ def assert_same_sampling(ours: LoadedModel, theirs: Any) -> None:
 
 
 def assert_same_length(ours: LoadedModel, theirs: Any) -> None:
-    """The most tokens after a prompt of eight; where nothing says, each library has its own default."""
+    """The most tokens after a prompt of eight; where nothing says, each library has its own
+    default.
+    """
     prepared, _ = theirs._prepare_generation_config(None)
     by_default = theirs.generation_config.max_length is None
     theirs._prepare_generated_length(prepared, by_default, True, "input_ids", 8, None)
@@ -399,7 +407,9 @@ def test_tokens_that_a_folder_adds_are_trained_and_its_sampling_reaches_the_expo
 def test_a_vocabulary_grows_whatever_the_tensors_are_called_and_whatever_the_head_is(
     draw: random.Random, tmp_path: Path
 ) -> None:
-    """GPT-2's first releases leave out a prefix of the names; a reward model's head has one row, which stays."""
+    """GPT-2's first releases leave out a prefix of the names; a reward model's head has one row,
+    which stays.
+    """
     for name, reward in (("first", False), ("reward", True)):
         config = drawn_config("gpt2", draw, vocab_size=40, tie_word_embeddings=not reward, reward=reward)
         export_folder(built(config), config, tmp_path / name)
@@ -441,7 +451,9 @@ def test_a_wrong_generation_config_is_named_with_its_key(
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_a_null_that_transformers_does_not_take_is_refused_by_name(model_type: str, draw: random.Random) -> None:
-    """Sizes with one possible value are derived, a flag is off as the weights must say, and rates of dropout are not used."""
+    """Sizes with one possible value are derived, a flag is off as the weights must say, and rates
+    of dropout are not used.
+    """
     content = to_config_json(drawn_config(model_type, draw, rope_scaling=None))
     harmless = {
         "num_key_value_heads",

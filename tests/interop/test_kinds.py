@@ -7,7 +7,8 @@ import pytest
 from lmforge.core.errors import UserError
 from lmforge.core.records.kinds import MODELS, Kind, kind_of, unexpected
 
-# The files of a folder → what it is. The manifests of checkpoints and of token folders have one name.
+# The files of a folder → what it is. The manifests of checkpoints and of token folders have one
+# name.
 FOLDERS = {
     "config.json={} manifest.json={}": Kind.HF_FOLDER,
     "adapter_config.json={}": Kind.ADAPTERS,

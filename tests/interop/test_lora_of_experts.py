@@ -1,4 +1,6 @@
-"""Low-rank adapters of a mixture's experts and router: computed, trained and stored as PEFT's target_parameters are."""
+"""Low-rank adapters of a mixture's experts and router: computed, trained and stored as PEFT's
+target_parameters are.
+"""
 
 import json
 import random

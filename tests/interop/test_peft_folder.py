@@ -1,4 +1,6 @@
-"""Low-rank adapters alone: exported in PEFT's layout, opened, and trained further with their base model."""
+"""Low-rank adapters alone: exported in PEFT's layout, opened, and trained further with their base
+model.
+"""
 
 import copy
 import json
@@ -165,7 +167,9 @@ def test_adapters_of_a_checkpoint_belong_to_it_wherever_they_are_opened(tuned: T
 def test_adapters_that_peft_would_take_for_those_of_experts_are_not_exported_alone(
     tuned: Tuned, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """PEFT 0.21 renames gate_proj, up_proj and down_proj in a Qwen 3 mixture to stacked experts, dense layers or not."""
+    """PEFT 0.21 renames gate_proj, up_proj and down_proj in a Qwen 3 mixture to stacked experts,
+    dense layers or not.
+    """
     sizes = {"intermediate_size": 24, "moe_intermediate_size": 16, "num_experts": 3, "num_experts_per_tok": 2}
     config = ModelConfig(261, 16, 2, 2, model_type="qwen3_moe", mlp_only_layers=(0,), **sizes)
     tokenizer = tuned.base.parent / "tokenizer"
@@ -341,9 +345,11 @@ def test_adapters_of_any_shape_peft_has_are_merged_as_peft_merges_them(
 def test_adapters_of_half_of_a_tied_pair_untie_it_as_peft_computes_it(
     model_type: str, byte_tokenizer: Tokenizer, draw: random.Random, tmp_path: Path
 ) -> None:
-    """What PEFT computes with adapters is right: its merge of low-rank ones adds to both, and so makes another model.
+    """What PEFT computes with adapters is right: its merge of low-rank ones adds to both, and so
+    makes another model.
 
-    Weights are merged in fp32, and models computed in fp64: with large adapters they amplify what rounding does.
+    Weights are merged in fp32, and models computed in fp64: with large adapters they amplify what
+    rounding does.
     """
     torch.manual_seed(draw.randrange(2**32))
     base = tmp_path / "base"

@@ -38,7 +38,9 @@ def test_a_score_that_follows_a_sigmoid_of_the_loss_is_predicted_beyond_the_runs
 
 
 def test_the_bits_of_the_answers_have_a_law_of_their_own_and_the_score_follows_it(fit: Fit) -> None:
-    """Here they fall another way than the held-out loss does, which alone predicts a score that is far off."""
+    """Here they fall another way than the held-out loss does, which alone predicts a score that is
+    far off.
+    """
     chance = np.random.default_rng(0)
     of_answers = Law(E=0.6, A=9.0, alpha=0.18, B=30.0, beta=0.3)
 

@@ -1,4 +1,6 @@
-"""The fit of a ladder: known laws are found, intervals hold them, and points that do not fit a law are named or refused."""
+"""The fit of a ladder: known laws are found, intervals hold them, and points that do not fit a law
+are named or refused.
+"""
 
 from dataclasses import replace
 
@@ -34,7 +36,9 @@ def test_the_same_seed_draws_the_same_laws() -> None:
 
 
 def test_intervals_of_ninety_percent_hold_the_law_that_often() -> None:
-    """Of 24 ladders with 4 values each; a tenth should miss, and intervals half as wide do miss a third."""
+    """Of 24 ladders with 4 values each; a tenth should miss, and intervals half as wide do miss a
+    third.
+    """
     values = (lambda law: law.alpha, lambda law: law.beta, lambda law: law.E, lambda law: law.loss(1e7, 2e8))
     held = half = 0
     for seed in range(24):

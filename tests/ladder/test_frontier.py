@@ -1,4 +1,6 @@
-"""What follows from a law: the best size by search, the price of others, cautions, and mixtures side by side."""
+"""What follows from a law: the best size by search, the price of others, cautions, and mixtures
+side by side.
+"""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,6 @@
-"""`lmforge ladder`: which rungs it plans, what it refuses, that it goes on wherever it was killed, and what it writes."""
+"""`lmforge ladder`: which rungs it plans, what it refuses, that it goes on wherever it was killed,
+and what it writes.
+"""
 
 import json
 import math
@@ -358,7 +360,8 @@ def test_the_best_rate_is_the_vertex_of_a_parabola_or_the_outer_one() -> None:
         best_rate(rates, [math.nan] * 4)
 
 
-# --- whole ladders ----------------------------------------------------------------------------------------------------
+# --- whole ladders
+# ----------------------------------------------------------------------------------------------------
 
 
 def files_of(folder: Path) -> dict[str, str]:
@@ -380,7 +383,8 @@ def test_a_ladder_that_is_killed_goes_on_and_ends_as_an_unbroken_one(recipe: Pat
         time.sleep(0.1)
     ladder.kill()
     ladder.wait()
-    # Its rung goes on alone; the next ladder waits for it, or finds it finished. The rung after that is killed.
+    # Its rung goes on alone; the next ladder waits for it, or finds it finished. The rung after
+    # that is killed.
     again = subprocess.Popen([sys.executable, "-m", "lmforge", *words], cwd="broken", stdout=subprocess.PIPE, text=True)
     while len(holders := list(runs.glob("*/metrics.jsonl"))) < 2:
         assert again.poll() is None

@@ -42,7 +42,9 @@ def numbers(written: Path) -> dict[str, Any]:
 
 @pytest.fixture(params=[1280, 400])
 def page(browser: Browser, written: Path, request: pytest.FixtureRequest) -> Iterator[Page]:
-    """Opened as a file; a complaint of the browser, or anything loaded from elsewhere, fails the test."""
+    """Opened as a file; a complaint of the browser, or anything loaded from elsewhere, fails the
+    test.
+    """
     yield from open_page(browser, written.as_uri(), within=written.as_uri(), viewport={"width": request.param, "height": 900})
 
 

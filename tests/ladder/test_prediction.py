@@ -1,4 +1,6 @@
-"""The curve that a ladder predicts for its big run: known where its rungs were validated, and as much above the law as they."""
+"""The curve that a ladder predicts for its big run: known where its rungs were validated, and as
+much above the law as they.
+"""
 
 from math import ceil
 
@@ -36,7 +38,8 @@ def curve(parameters: float, tokens: float, steps: int) -> list[tuple[float, flo
 
 
 def test_from_its_first_point_a_curve_is_above_the_law_as_its_rungs_are(target: Trial) -> None:
-    # Rungs of steps that five does not divide are first validated after a fifth; so many steps differ by rung.
+    # Rungs of steps that five does not divide are first validated after a fifth; so many steps
+    # differ by rung.
     curves = [(each.parameters, each.tokens, curve(each.parameters, each.tokens, 100 + 7 * n)) for n, each in enumerate(POINTS)]
     points = predict_curve(FIT, target, curves)
     assert points[0][0] == pytest.approx(1000 * max(each[0][0] for _, _, each in curves), abs=1)

@@ -1,4 +1,6 @@
-"""How rungs are trained: what is refused before any of them, what counts as diverged, and how signals end a ladder."""
+"""How rungs are trained: what is refused before any of them, what counts as diverged, and how
+signals end a ladder.
+"""
 
 import json
 import os

@@ -20,7 +20,8 @@ from tests.near_ties import drawn_without_near_ties
 from tests.seeds import fresh_seed
 
 MODEL_TYPES = tuple(FAMILIES)
-# For transformers, whose kernel that multiplies all experts at once refuses most of the sizes that are drawn.
+# For transformers, whose kernel that multiplies all experts at once refuses most of the sizes that
+# are drawn.
 ONE_BY_ONE = {"experts_implementation": "eager"}
 
 
@@ -151,7 +152,9 @@ def _llama3(draw: random.Random) -> dict[str, Any]:
 
 
 def shaken(model: nn.Module) -> nn.Module:
-    """The model with every parameter moved away from its first value, so that no norm or bias is without effect."""
+    """The model with every parameter moved away from its first value, so that no norm or bias is
+    without effect.
+    """
     with torch.no_grad():
         routers = (buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias"))
         for each in (*model.parameters(), *routers):
@@ -169,8 +172,10 @@ class Rows:
 
 
 def packed(lengths: list[list[int]], vocab_size: int, padding: int = 0, model: nn.Module | None = None) -> Rows:
-    """Rows of documents of these lengths, each row followed by `padding` slots of padding. With a `model` none of its routers
-    has a near-tie with them."""
+    """Rows of documents of these lengths, each row followed by `padding` slots of padding.
+
+    With a `model` none of its routers has a near-tie with them.
+    """
     if model is not None:
         return drawn_without_near_ties(lambda: packed(lengths, vocab_size, padding), partial(logits, model))
     tokens = torch.randint(0, vocab_size, (len(lengths), sum(lengths[0]) + padding))
@@ -197,7 +202,10 @@ def built(config: ModelConfig, seed: int = 0) -> nn.Module:
 
 
 def quantized(folder: Path, block: tuple[int, int]) -> dict[str, torch.Tensor]:
-    """Write the matrices of a folder's blocks in float8 as DeepSeek-V3 is published. Returns what they are dequantized to."""
+    """Write the matrices of a folder's blocks in float8 as DeepSeek-V3 is published.
+
+    Returns what they are dequantized to.
+    """
     tensors, wanted = load_file(folder / "model.safetensors"), {}
     for name, weight in [*tensors.items()]:
         if weight.ndim < 2 or ".layers." not in name or name.endswith("mlp.gate.weight"):

@@ -26,9 +26,11 @@ SIZES: dict[str, Any] = {
     "pad_token_id": None,
 }
 FAMILIES: dict[str, dict[str, Any]] = {
-    # Blocks whose halves run side by side, half of each head turned, one product for q, k and v, biases, dropout.
+    # Blocks whose halves run side by side, half of each head turned, one product for q, k and v,
+    # biases, dropout.
     "gpt_neox": {"rotary_pct": 0.5, "hidden_dropout": 0.3, "attention_dropout": 0.3},
-    # Norms around zero, a scaled embedding, two kinds of layers with angles of their own, a tied head.
+    # Norms around zero, a scaled embedding, two kinds of layers with angles of their own, a tied
+    # head.
     "gemma3_text": {
         "num_key_value_heads": 1,
         "head_dim": 8,

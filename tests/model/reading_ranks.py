@@ -1,6 +1,8 @@
-"""Run by test_sharded.py on each of several ranks: how much loading a folder into a sharded model reads and allocates.
+"""Run by test_sharded.py on each of several ranks: how much loading a folder into a sharded model
+reads and allocates.
 
-Arguments: the ranks of a shard group, a folder in which each rank leaves its figures as JSON, and what to load.
+Arguments: the ranks of a shard group, a folder in which each rank leaves its figures as JSON, and
+what to load.
 """
 
 import json

@@ -1,4 +1,6 @@
-"""Run by test_sharded.py on each of several ranks: a sharded model is initialised and loaded like an unsharded one."""
+"""Run by test_sharded.py on each of several ranks: a sharded model is initialised and loaded like
+an unsharded one.
+"""
 
 import sys
 from pathlib import Path

@@ -79,7 +79,8 @@ def test_compiled_attention_in_bf16_on_a_cpu_is_that_in_fp32_and_stores_its_weig
         sorted(tuple(each.unflatten(0, (2, 2)).shape) if each.ndim == 3 else tuple(each.shape) for each in of_scores) == weights
     )
     assert all(each.dtype == torch.bfloat16 for each in of_scores)
-    # Two roundings to bf16 (2**-9) of scores up to 4 in size, and one each of the weights and the result.
+    # Two roundings to bf16 (2**-9) of scores up to 4 in size, and one each of the weights and the
+    # result.
     torch.testing.assert_close(result.float(), expected, atol=0.03, rtol=0.02)
     gradients = torch.autograd.grad(result, (q, k, v), upstream.bfloat16()), torch.autograd.grad(expected, wide, upstream)
     for narrow, exact in zip(*gradients, strict=True):
@@ -87,7 +88,11 @@ def test_compiled_attention_in_bf16_on_a_cpu_is_that_in_fp32_and_stores_its_weig
 
 
 def assert_unchanged(before: torch.Tensor, after: torch.Tensor, config: ModelConfig) -> None:
-    """Equal bits. An expert multiplies its rows together, and their number decides the order in which products are summed."""
+    """Equal bits.
+
+    An expert multiplies its rows together, and their number decides the order in which products are
+    summed.
+    """
     tolerance = 1e-11 if config.num_experts else 0
     torch.testing.assert_close(before, after, atol=tolerance, rtol=tolerance)
 

@@ -1,4 +1,6 @@
-"""What keeps experts equally busy: losses by their formulas, biases by the counts of the global batch."""
+"""What keeps experts equally busy: losses by their formulas, biases by the counts of the global
+batch.
+"""
 
 import random
 

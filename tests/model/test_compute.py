@@ -63,7 +63,8 @@ def test_autocast_gives_fp32_gradients_near_the_fp32_ones(model_type: str, draw:
         model.lm_head(hidden).float().square().mean().backward()
         return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
-    # Where experts are nearly tied, bf16 may choose another: gradients of another function. So those of fp32 are replayed.
+    # Where experts are nearly tied, bf16 may choose another: gradients of another function. So
+    # those of fp32 are replayed.
     chosen = torch.full((*rows.tokens.shape, config.num_hidden_layers, config.num_experts_per_tok), -1)
     routers = [(layer, block.mlp.gate) for layer, block in enumerate(model.blocks) if config.sparse_layers[layer]]
     hooks = [router.register_forward_hook(partial(keep_chosen, chosen[:, :, layer])) for layer, router in routers]

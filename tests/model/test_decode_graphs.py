@@ -1,7 +1,7 @@
 """Recorded decoding steps: recorded operations depend only on tensors, and padding changes nothing.
 
-A CPU has no CUDA graphs, so the operations are recorded by torch's tracer: like a graph, it keeps each number of the host as it
-was when it was recorded.
+A CPU has no CUDA graphs, so the operations are recorded by torch's tracer: like a graph, it keeps
+each number of the host as it was when it was recorded.
 """
 
 import gc
@@ -92,7 +92,8 @@ def test_recorded_steps_compute_what_others_do_while_sequences_join_grow_and_lea
     if shape == "mistral, window 5":
         assert not recorded  # its window is read alone, not all slots
     else:
-        # (2, 256), (2, 512), (4, 512) and (5, 256): the shape of five is that of the whole batch. Each is computed once before.
+        # (2, 256), (2, 512), (4, 512) and (5, 256): the shape of five is that of the whole batch.
+        # Each is computed once before.
         assert (len(recorded), replays) == (4, 23 - 4)
 
 

@@ -1,4 +1,6 @@
-"""What only DeepSeek-V3 has: folders in float8, layers that predict further tokens, the bias of its routers, its options."""
+"""What only DeepSeek-V3 has: folders in float8, layers that predict further tokens, the bias of its
+routers, its options.
+"""
 
 import json
 import random
@@ -144,7 +146,9 @@ def test_what_a_router_or_latent_attention_cannot_be_is_refused_by_its_name(
 
 
 def test_the_scores_are_scaled_by_the_mscale_of_yarn(draw: random.Random) -> None:
-    """Without it the logits are other ones, so that the equality with transformers elsewhere means something."""
+    """Without it the logits are other ones, so that the equality with transformers elsewhere means
+    something.
+    """
     yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0}
     config = drawn_config("deepseek_v3", draw, rope_scaling=yarn, **LAYERS)
     model, plain = built(config), build_model(config)

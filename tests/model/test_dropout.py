@@ -1,4 +1,6 @@
-"""Dropout is a function of keys: its masks are statistically random, and the same on every device and split."""
+"""Dropout is a function of keys: its masks are statistically random, and the same on every device
+and split.
+"""
 
 import math
 
@@ -77,7 +79,9 @@ def test_patterns_of_neighbouring_features_are_equally_frequent() -> None:
 
 
 def test_no_two_places_of_a_token_share_a_draw() -> None:
-    """Counters of 8,192 features at NEFTune's site, 1,000 others, and those of 8 adapters in 120 blocks: no two alike."""
+    """Counters of 8,192 features at NEFTune's site, 1,000 others, and those of 8 adapters in 120
+    blocks: no two alike.
+    """
     of_adapters = (1 + SITES_PER_BLOCK * np.arange(120)) + ADAPTER_SITE * np.arange(1, 9)[:, None]
     places = np.concatenate([[NEFTUNE_SITE], np.arange(1000), of_adapters.flatten()])
     sites, steps = places.astype(np.int64).view(np.uint64)[:, None], np.arange(2048, dtype=np.uint64)

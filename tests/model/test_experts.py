@@ -254,7 +254,9 @@ def test_a_folder_that_lacks_an_expert_is_refused_with_its_layer(model_type: str
 
 
 def test_a_rank_reads_the_rows_of_its_own_experts_only(draw: random.Random) -> None:
-    """Of every piece on disk, what the parts of all ranks ask for is there once, wherever a stack is cut."""
+    """Of every piece on disk, what the parts of all ranks ask for is there once, wherever a stack
+    is cut.
+    """
     config = drawn_config("mixtral", draw, num_experts=5, num_experts_per_tok=2, num_hidden_layers=1)
     stack = torch.randn(5, 2 * config.expert_size, 6)
     name = "model.layers.0.mlp.experts.gate_up_proj"

@@ -41,7 +41,8 @@ def test_flops_are_those_that_torch_counts(model_type: str, draw: random.Random)
     # Norms and biases have parameters, which the convention counts, and no matrix product.
     vectors = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 1)
     print(counted.get_flop_counts()["Global"])
-    # Latent attention computes with queries and values of one width, and the convention counts what they have.
+    # Latent attention computes with queries and values of one width, and the convention counts what
+    # they have.
     heads = config.num_hidden_layers * config.num_attention_heads
     padding = 6 * length * heads * (2 * config.head_dim - config.qk_head_dim - (config.v_head_dim or config.head_dim))
     assert counted.get_total_flops() / (2 * length) == flops_per_token(config, length) - 6 * vectors + padding

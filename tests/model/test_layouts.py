@@ -1,6 +1,8 @@
-"""Other trainers' checkpoints, by the plugins of examples/checkpoint_layouts/: the imported folder computes as they do.
+"""Other trainers' checkpoints, by the plugins of examples/checkpoint_layouts/: the imported folder
+computes as they do.
 
-The checkpoints are written here as those trainers write them, and computed here as they do, in their own conventions.
+The checkpoints are written here as those trainers write them, and computed here as they do, in
+their own conventions.
 """
 
 import math
@@ -62,7 +64,9 @@ def norm(x: Tensor, by: Tensor) -> Tensor:
 
 
 def turned(x: Tensor) -> Tensor:
-    """x [rows, heads, length, head]: two neighbouring channels are a complex number that turns with position."""
+    """x [rows, heads, length, head]: two neighbouring channels are a complex number that turns with
+    position.
+    """
     rates = THETA ** (-torch.arange(0, LM_HEAD_WEIGHT, 2) / LM_HEAD_WEIGHT)
     angles = torch.outer(torch.arange(x.shape[2]), rates)
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
@@ -91,7 +95,9 @@ def llama_logits(state: State, tokens: Tensor) -> Tensor:
 
 
 def fms_state(state: State, names: str) -> State:
-    """The same model under fms' names: `fused` as it is trained, or as `single` matrices of its older or newer kind."""
+    """The same model under fms' names: `fused` as it is trained, or as `single` matrices of its
+    older or newer kind.
+    """
     older = names == "single, older"
     ends = {"tok_embeddings": "shared.emb", "norm": "dec_norm", "output": "shared.head"}
     if names == "single, newer":

@@ -1,4 +1,6 @@
-"""Low-rank adapters compute, train, merge and are stored like PEFT's; their random numbers depend only on tokens and names."""
+"""Low-rank adapters compute, train, merge and are stored like PEFT's; their random numbers depend
+only on tokens and names.
+"""
 
 import json
 import math

@@ -1,4 +1,6 @@
-"""NEFTune's noise is uniform, scaled by document length as in the paper, and a function of tokens' keys."""
+"""NEFTune's noise is uniform, scaled by document length as in the paper, and a function of tokens'
+keys.
+"""
 
 import math
 

@@ -1,4 +1,6 @@
-"""Settings transfer over widths and depths: activations and changes keep their size, and steps are those of the papers."""
+"""Settings transfer over widths and depths: activations and changes keep their size, and steps are
+those of the papers.
+"""
 
 import json
 import math
@@ -134,8 +136,10 @@ def test_the_base_model_itself_trains_as_in_the_standard_parametrization(config:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_steps_are_those_of_the_form_with_multipliers(tied: bool) -> None:
-    """CompleteP as its paper has it (table 1): logits are divided by the width, what a block adds by the depth, and learning
-    rates, decay and epsilon are those of the table. A tied head has the multiplier alone."""
+    """CompleteP as its paper has it (table 1): logits are divided by the width, what a block adds
+    by the depth, and learning rates, decay and epsilon are those of the table. A tied head has the
+    multiplier alone.
+    """
     config = replace(SMALL_MODEL, tie_word_embeddings=tied)
     width, depth, lr, eps, decay = 4.0, 2.0, LR, 1e-4, 0.1
     options = ModelOptions(parametrization="completep", base_width=16, base_depth=2)

@@ -16,8 +16,8 @@ from lmforge.hf.resolve import resolve_model_config
 from lmforge.hf.weights import load_folder
 from tests.model.conftest import MODEL_TYPES, ONE_BY_ONE, built, drawn_config, logits, one_document, shaken
 
-# Of the largest logit: fp32 sums of a few dozen terms, in another order. Of 175 models, 25 of each family, the farthest was
-# 8e-7 away.
+# Of the largest logit: fp32 sums of a few dozen terms, in another order. Of 175 models, 25 of each
+# family, the farthest was 8e-7 away.
 TOLERANCE = 1e-5
 
 
@@ -102,5 +102,6 @@ def test_bf16_logits_are_those_of_transformers_to_bf16_precision(model_type: str
     reference = logits(exact, rows)
     our_error = (logits(ours, rows).float() - reference).abs().mean()
     their_error = (their_logits(theirs, rows.tokens).float() - reference).abs().mean()
-    # Both round differently; ours keeps angles in fp32, so it should not be the worse by more than chance.
+    # Both round differently; ours keeps angles in fp32, so it should not be the worse by more than
+    # chance.
     assert our_error < 1.5 * their_error + 1e-3

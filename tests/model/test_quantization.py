@@ -37,8 +37,9 @@ PLAIN, DOUBLE, INT8 = BlockFormat("nf4"), BlockFormat("nf4", double_quant=True),
 
 
 def drawn_numbers(draw: random.Random) -> torch.Tensor:
-    """A matrix whose blocks may end within a row, with zeros, a block of zeros, and numbers of any size. Rows are even: of
-    others bitsandbytes compiles its kernel."""
+    """A matrix whose blocks may end within a row, with zeros, a block of zeros, and numbers of any
+    size. Rows are even: of others bitsandbytes compiles its kernel.
+    """
     shape = draw.choice([(64, 64), (7, 34), (3, 6), (128, 300), (1000, 640), (1, 20_000)])
     values = torch.randn(shape, generator=torch.Generator().manual_seed(draw.randrange(1000))) * 10.0 ** draw.randrange(-6, 4)
     values.view(-1)[: min(70, values.numel() // 2)] = 0
@@ -126,7 +127,8 @@ def test_logits_and_gradients_of_adapters_are_those_of_peft_on_bitsandbytes(
     theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapters", is_trainable=True).train()  # else it computes in bf16
     batch = one_document(3, 17, shape.vocab_size)
     assert_close(logits(model, batch), theirs(batch.tokens).logits)
-    # A run that begins from the folder: of the same adapters, another scaling, and an adapted layer more, which begins at zero.
+    # A run that begins from the folder: of the same adapters, another scaling, and an adapted layer
+    # more, which begins at zero.
     again = build_model(shape)
     add_lora(again, replace(config, alpha=5.0, target_modules=("q_proj", "down_proj", "up_proj")))
     init_adapters(again, 3)

@@ -1,4 +1,6 @@
-"""Incremental decoding of texts that join, grow and leave gives the same as one forward pass over each text alone."""
+"""Incremental decoding of texts that join, grow and leave gives the same as one forward pass over
+each text alone.
+"""
 
 import random
 
@@ -74,7 +76,8 @@ def test_a_checkpointed_model_with_adapters_reads_in_autocast_what_it_computes(m
         hidden = [decoder.prefill([prompt[:12]])] + [decoder.decode_step(torch.tensor([token])) for token in prompt[12:]]
         results = model.lm_head(torch.cat(hidden))
         expected = torch.stack([_last_logits(model, prompt[:end]) for end in range(12, 21)])
-    # bf16 in another order of operations; a weight that is missing or stale makes a difference of the size of the logits.
+    # bf16 in another order of operations; a weight that is missing or stale makes a difference of
+    # the size of the logits.
     assert (results.float() - expected.float()).abs().max() < 0.05 * expected.float().abs().max()
     assert {name: each.dtype for name, each in model.named_parameters()} == {name: each.dtype for name, each in before.items()}
     assert all(torch.equal(each, before[name]) for name, each in model.named_parameters())

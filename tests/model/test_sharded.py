@@ -56,7 +56,8 @@ def test_each_rank_reads_its_own_bytes_and_holds_no_more_than_its_part(
         reports = [json.loads((tmp_path / f"{folder.name}-{rank}.json").read_text()) for rank in range(ranks)]
         stored = sum(path.stat().st_size for path in folder.iterdir())
         print(folder.name, stored, reports)
-        # Every byte is read once by each replica; beyond that come headers, the index and config.json, a few KB a rank.
+        # Every byte is read once by each replica; beyond that come headers, the index and
+        # config.json, a few KB a rank.
         assert sum(rank["read"] for rank in reports) < ranks // shards * stored * 1.01
         for rank in reports:
             assert rank["read"] < stored / shards * 1.05
@@ -64,7 +65,9 @@ def test_each_rank_reads_its_own_bytes_and_holds_no_more_than_its_part(
 
 
 def test_a_rank_of_eight_reads_an_eighth_of_the_experts_and_at_most_all_else(draw: random.Random, tmp_path: Path) -> None:
-    """As few bytes with 16 experts that 8 ranks divide: what this process reads in the place of each, counted by the system."""
+    """As few bytes with 16 experts that 8 ranks divide: what this process reads in the place of
+    each, counted by the system.
+    """
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = drawn_config("olmoe", draw, num_experts=16, num_experts_per_tok=2, num_hidden_layers=2, **sizes)
     export_folder(built(config), config, tmp_path / "out")

@@ -1,4 +1,6 @@
-"""Variable-length flash attention: its inputs, when it is chosen, and that it computes the same as the dense path."""
+"""Variable-length flash attention: its inputs, when it is chosen, and that it computes the same as
+the dense path.
+"""
 
 import random
 from dataclasses import replace
@@ -126,7 +128,9 @@ def test_outputs_and_gradients_are_those_of_the_dense_mask(window: int | None, d
 
 
 def _trained_steps(batches: list[Batch], compile_model: bool, mode: str = "none") -> tuple[list[torch.Tensor], list[int]]:
-    """Gradients of a small model, summed over the batches, and the number of compiled graphs after each of them."""
+    """Gradients of a small model, summed over the batches, and the number of compiled graphs after
+    each of them.
+    """
     model = parallelize(
         init_weights(build_model(SMALL_MODEL), 0),
         NextTokenObjective().loss,

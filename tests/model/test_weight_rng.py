@@ -1,4 +1,6 @@
-"""Numbers of initial weights: a function of key and index with the right distribution, for any number of values at once."""
+"""Numbers of initial weights: a function of key and index with the right distribution, for any
+number of values at once.
+"""
 
 import random
 from collections.abc import Iterator

@@ -1,4 +1,6 @@
-"""Folders of weights: what is read, what is refused, and that no partly written or overwritten file is left."""
+"""Folders of weights: what is read, what is refused, and that no partly written or overwritten file
+is left.
+"""
 
 import json
 import random

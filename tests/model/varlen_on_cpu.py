@@ -1,6 +1,8 @@
-"""torch's variable-length flash attention on a CPU, where it has no kernel: its definition, document by document.
+"""torch's variable-length flash attention on a CPU, where it has no kernel: its definition,
+document by document.
 
-It takes the place of the kernels alone: arguments, autograd, compilation and checkpointing are torch's own.
+It takes the place of the kernels alone: arguments, autograd, compilation and checkpointing are
+torch's own.
 """
 
 from collections.abc import Iterator

@@ -18,7 +18,9 @@ NOT_SUPPORTED, GPU_IS_LOST = 3, 15
 
 
 class Nvml:
-    """The functions of pynvml on a host of three GPUs: a healthy one, one that has fallen off the bus, one that says little."""
+    """The functions of pynvml on a host of three GPUs: a healthy one, one that has fallen off the
+    bus, one that says little.
+    """
 
     NVMLError, NVML_ERROR_NOT_SUPPORTED, NVML_TEMPERATURE_GPU = NVMLError, NOT_SUPPORTED, 0
 

@@ -1,4 +1,6 @@
-"""Another training on this machine is found by its command line, and a run's own ranks are not another training."""
+"""Another training on this machine is found by its command line, and a run's own ranks are not
+another training.
+"""
 
 import json
 import subprocess

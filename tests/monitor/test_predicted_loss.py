@@ -1,4 +1,6 @@
-"""A run beside the prediction of a ladder: it says when it leaves the interval, and is otherwise the same run."""
+"""A run beside the prediction of a ladder: it says when it leaves the interval, and is otherwise
+the same run.
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""Stuck ranks are determined from the files of all ranks, written by hand here for each kind of stall."""
+"""Stuck ranks are determined from the files of all ranks, written by hand here for each kind of
+stall.
+"""
 
 import json
 import os
@@ -33,7 +35,9 @@ STACK = [["/site-packages/torch/x.py", 3, "wait", "work.wait()"], ["/home/me/tra
 
 
 def write(folder: Path, rank: int, step: int, number: int, phase: str, **changed: Any) -> None:
-    """A rank's heartbeat; `operation` and `sequence` for a collective that it waits in, after the one before."""
+    """A rank's heartbeat; `operation` and `sequence` for a collective that it waits in, after the
+    one before.
+    """
     written = time.time()
     beat = {"rank": rank, "host": platform.node(), "process": os.getpid(), "step": step, "number": number, "phase": phase}
     beat |= {"since": written - 28, "written": written, "bytes": 0, "noticed": True, "reported": False}

@@ -20,7 +20,9 @@ def report(series: list[float]) -> list[str]:
 
 
 def noise(chance: random.Random, readings: int) -> list[float]:
-    """Step times as log steps show them: a few per cent apart, and now and then one that another process disturbed."""
+    """Step times as log steps show them: a few per cent apart, and now and then one that another
+    process disturbed.
+    """
     return [chance.lognormvariate(0, 0.06) + (chance.expovariate(1) if chance.random() < 0.08 else 0) for _ in range(readings)]
 
 

@@ -1,4 +1,6 @@
-"""Rows packed by hand, the tiny model, and log-probabilities computed directly: one completion at a time, full logits, fp64."""
+"""Rows packed by hand, the tiny model, and log-probabilities computed directly: one completion at a
+time, full logits, fp64.
+"""
 
 import copy
 import json
@@ -23,7 +25,8 @@ from tests.objectives import tiny
 from tests.seeds import fresh_seed
 
 VECTORS = Path(__file__).parent / "vectors"
-# Of losses, and of gradients relative to the norm of the whole: what fp32 leaves after two layers and some sums.
+# Of losses, and of gradients relative to the norm of the whole: what fp32 leaves after two layers
+# and some sums.
 TOLERANCE = 1e-5
 
 Ids = list[int]
@@ -56,7 +59,9 @@ def moved(model: LanguageModel, by: float, seed: int) -> LanguageModel:
 
 
 def packed(rows: Sequence[Sequence[Document]], padding: int = 3) -> Batch:
-    """One row of documents each, completions scored, and at least `padding` tokens of padding behind them."""
+    """One row of documents each, completions scored, and at least `padding` tokens of padding
+    behind them.
+    """
     length = padding + max(sum(len(one.prompt + one.completion) for one in row) for row in rows)
     tokens, positions = (torch.zeros(len(rows), length, dtype=torch.int64) for _ in range(2))
     labels = torch.full((len(rows), length), IGNORE_INDEX)
@@ -170,7 +175,9 @@ def trl() -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def assert_as_trl(case: str, loss: Callable[[LanguageModel], tuple[Tensor, Tensor, Metrics]], reward: bool = False) -> Metrics:
-    """`loss(model)` gives (sum, weight, metrics); its quotient and the gradients are those that TRL's trainer found."""
+    """`loss(model)` gives (sum, weight, metrics); its quotient and the gradients are those that
+    TRL's trainer found.
+    """
     cases, gradients = trl()
     model = tiny_model(reward=reward)
     total, weight, metrics = loss(model)

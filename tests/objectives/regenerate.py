@@ -1,8 +1,9 @@
-"""Record the results of TRL's trainers for the tiny model: `python tests/objectives/regenerate.py [NAME …]`, where trl 1.16
-is installed. Names of functions below record these cases again and keep the others.
+"""Record the results of TRL's trainers for the tiny model: `python tests/objectives/regenerate.py
+[NAME …]`, where trl 1.16 is installed. Names of functions below record these cases again and keep
+the others.
 
-Each trainer computes its own loss of a fixed batch, every option pinned; the loss and some of every gradient are written
-to vectors/. The tests read those and need no TRL.
+Each trainer computes its own loss of a fixed batch, every option pinned; the loss and some of every
+gradient are written to vectors/. The tests read those and need no TRL.
 """
 
 import copy
@@ -208,7 +209,8 @@ def policy(recorder: Recorder, folder: str) -> None:
         "grpo sequence": {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.05, "epsilon_high": 0.06},
         "dapo temperature": {"loss_type": "dapo", "temperature": 0.7},
     }
-    # TRL opens the reference by the model's name; its log-probabilities are given below, of another one.
+    # TRL opens the reference by the model's name; its log-probabilities are given below, of another
+    # one.
     model().save_pretrained(f"{folder}/model")
     for name, options in cases.items():
         opened = LlamaForCausalLM.from_pretrained(f"{folder}/model")
@@ -236,7 +238,9 @@ def policy(recorder: Recorder, folder: str) -> None:
 
 
 def corrected(recorder: Recorder, folder: str) -> None:
-    """What another model sampled; with "proximal", of a set that a third model was the first to use."""
+    """What another model sampled; with "proximal", of a set that a third model was the first to
+    use.
+    """
     prompts = [pair["prompt"] for pair in PAIRS for _ in range(2)]
     completions = [pair[side] for pair in PAIRS for side in ("chosen", "rejected")]
     texts = [words(completion) for completion in completions]
@@ -308,7 +312,9 @@ def fused(other: LlamaForCausalLM, trainer: Any) -> Any:
 
 
 def advantages(recorder: Recorder, folder: str) -> None:
-    """What TRL makes of REWARDS in two groups of four, the second of which has one that could not be given."""
+    """What TRL makes of REWARDS in two groups of four, the second of which has one that could not
+    be given.
+    """
     completions = [pair[side] for pair in PAIRS for side in ("chosen", "rejected")]
 
     ids = [[3, 4]] * 8

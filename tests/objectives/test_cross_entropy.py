@@ -26,7 +26,9 @@ def summed(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 
 def drawn(tokens: int, dtype: torch.dtype, masked: float = 0.3) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states, head and labels of a random shape; the fraction `masked` of the labels is ignored."""
+    """Hidden states, head and labels of a random shape; the fraction `masked` of the labels is
+    ignored.
+    """
     seed = fresh_seed()
     generator = torch.Generator().manual_seed(seed)
     width, vocab = (int(torch.randint(low, high, (), generator=generator)) for low, high in ((1, 40), (2, 90)))
@@ -137,13 +139,16 @@ def test_under_autocast_logits_are_bf16_and_the_sum_and_the_weight_gradient_are_
     logits = (rounded[0] @ rounded[1].t()).float()
     reference = cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
     torch.testing.assert_close(loss, reference, rtol=1e-6, atol=1e-6)
-    # The gradient of the logits is rounded to the 8 bits of bf16 on its way, once more than by autograd.
+    # The gradient of the logits is rounded to the 8 bits of bf16 on its way, once more than by
+    # autograd.
     for mine, theirs in zip(ours, gradients(reference, *rounded), strict=True):
         assert (mine - theirs.float()).norm() < 2e-2 * theirs.float().norm() + 1e-6
 
 
 def test_the_weight_gradient_of_a_bf16_model_adds_up_in_fp32() -> None:
-    """After a chunk that adds 1,024 come forty that add a half each: to a bf16 sum they would add nothing."""
+    """After a chunk that adds 1,024 come forty that add a half each: to a bf16 sum they would add
+    nothing.
+    """
     hidden = torch.ones(41 * CHUNK_TOKENS, 1, dtype=torch.bfloat16)
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
     labels = torch.full((len(hidden),), IGNORE_INDEX)

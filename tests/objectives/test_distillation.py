@@ -184,7 +184,9 @@ def test_a_gpu_draws_the_same_tokens_again_where_only_deterministic_algorithms_a
 
 
 def test_drawn_tokens_give_on_average_what_the_whole_teacher_gives_and_the_likeliest_do_not() -> None:
-    """Groups of draws of one batch: their mean is as far from the whole gradient as the variance between groups says."""
+    """Groups of draws of one batch: their mean is as far from the whole gradient as the variance
+    between groups says.
+    """
     groups, draws, k = 24, 30, 6
     generator, model = drawn(11)
     single = packed([[side for pair in drawn_pairs(generator, 2) for side in pair]])

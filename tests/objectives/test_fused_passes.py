@@ -1,4 +1,6 @@
-"""Biases, capped logits and the z-loss against full logits in fp64, with torch's operators and with the compiled passes."""
+"""Biases, capped logits and the z-loss against full logits in fp64, with torch's operators and with
+the compiled passes.
+"""
 
 import weakref
 from collections.abc import Callable, Iterator
@@ -23,11 +25,13 @@ from tests.objectives.oracle import whole_logits
 from tests.objectives.test_cross_entropy import TOLERANCE, assert_close, drawn
 from tests.seeds import fresh_seed
 
-# What a head may do beside its product: (whether it has a bias, the cap of its logits, the weight of the z-loss).
+# What a head may do beside its product: (whether it has a bias, the cap of its logits, the weight
+# of the z-loss).
 HEADS = [(False, None, 0.0), (True, None, 0.0), (False, 1.5, 0.0), (False, None, 0.1), (True, 2.0, 0.05)]
 PATHS: list[Passes] = ["operators", "fused", "stored"]
 COMPILED_PATHS = PATHS[1:]
-# Of fused passes in fp32 to torch's operators, relative to the sums of absolute values: the same sums in another order.
+# Of fused passes in fp32 to torch's operators, relative to the sums of absolute values: the same
+# sums in another order.
 FUSED_TOLERANCE = 1e-6
 
 
@@ -75,7 +79,9 @@ def theirs(tensors: list[Tensor], labels: Tensor, softcap: float | None, z_weigh
 
 
 def absolute_sums(tensors: list[Tensor], labels: Tensor, softcap: float | None, z_weight: float) -> list[Tensor]:
-    """As `theirs`, with gradients summed in absolute value: rounding follows the size of what is summed, not what cancels."""
+    """As `theirs`, with gradients summed in absolute value: rounding follows the size of what is
+    summed, not what cancels.
+    """
     hidden, weight, *bias = (tensor.detach().double() for tensor in tensors)
     logits = torch.nn.functional.linear(hidden, weight, *bias).requires_grad_()
     every = whole_logits(logits, torch.eye(len(weight)), labels, None, softcap, z_weight)
@@ -117,7 +123,10 @@ def test_compiled_passes_are_torchs_operators_to_1e_6(
 def test_in_bf16_both_read_the_same_logits_and_round_the_gradient_once(
     has_bias: bool, softcap: float | None, z_weight: float, path: Passes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Loss to 1e-6: fp32 sums over the same bf16 logits. Gradients to 2⁻⁸: single entries are rounded to the other side."""
+    """Loss to 1e-6: fp32 sums over the same bf16 logits.
+
+    Gradients to 2⁻⁸: single entries are rounded to the other side.
+    """
     tensors, labels = inputs(300, torch.float32, has_bias)
     tensors = [tensor.detach().bfloat16().requires_grad_() for tensor in tensors]
     fused, plain = (ours(tensors, labels, softcap, z_weight, each) for each in (path, PATHS[0]))
@@ -127,7 +136,8 @@ def test_in_bf16_both_read_the_same_logits_and_round_the_gradient_once(
     for mine, unrounded in zip(fused[2:], theirs(tensors, labels, softcap, z_weight)[2:], strict=True):
         # Logits and their gradient are rounded to 8 bits.
         assert (mine.double() - unrounded.double()).norm() <= 2e-2 * unrounded.double().norm()
-    # A CPU rounds the weight's gradient of each chunk, and the paths have chunks of different sizes: here both have one.
+    # A CPU rounds the weight's gradient of each chunk, and the paths have chunks of different
+    # sizes: here both have one.
     for limit in ("FUSED_LOGITS_BYTES", "CACHED_LOGITS_BYTES"):
         monkeypatch.setattr(chunk_sizes, limit, 2**20)
     fused, plain = (ours(tensors, labels, softcap, z_weight, each) for each in (path, PATHS[0]))
@@ -212,7 +222,9 @@ def test_a_second_number_of_tokens_compiles_each_pass_once_more_and_a_third_none
 
 
 def launched(function: Callable[..., Any], logits: Tensor, *arguments: Any) -> tuple[Any, int]:
-    """What the compiled function returns, and the kernels that it launches; none may need another array of logits."""
+    """What the compiled function returns, and the kernels that it launches; none may need another
+    array of logits.
+    """
     torch._dynamo.reset()
     result, (code,) = run_and_get_code(torch.compile(function), logits, *arguments)
     lines = [line.strip() for line in code[code.index("def call(") :].splitlines()]

@@ -1,4 +1,6 @@
-"""Next-token prediction on real batches, and bits per byte against an oracle that goes token by token."""
+"""Next-token prediction on real batches, and bits per byte against an oracle that goes token by
+token.
+"""
 
 import math
 from pathlib import Path
@@ -139,7 +141,8 @@ def test_text_is_scored_as_by_an_oracle_that_goes_token_by_token(
             loss = -float(log_probabilities[row, place, target])
             nats, labels = nats + loss, labels + 1
             if target != tokenizer.eos_token_id:
-                # A byte of a character that is split over tokens decodes to U+FFFD alone: count by what it stands for.
+                # A byte of a character that is split over tokens decodes to U+FFFD alone: count by
+                # what it stands for.
                 text_nats, text_bytes = text_nats + loss, text_bytes + int(tokenizer.token_byte_lengths()[target])
     scored = score_text(model, batch, torch.from_numpy(tokenizer.token_byte_lengths())).sum(0)
     assert scored.dtype == torch.float64
@@ -148,8 +151,9 @@ def test_text_is_scored_as_by_an_oracle_that_goes_token_by_token(
 
 
 def test_the_scored_bytes_are_those_of_the_text(model: LanguageModel, tokens: TokenFolder) -> None:
-    """Every byte of the validation documents counts once, except each document's first token, which nothing predicts, and
-    the separators, which are not text."""
+    """Every byte of the validation documents counts once, except each document's first token, which
+    nothing predicts, and the separators, which are not text.
+    """
     stream = TokenDataset(tokens, split="validation", sequence_length=64, shuffle=False)
     sizes = torch.from_numpy(tokens.tokenizer.token_byte_lengths())
     batch = Batch.from_sequences(stream.sequences(0, stream.sequences_per_epoch))

@@ -1,4 +1,6 @@
-"""Log-probabilities of tokens in chunks against `log_softmax` of the full logits, and their sums over documents."""
+"""Log-probabilities of tokens in chunks against `log_softmax` of the full logits, and their sums
+over documents.
+"""
 
 from collections.abc import Callable
 from typing import Any

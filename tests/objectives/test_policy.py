@@ -1,4 +1,6 @@
-"""The policy objective and its advantages against fp64 loops over tokens, and against recorded results of TRL's trainers."""
+"""The policy objective and its advantages against fp64 loops over tokens, and against recorded
+results of TRL's trainers.
+"""
 
 import math
 from collections.abc import Sequence
@@ -268,9 +270,11 @@ def completions_of(generator: torch.Generator, counts: Sequence[int]) -> list[li
 def with_policy_extras(
     batch: Batch, rows: Sequence[Sequence[Document]], model: LanguageModel, config: PolicyLossConfig, seed: int
 ) -> Batch:
-    """Add advantages of both signs, log-probabilities of an older policy and of a reference, and truncated completions.
+    """Add advantages of both signs, log-probabilities of an older policy and of a reference, and
+    truncated completions.
 
-    The older policy gives the first completion the same log-probabilities: if all were clipped, there would be no gradient.
+    The older policy gives the first completion the same log-probabilities: if all were clipped,
+    there would be no gradient.
     """
     count = len(rows) * max(map(len, rows))
     first = torch.zeros_like(batch.document_ids, dtype=torch.bool)
@@ -287,7 +291,9 @@ def with_policy_extras(
 
 
 def by_document(batch: Batch, rows: Sequence[Sequence[Document]]) -> list[dict[str, Any]]:
-    """The extras of each completion: the values of its scored tokens, or the one value that all of it has."""
+    """The extras of each completion: the values of its scored tokens, or the one value that all of
+    it has.
+    """
     results = []
     for row, of in enumerate(rows):
         for number in range(len(of)):
@@ -308,7 +314,8 @@ def test_losses_and_gradients_are_those_of_an_oracle_that_goes_token_by_token(na
     ours = loss.detach(), gradient(loss, model)
     wide = model.double()
     expected, weight = plain_sum(config, wide, [one for row in rows for one in row], by_document(batch, rows))
-    # A ratio at the very bound may be clipped in one precision and not in the other; fresh seeds have not met one.
+    # A ratio at the very bound may be clipped in one precision and not in the other; fresh seeds
+    # have not met one.
     assert_same(ours, (expected.detach() / weight, gradient(expected / weight, wide)))
     assert objective.num_items(batch).item() == weight
 

@@ -1,4 +1,6 @@
-"""Preference objectives against an fp64 oracle that goes token by token, and against recorded results of TRL's trainers."""
+"""Preference objectives against an fp64 oracle that goes token by token, and against recorded
+results of TRL's trainers.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -103,7 +105,8 @@ def test_losses_and_gradients_of_pairs_are_those_of_trl(name: str) -> None:
     pairs = recorded_pairs(prompt=(1, 1), chosen=(8, 8)) if name == "orpo" else recorded_pairs()
     batch = with_reference(packed(one_row(pairs)), tiny_model(0.02, 1))
     if name == "dpo smoothed":
-        # TRL smooths labels in its CPO trainer only, which has no reference: log-probabilities of 0 take its place.
+        # TRL smooths labels in its CPO trainer only, which has no reference: log-probabilities of 0
+        # take its place.
         batch = with_extras(batch, reference_logprobs=torch.zeros(batch.batch_size, batch.sequence_length))
     assert_as_trl(IN_TRL[name], lambda model: _loss_and_num_items(OBJECTIVES[name], model, batch))
 
@@ -132,7 +135,8 @@ def test_loss_and_gradients_of_kto_are_those_of_trl() -> None:
     batch = with_reference(packed([documents]), tiny_model(0.02, 1))
     batch = with_extras(batch, kto_labels=[[1, 1, 0, 0, 1, 1, 0, 0]])
     metrics = assert_as_trl("kto", lambda model: _loss_and_num_items(KTOObjective(**KTO_WEIGHTS), model, batch))
-    # TRL's own estimate of the KL divergence, from its log. It is above zero; otherwise the loss would not depend on it.
+    # TRL's own estimate of the KL divergence, from its log. It is above zero; otherwise the loss
+    # would not depend on it.
     assert float(metrics["kl"][0] / metrics["kl"][1]) == pytest.approx(1.0061497688293457, rel=1e-5)
 
 
@@ -141,7 +145,9 @@ def sigma(x: Tensor) -> Tensor:
 
 
 def plain_loss(name: str, chosen: list[Tensor], rejected: list[Tensor], before: tuple[list[Tensor], list[Tensor]]) -> Tensor:
-    """The loss of one pair from log p of each token under the policy and under the reference, as the papers write it."""
+    """The loss of one pair from log p of each token under the policy and under the reference, as
+    the papers write it.
+    """
     (c, r), (mean_c, mean_r) = (sum(chosen), sum(rejected)), (sum(chosen) / len(chosen), sum(rejected) / len(rejected))
     if name == "orpo":
         odds = [mean.exp() / (1 - mean.exp()) for mean in (mean_c, mean_r)]

@@ -1,4 +1,5 @@
-"""A Llama of some 90,000 parameters and a few pairs, made of a seed: the same here and where TRL's figures were recorded.
+"""A Llama of some 90,000 parameters and a few pairs, made of a seed: the same here and where TRL's
+figures were recorded.
 
 numpy only, of its frozen legacy generator, so that neither needs the other's libraries.
 """
@@ -35,7 +36,9 @@ DIVERGENCES = {
 
 
 def weights(moved: float = 0.0, seed: int = 0) -> dict[str, np.ndarray]:
-    """fp32 tensors by Hugging Face name; with `moved`, another model near the first, as a reference or an older policy is."""
+    """fp32 tensors by Hugging Face name; with `moved`, another model near the first, as a reference
+    or an older policy is.
+    """
     width, inner = SHAPE["hidden_size"], SHAPE["intermediate_size"]
     kept = width * SHAPE["num_key_value_heads"] // SHAPE["num_attention_heads"]
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (SHAPE["vocab_size"], width)}

@@ -1,4 +1,6 @@
-"""What blocks save for their backward pass goes to the host and comes back in time, with the values that it had."""
+"""What blocks save for their backward pass goes to the host and comes back in time, with the values
+that it had.
+"""
 
 import weakref
 from dataclasses import replace
@@ -27,8 +29,10 @@ CPU = torch.device("cpu")
 
 
 class LateCopyStream(HostCopyStream):
-    """A device whose copies are made only when they are waited for. Until then the targets are NaN, and they stay so where the
-    source was freed before."""
+    """A device whose copies are made only when they are waited for.
+
+    Until then the targets are NaN, and they stay so where the source was freed before.
+    """
 
     def __init__(self) -> None:
         self._queue: list[list[tuple[weakref.ref[Tensor], Tensor]]] = []

@@ -1,4 +1,6 @@
-"""Float8 in the linear layers of the blocks: emulated on two real ranks, refused where it is impossible, and on a GPU."""
+"""Float8 in the linear layers of the blocks: emulated on two real ranks, refused where it is
+impossible, and on a GPU.
+"""
 
 import json
 import math
@@ -36,7 +38,8 @@ def test_losses_in_float8_fall_like_those_in_fp32_but_are_not_the_same(trained: 
     exact, rounded = trained["fp32"]["losses"], trained["float8"]["losses"]
     assert exact[-1] < exact[0] - 0.2
     assert rounded != exact
-    # e4m3 keeps 3 bits behind the point, 6 % of a number; in sums over 64 and more of them most of that cancels.
+    # e4m3 keeps 3 bits behind the point, 6 % of a number; in sums over 64 and more of them most of
+    # that cancels.
     assert rounded == pytest.approx(exact, rel=0.01)
 
 
@@ -48,7 +51,8 @@ def test_a_checkpoint_of_a_float8_run_has_the_tensors_of_any_run(trained: dict[s
     assert trained["float8"]["tensors"] == trained["fp32"]["tensors"]
     assert set(trained["float8"]["tensors"]) == set(build_model(SHAPE, "meta").state_dict())
     rounded, exact = trained["float8"]["bytes"], trained["fp32"]["bytes"]
-    # On a loaded machine a collective of FSDP may end late, and the gathered embedding still lives then, or it does not.
+    # On a loaded machine a collective of FSDP may end late, and the gathered embedding still lives
+    # then, or it does not.
     gathered = 2 * math.ceil(SHAPE.vocab_size / 2) * SHAPE.hidden_size * 4
     assert abs(rounded.pop("activations") - exact.pop("activations")) in (0, gathered)
     assert rounded == exact

@@ -52,7 +52,8 @@ def test_a_cpu_has_fast_bf16_where_its_flags_say_so() -> None:
 
 
 FASTER, SLOWER = {"torch.bfloat16": 120e9, "torch.float32": 100e9}, {"torch.bfloat16": 119e9, "torch.float32": 100e9}
-# `lmforge` on a CPU with bf16 arithmetic, whose products a measurement finds so fast: a table for each rank.
+# `lmforge` on a CPU with bf16 arithmetic, whose products a measurement finds so fast: a table for
+# each rank.
 ON_CPU = """
 import json, os, sys
 from lmforge.cli import main

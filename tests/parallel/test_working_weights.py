@@ -1,4 +1,6 @@
-"""bf16 weights of one process: cast once per step, with the values and gradients of autocast, and with fp32 masters."""
+"""bf16 weights of one process: cast once per step, with the values and gradients of autocast, and
+with fp32 masters.
+"""
 
 from contextlib import nullcontext
 from typing import Any
@@ -67,7 +69,8 @@ def test_the_matrices_of_the_blocks_are_cast_once_a_step_whatever_the_accumulati
         with WeightCasts(matrices) as casts:
             model.forward_backward(micro_batches(model, count), torch.tensor(9.0), print)
         assert casts.narrowed == len(matrices)
-        # Only the first gradients are: later ones are added to them as they are. The second step still has those of the first.
+        # Only the first gradients are: later ones are added to them as they are. The second step
+        # still has those of the first.
         assert casts.widened == (len(trained) if count == 1 else 0)
 
 
@@ -110,7 +113,10 @@ ORDERS = [
 def test_gradients_reach_the_masters_of_a_block_before_the_block_before_it_goes_backward(
     kind: str, checkpointing: str, compiled: bool
 ) -> None:
-    """So that DDP reduces them beside the backward pass. Norms have no copies: theirs show when a block goes backward."""
+    """So that DDP reduces them beside the backward pass.
+
+    Norms have no copies: theirs show when a block goes backward.
+    """
     model = small_model(kind, checkpointing)
     order: list[int] = []
     expected: list[int] = []

@@ -1,4 +1,6 @@
-"""The program that a prediction simulates, and the bytes that its forward pass saves, for comparison with measurements."""
+"""The program that a prediction simulates, and the bytes that its forward pass saves, for
+comparison with measurements.
+"""
 
 from lmforge.lab.plan.hardware import data_sheets
 from lmforge.lab.plan.prediction.program import StepProgram
@@ -14,6 +16,8 @@ def step_program(step_config: StepConfig) -> StepProgram:
 
 
 def predicted_activation_bytes(step_config: StepConfig) -> float:
-    """Bytes of one micro-batch's activations between its forward and its backward pass, with the gradients of the loss."""
+    """Bytes of one micro-batch's activations between its forward and its backward pass, with the
+    gradients of the loss.
+    """
     forward = [each for each in step_program(step_config).build(1) if each.name.startswith("forward")]
     return sum(each.allocate.get(kind, 0) - each.free.get(kind, 0) for each in forward for kind in ("activations", "loss"))

@@ -1,4 +1,6 @@
-"""What a traced block computes and keeps, compared with real blocks on real tensors and with what a family states."""
+"""What a traced block computes and keeps, compared with real blocks on real tensors and with what a
+family states.
+"""
 
 import gc
 from collections.abc import Iterator
@@ -67,7 +69,9 @@ def _new_graphs() -> Iterator[None]:
 def real_block(
     config: ModelConfig, mode: str, ranks: int = 1, lora: LoraConfig | None = None
 ) -> Iterator[tuple[nn.Module, Any]]:
-    """A block in bf16 and its arguments, with zeros; of rank 0 of a fake group with tensor parallelism."""
+    """A block in bf16 and its arguments, with zeros; of rank 0 of a fake group with tensor
+    parallelism.
+    """
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     try:
         model = build_model(config, "cpu")
@@ -93,7 +97,9 @@ def real_block(
 
 
 def allocated_bytes(block: nn.Module, args: list[Any]) -> int:
-    """Bytes that the forward pass of a block allocates and does not free, with its input and without its output."""
+    """Bytes that the forward pass of a block allocates and does not free, with its input and
+    without its output.
+    """
     block(*args).sum().backward()  # what is made once
     hidden, *rest = args
     gc.collect()
@@ -108,7 +114,9 @@ def allocated_bytes(block: nn.Module, args: list[Any]) -> int:
 
 
 def partitioned_bytes(block: nn.Module, args: list[Any]) -> int:
-    """Bytes of activations that the compiled forward pass of a block hands to its backward pass, each storage once."""
+    """Bytes of activations that the compiled forward pass of a block hands to its backward pass,
+    each storage once.
+    """
     kept: dict[str, Any] = {}
 
     def partition(joint: Any, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
@@ -153,8 +161,11 @@ def traced_bytes(config: ModelConfig, mode: str, ranks: int = 1, *, compiled: bo
 
 
 def possible_differences(config: ModelConfig) -> tuple[int, ...]:
-    """How many bytes more a trace, which is of one sequence, may have. A mixture keeps where the rows of each expert end once,
-    and a number that its auxiliary loss is multiplied by, which no operator makes."""
+    """How many bytes more a trace, which is of one sequence, may have.
+
+    A mixture keeps where the rows of each expert end once, and a number that its auxiliary loss is
+    multiplied by, which no operator makes.
+    """
     ends, number = (SEQUENCES - 1) * 4 * config.num_experts, 8 * any(config.sparse_layers)
     return 0, ends, -number, ends - number
 
@@ -231,7 +242,8 @@ def test_flops_by_the_convention_are_those_of_the_trace(family: str) -> None:
     traced_model = TracedModel(config, torch.float32, sparse=any(config.sparse_layers))
     forward = trace_block(traced_model, LENGTH, "none", compiled=False, on_gpu=True).forward
     head = 2 * config.hidden_size * config.num_outputs
-    # The convention has no causal discount, counts vectors as matrices, and a backward pass as twice the forward pass.
+    # The convention has no causal discount, counts vectors as matrices, and a backward pass as
+    # twice the forward pass.
     count = parameter_count(config)
     idle = count.total - active_parameters(config) if any(config.sparse_layers) else 0
     vectors = count.active_matmul + idle - count.block_matrices - config.hidden_size * config.vocab_size

@@ -1,4 +1,6 @@
-"""`lmforge bench --calibrate` and `lmforge plan --calibration`: what is measured, what a plan uses, and what it refuses."""
+"""`lmforge bench --calibrate` and `lmforge plan --calibration`: what is measured, what a plan uses,
+and what it refuses.
+"""
 
 import json
 from collections.abc import Callable
@@ -26,7 +28,8 @@ def planned(capfd: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]
     return dict(json.loads(capfd.readouterr().out))
 
 
-# --- measuring -----------------------------------------------------------------------------------------------------------
+# --- measuring
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_two_ranks_measure_themselves_and_a_plan_of_two_takes_it(
@@ -70,7 +73,8 @@ def test_options_that_do_not_go_together_are_refused(refused: Refusal, words: li
     assert message in refused("bench", *words)
 
 
-# --- the file ------------------------------------------------------------------------------------------------------------
+# --- the file
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_values_between_measured_sizes_are_between_theirs_and_beyond_the_grid_those_of_its_edge() -> None:
@@ -149,7 +153,8 @@ def test_a_file_that_is_not_there_is_one_line(refused: Refusal) -> None:
     assert "--calibration: none.json: no such file" in refused("plan", *CPU_PLAN, "--calibration", "none.json")
 
 
-# --- what a plan takes of it -----------------------------------------------------------------------------------------------
+# --- what a plan takes of it
+# -----------------------------------------------------------------------------------------------
 
 
 def test_each_measured_rate_takes_the_place_of_its_constant(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -222,7 +227,9 @@ def test_auto_is_bf16_on_a_cpu_where_its_products_were_measured_faster_by_a_fift
 
 
 def test_measured_collectives_count_for_the_group_that_was_measured() -> None:
-    """Two ranks of one host: other groups on one host by what each link carries, and groups on several hosts not at all."""
+    """Two ranks of one host: other groups on one host by what each link carries, and groups on
+    several hosts not at all.
+    """
     table = calibration(ranks=2)
     for each in table["measurements"]:
         if each["what"] in COLLECTIVES:
@@ -237,7 +244,8 @@ def test_measured_collectives_count_for_the_group_that_was_measured() -> None:
     assert rates.gather_seconds(2**20, across) == sheets.gather_seconds(2**20, across)
 
 
-# --- compared with a step ----------------------------------------------------------------------------------------------------
+# --- compared with a step
+# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -255,11 +263,13 @@ def test_measured_collectives_count_for_the_group_that_was_measured() -> None:
 def test_live_tensors_at_the_peak_of_a_step_are_those_that_bench_measures(
     capfd: pytest.CaptureFixture[str], tmp_path: Path, preset: str, engine: str, ranks: int, checkpointing: str
 ) -> None:
-    # A tensor that vmap handed out, as another test of this process may have left one, has no bytes of its own.
+    # A tensor that vmap handed out, as another test of this process may have left one, has no bytes
+    # of its own.
     left: list[torch.Tensor] = []
     torch.vmap(lambda row: (left.append(row), row)[1])(torch.zeros(3, 2))
     words = ["--parallel.activation_checkpointing", checkpointing, "--train.compile", "off", "--train.dtype", "fp32"]
-    # On a CPU, which of two collectives of FSDP ends first moves the peak by up to 4 MiB: of a smaller batch by over 5 %.
+    # On a CPU, which of two collectives of FSDP ends first moves the peak by up to 4 MiB: of a
+    # smaller batch by over 5 %.
     words += ["--train.micro_batch_size", "6", "--train.global_batch_size", str(6 * ranks), "--data.sequence_length", "256"]
     words += ["--model.preset", preset, "--model.num_hidden_layers", "3", "--parallel.engine", engine]
     timed = ["--launch.processes", str(ranks)] if ranks > 1 else []

@@ -1,4 +1,6 @@
-"""Predictions of distillations: the bytes that a run of one has, with the teacher beside the student, and what a plan says."""
+"""Predictions of distillations: the bytes that a run of one has, with the teacher beside the
+student, and what a plan says.
+"""
 
 import json
 from pathlib import Path
@@ -9,8 +11,9 @@ import pytest
 from lmforge.cli import run
 from tests.conftest import Command, Refusal
 
-# Measures the live tensors at the peak of three steps on each rank, where a run attaches its profiler. From the first step on,
-# since the profiler does not see that what was allocated before it began is freed.
+# Measures the live tensors at the peak of three steps on each rank, where a run attaches its
+# profiler. From the first step on, since the profiler does not see that what was allocated before
+# it began is freed.
 PLUGIN = """
 import gc, json
 from torch.profiler import ProfilerActivity, profile

@@ -1,4 +1,6 @@
-"""The memory of a simulated step compared with FSDPMemTracker's on a real one, for 8 to 1,024 ranks of a fake group."""
+"""The memory of a simulated step compared with FSDPMemTracker's on a real one, for 8 to 1,024 ranks
+of a fake group.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,8 +27,9 @@ from lmforge.lab.plan.prediction.step_config import StepConfig
 from tests.plan.step_program import step_program
 
 MIB = 2**20
-# Whose peak is in the loss, and whose is in the backward pass of a block. The loss has one chunk: what torch allocates within
-# an operator, to add the bf16 gradient of a second chunk to the fp32 sum, the tracker does not see.
+# Whose peak is in the loss, and whose is in the backward pass of a block. The loss has one chunk:
+# what torch allocates within an operator, to add the bf16 gradient of a second chunk to the fp32
+# sum, the tracker does not see.
 WIDE_HEAD = {"vocab_size": 8000, "num_hidden_layers": 6, "num_key_value_heads": 2, "intermediate_size": 1408}
 DEEP = {"vocab_size": 512, "num_hidden_layers": 8, "num_key_value_heads": 8, "intermediate_size": 2048}
 # A dense block and five that are mixtures, whose experts are fewer than some of the ranks.
@@ -77,7 +80,9 @@ def fake_ranks(world_size: int) -> Iterator[DistributedContext]:
 
 
 def tracked_peak(config: ModelConfig, world_size: int, shape: tuple[int, int], options: ParallelOptions) -> float:
-    """Bytes of live tensors at the peak of the second step on rank 0, which holds zeros: what it computes does not matter."""
+    """Bytes of live tensors at the peak of the second step on rank 0, which holds zeros: what it
+    computes does not matter.
+    """
 
     def zeros(model: LanguageModel) -> None:
         with torch.no_grad():

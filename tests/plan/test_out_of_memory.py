@@ -1,4 +1,6 @@
-"""When memory runs out, a run suggests options that fit, and these do fit: real processes under a memory limit."""
+"""When memory runs out, a run suggests options that fit, and these do fit: real processes under a
+memory limit.
+"""
 
 import json
 import os
@@ -293,7 +295,9 @@ def test_a_plan_and_a_run_have_the_same_inputs() -> None:
 
 
 def test_a_failure_counts_as_a_measurement() -> None:
-    """Where the prediction says that what has just failed fits, nothing nearly as large is suggested."""
+    """Where the prediction says that what has just failed fits, nothing nearly as large is
+    suggested.
+    """
     config = parse_config(PretrainConfig, ["--train.global_batch_size", "64", "--train.micro_batch_size", "64"])
     estimator = estimator_of(config, on_gpu=True)
     needed = estimator.required_bytes(estimator.step_config) + estimator.overhead_bytes

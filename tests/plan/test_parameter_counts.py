@@ -46,8 +46,8 @@ def test_adapters_cost_what_torch_counts(method: str, targets: list[str]) -> Non
     tokens = torch.zeros(ROWS, LENGTH, dtype=torch.int64, device="meta")
     with FlopCounterMode(display=False) as counter:
         model.lm_head(model(tokens, tokens, tokens.int())).sum().backward()
-    # Norms are counted by the convention and are no matrix products; and nobody asks for the gradient of the embeddings,
-    # which the first layers would have to be gone back through for.
+    # Norms are counted by the convention and are no matrix products; and nobody asks for the
+    # gradient of the embeddings, which the first layers would have to be gone back through for.
     vectors = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 1)
     first = model.blocks[0].self_attn
     projections = first.q_proj, first.k_proj, first.v_proj

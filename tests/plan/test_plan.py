@@ -1,4 +1,6 @@
-"""`lmforge plan`: what it prints, refuses and writes; that predictions change in the right direction."""
+"""`lmforge plan`: what it prints, refuses and writes; that predictions change in the right
+direction.
+"""
 
 import json
 import re
@@ -50,7 +52,8 @@ def plan_json(capfd: pytest.CaptureFixture[str], *words: object) -> dict[str, An
     return dict(json.loads(capfd.readouterr().out))
 
 
-# --- the simulator -----------------------------------------------------------------------------------------------------
+# --- the simulator
+# -----------------------------------------------------------------------------------------------------
 
 
 def test_streams_overlap_and_wait_for_each_other() -> None:
@@ -80,7 +83,8 @@ def test_repeated_micro_batches_take_the_time_that_simulating_each_takes() -> No
     assert six.live_bytes == three.live_bytes
 
 
-# --- predictions ---------------------------------------------------------------------------------------------------------
+# --- predictions
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_what_is_kept_between_steps_is_what_the_model_has() -> None:
@@ -129,10 +133,12 @@ def test_expert_parallelism_splits_experts_over_a_copy_of_the_model_and_sends_to
     whole, split = (prediction_of(tensor.with_options(expert_parallel_degree=degree)) for degree in (1, 8))
     model = tensor.model
     experts = model.num_hidden_layers * model.num_experts * 3 * model.hidden_size * model.expert_size
-    # Without, each rank of tensor parallelism has all experts, sharded over 8; with, they are split over all 16 ranks.
+    # Without, each rank of tensor parallelism has all experts, sharded over 8; with, they are split
+    # over all 16 ranks.
     assert whole.memory["weights"] - split.memory["weights"] == pytest.approx(4 * experts / 16, rel=1e-6)
     assert split.memory.get("gathered weights", 0.0) < whole.memory["gathered weights"] / 3
-    # Two all-to-alls forward and two backward of three quarters and more of the rows of eight choices, in bf16.
+    # Two all-to-alls forward and two backward of three quarters and more of the rows of eight
+    # choices, in bf16.
     rows = tensor.tokens / 2 * 8 * model.hidden_size * 2
     at_least = 4 * model.num_hidden_layers * rows * 7 / 8 / data_sheets().gpu("h100-80").link_gb_s / 1e9
     assert at_least < split.seconds["all-to-all of tokens"] < 3 * at_least
@@ -249,7 +255,8 @@ def test_every_entry_of_the_hardware_file_can_be_planned_for_and_names_its_sourc
         assert prediction_of(step_config_of(gpus=16), network=network.name).tokens_per_second > 0
 
 
-# --- the verb --------------------------------------------------------------------------------------------------------------
+# --- the verb
+# --------------------------------------------------------------------------------------------------------------
 
 
 def test_a_plan_says_memory_speed_and_cost_with_intervals(capfd: pytest.CaptureFixture[str]) -> None:
@@ -288,7 +295,9 @@ def test_a_plan_of_a_mixture_says_its_total_and_active_parameters(capfd: pytest.
 
 
 def test_a_preset_keeps_its_vocabulary_unless_data_is_named(tiny_tokens: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """What lies in the default folder, as after the quickstart, is not the data of a run that does not name it."""
+    """What lies in the default folder, as after the quickstart, is not the data of a run that does
+    not name it.
+    """
     shutil.copytree(tiny_tokens, PretrainDataOptions().folder)
     words, line = ["plan", "--model.preset", "smollm-135m"], "\nvocabulary 49,152 tokens, the model's own\n"
     for more in ([], ["--search", "--configurations", "1"]):
@@ -297,7 +306,8 @@ def test_a_preset_keeps_its_vocabulary_unless_data_is_named(tiny_tokens: Path, c
     assert plan_json(capfd, *words[1:])["parameters"] == parameter_count(get_preset("smollm-135m")).total
     assert run([*words, "--data.folder", str(tiny_tokens)]) == 0
     assert f"\nvocabulary 512 tokens, of the tokenizer in {tiny_tokens}\n" in capfd.readouterr().out
-    # A model that is given by its sizes has no vocabulary of its own: a run would take that of the default folder.
+    # A model that is given by its sizes has no vocabulary of its own: a run would take that of the
+    # default folder.
     sizes = ["--model.hidden_size", "64", "--model.num_hidden_layers", "1", "--model.num_attention_heads", "2"]
     assert run(["plan", *sizes]) == 0
     assert f"\nvocabulary 512 tokens, of the tokenizer in {PretrainDataOptions().folder}\n" in capfd.readouterr().out
@@ -569,7 +579,8 @@ def test_the_hardware_file_is_in_the_package() -> None:
     assert 'plan" = ["hardware.toml"]' in (ROOT / "pyproject.toml").read_text()
 
 
-# --- recipes that are not one pretraining with one sequence length ------------------------------------------------------------
+# --- recipes that are not one pretraining with one sequence length
+# ------------------------------------------------------------
 
 
 def tuned(folder: Path, *lines: str) -> Path:
@@ -738,7 +749,9 @@ def test_a_search_simulates_few_blocks_for_each_configuration_and_the_whole_mode
         return 1 if candidate.step_config.pipeline == 1 else 2  # the first and the last
 
     def tries(candidate: Candidate) -> int:
-        """With gradients that wait for the last micro-batch, where there is a choice, and without, where those do not fit."""
+        """With gradients that wait for the last micro-batch, where there is a choice, and without,
+        where those do not fit.
+        """
         return 1 + (can_reduce_once(candidate.step_config) and candidate.step_config.options.reduce_every_micro_batch is True)
 
     # All are estimated by two short models, and the best predicted in full.
@@ -747,7 +760,8 @@ def test_a_search_simulates_few_blocks_for_each_configuration_and_the_whole_mode
     assert sum(blocks in FEW_BLOCKS for blocks in depths) == short
     assert len(depths) - short == sum(stages(each) for each in result.fitting[:FINALISTS])
     assert max(depths) == layers
-    # Each shape of a block is traced once: recomputing every second block, or every one, is the same to a block.
+    # Each shape of a block is traced once: recomputing every second block, or every one, is the
+    # same to a block.
     tried = [each.step_config for each in (*result.fitting, *result.too_large)]
     names = {"selective-blocks": "full"}
     shapes = {(each.tensor, names.get(mode, mode)) for each in tried for mode in ("none", each.checkpointing.name)}

@@ -29,7 +29,9 @@ Script = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture(scope="module")
 def script(tmp_path_factory: pytest.TempPathFactory) -> Script:
-    """`script(path, *words, cwd=None, **variables)`: a script in a process of its own, which has imported torch already."""
+    """`script(path, *words, cwd=None, **variables)`: a script in a process of its own, which has
+    imported torch already.
+    """
 
     def run(path: Path, *words: object, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
         folder = tmp_path_factory.mktemp("script")

@@ -1,4 +1,6 @@
-"""The report in a real browser: opened as a file, used with a pointer, at the widths of a desk and of a phone."""
+"""The report in a real browser: opened as a file, used with a pointer, at the widths of a desk and
+of a phone.
+"""
 
 import json
 from collections.abc import Iterator

@@ -24,7 +24,8 @@ def sandbox() -> Iterator[Sandbox]:
         yield opened
 
 
-# --- the filter of system calls, without Landlock ------------------------------------------------------------------------
+# --- the filter of system calls, without Landlock
+# ------------------------------------------------------------------------
 
 # `confine` is "filtered" or "free"; `victim` is a process of the same user.
 PRELUDE = """
@@ -188,7 +189,8 @@ def test_every_number_of_a_denied_call_is_that_of_its_name() -> None:
         assert numbers.get(name, "-1") == str(columns[architecture()]), name
 
 
-# --- the limits --------------------------------------------------------------------------------------------------------
+# --- the limits
+# --------------------------------------------------------------------------------------------------------
 
 LARGE = 7 << 20
 WRITE = """
@@ -266,7 +268,8 @@ def test_threads_that_take_no_memory_are_limited_too(sandbox: Sandbox) -> None:
     assert (result.status, result.error) == ("killed", "more than 256 threads")
 
 
-# --- forged reports --------------------------------------------------------------------------------------------------------
+# --- forged reports
+# --------------------------------------------------------------------------------------------------------
 
 FORGE = """
 import os, sys

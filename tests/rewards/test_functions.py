@@ -189,7 +189,8 @@ def test_a_failure_gives_none_and_its_error_and_leaves_the_other_function_alone(
         began = {process.pid for process in psutil.Process().children(recursive=True)} - others
         for _ in range(2):
             scores = rewards(PROMPTS, COMPLETIONS, {})
-            # On a busy machine the good one may miss so short a time as well, but the bad one always does.
+            # On a busy machine the good one may miss so short a time as well, but the bad one
+            # always does.
             assert scores.by_function[bad] == [None, None, None]
             assert problem in scores.errors[bad]
             assert scores.by_function[good] in ([1.0, 1.0, 2.0], [None, None, None])

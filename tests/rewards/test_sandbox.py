@@ -23,7 +23,9 @@ SECONDS = 1.0
 
 @pytest.fixture(scope="module")
 def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
-    """A sandbox with a scratch folder of its own, so that folders of other sandboxes do not count as left behind."""
+    """A sandbox with a scratch folder of its own, so that folders of other sandboxes do not count
+    as left behind.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("scratch")))
         with Sandbox() as opened:
@@ -121,7 +123,8 @@ def test_each_violation_has_its_status_in_bounded_time(sandbox: Sandbox, code: s
     assert result.status == status, result
     assert error in result.error
     assert result.checks_passed == (False,)
-    # What never ends is ended at its time, and everything else ends by itself; 20 more on a busy machine.
+    # What never ends is ended at its time, and everything else ends by itself; 20 more on a busy
+    # machine.
     assert time.monotonic() - began < 20 + 20
     assert len(result.output) <= 1 << 16
 
@@ -147,7 +150,8 @@ def test_no_connection_reaches_a_port_that_listens(sandbox: Sandbox, tmp_path: P
             f"socket.create_connection(('127.0.0.1', {port}), timeout=2)",
             f"urllib.request.urlopen('http://127.0.0.1:{port}', timeout=2)",
             f"socket.socketpair(type=socket.SOCK_DGRAM)[0].sendto(b'x', {str(tmp_path / 'socket')!r})",
-            # io_uring can open and connect sockets by itself: its setup is call 425 on every architecture.
+            # io_uring can open and connect sockets by itself: its setup is call 425 on every
+            # architecture.
             "ctypes.CDLL(None, use_errno=True).syscall(425, 1, bytes(120)) >= 0 or throw(OSError(ctypes.get_errno(), ''))",
         ]
         for attempt in attempts:
@@ -342,7 +346,8 @@ sandbox.run("while True: pass", seconds=1000.0)
     assert psutil.wait_procs([server, *programs], timeout=30)[1] == []
 
 
-# A filter of system calls that hides Landlock, as a kernel of another make would: four steps of classic BPF.
+# A filter of system calls that hides Landlock, as a kernel of another make would: four steps of
+# classic BPF.
 WITHOUT_LANDLOCK = """
 import ctypes, json, struct, sys
 from lmforge.post.rewards.sandbox import Sandbox

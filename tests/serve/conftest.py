@@ -81,11 +81,15 @@ def _client(url: str, key: str) -> "openai.OpenAI":
 
 @pytest.fixture(scope="session")
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
-    """`serving(*words)`: `lmforge serve` in a process of its own. All are ended by Ctrl-C, and must end well."""
+    """`serving(*words)`: `lmforge serve` in a process of its own.
+
+    All are ended by Ctrl-C, and must end well.
+    """
     servers: list[Server] = []
 
     def start(*words: object) -> Server:
-        # On a CPU that multiplies bf16 that would be taken, and a text would depend on those beside it.
+        # On a CPU that multiplies bf16 that would be taken, and a text would depend on those beside
+        # it.
         words = ("serve", *words, "--port", 0, "--device", "cpu", "--dtype", "fp32")
         key = KEY if "--weight_updates" in words else {}
         process = preloaded().start(words, tmp_path_factory.mktemp("server"), variables=key)
@@ -113,7 +117,9 @@ def server(serving: Callable[..., Server], models: Path, tiny_run: Path) -> Serv
 
 @pytest.fixture(scope="session")
 def blank_model(scripted: Scripted, byte_tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
-    """A folder whose model says ` b`, with a tokenizer that leaves out the blank where a text begins."""
+    """A folder whose model says ` b`, with a tokenizer that leaves out the blank where a text
+    begins.
+    """
     folder = tmp_path_factory.mktemp("served")
     byte_tokenizer.save(folder / "tokenizer")
     file = folder / "tokenizer" / "tokenizer.json"
@@ -135,7 +141,9 @@ def weights_server(serving: Callable[..., Server], models: Path) -> Server:  # n
 
 @pytest.fixture(scope="session")
 def narrow_server(serving: Callable[..., Server], models: Path) -> Server:  # noqa: F811 - its fixture
-    """A server that asks for the key `sesame`, and takes little: a row, an open model, 9,000 tokens, 20,000 bytes."""
+    """A server that asks for the key `sesame`, and takes little: a row, an open model, 9,000
+    tokens, 20,000 bytes.
+    """
     limits = {"--max_batch_size": 1, "--max_queue": 1, "--max_length": 9_000, "--max_models": 1, "--max_body_bytes": 20_000}
     words = [word for pair in limits.items() for word in pair]
     return serving(models / "endless", models / "hello", "--api_key", "sesame", *words)

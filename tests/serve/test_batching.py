@@ -29,7 +29,10 @@ def request(prompt: Sequence[int], max_tokens: int = LENGTH) -> GenerationReques
 def generate(
     model: LanguageModel, requests: Sequence[GenerationRequest], with_experts: bool = False
 ) -> list[list[GeneratedToken] | Exception]:
-    """Of each request its tokens, or the error that it ended with. They come together, and 4 are decoded at a time."""
+    """Of each request its tokens, or the error that it ended with.
+
+    They come together, and 4 are decoded at a time.
+    """
 
     async def read(queued: QueuedRequest) -> list[GeneratedToken] | Exception:
         tokens: list[GeneratedToken] = []

@@ -25,7 +25,9 @@ LARGE = 1 << 23  # more than the buffers of a connection
 
 @asynccontextmanager
 async def listening(limit: int) -> AsyncIterator[tuple[int, uvicorn.Server]]:
-    """The port of a server that answers GET with a large body, and POST with a small one once it has read its own."""
+    """The port of a server that answers GET with a large body, and POST with a small one once it
+    has read its own.
+    """
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         while scope["method"] == "POST" and (await receive()).get("more_body"):

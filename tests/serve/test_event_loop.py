@@ -1,4 +1,6 @@
-"""What a request costs the event loop, on which all requests are read and answered: counted, in this process."""
+"""What a request costs the event loop, on which all requests are read and answered: counted, in
+this process.
+"""
 
 import asyncio
 import inspect
@@ -81,7 +83,10 @@ def serve(model: Path, use: Callable[[Client, ModelRegistry], Awaitable[None]], 
 
 
 class MostSteps:
-    """How many instructions of Python the event loop has run at most without a pause. It stops counting far above `limit`."""
+    """How many instructions of Python the event loop has run at most without a pause.
+
+    It stops counting far above `limit`.
+    """
 
     def __init__(self, limit: float = float("inf")) -> None:
         self.steps, self._count, self._limit = 0, 0, limit
@@ -202,7 +207,8 @@ def test_requests_that_start_together_and_one_that_has_left_or_a_server_that_sto
         leaves = asyncio.Event()
         leaves.set()
         assert (await start("b", 0, 105, leaves))[0] == 499
-        # A group ends with its last member, and a request that is refused begins none: no timer of it releases a later one.
+        # A group ends with its last member, and a request that is refused begins none: no timer of
+        # it releases a later one.
         assert (await start("c", 2, 105))[0] == 400
         assert client.variable(IDS, "gathering") == {}
         later = [start("b", 1, 106), start("b", 0, 107)]

@@ -125,7 +125,9 @@ def test_prompts_are_one_or_several_texts_or_lists_of_ids(server: Server, byte_t
 
 
 def distance_from_an_edge(opened: LoadedModel, messages: list[Any], seed: int, max_tokens: int) -> float:
-    """How near the random numbers of a request at temperature 1 come to those that would draw another token."""
+    """How near the random numbers of a request at temperature 1 come to those that would draw
+    another token.
+    """
     template = ChatTemplate.from_tokenizer(opened.tokenizer)
     prompt_ids, size = template.encode_prompt(messages), opened.tokenizer.vocab_size
     engine = Engine(opened.model, vocab_size=size, max_batch_size=1, max_length=len(prompt_ids) + max_tokens)
@@ -152,7 +154,8 @@ def test_eight_concurrent_requests_give_the_same_text_as_alone(server: Server, m
     seeds = [seed + number for number in range(8)]
     opened = load_model(models / "noise", torch.device("cpu"), torch.float32)
     for number, text in enumerate(texts):
-        # Beside others the last bits of a log-probability differ, by up to 4e-6: a number this near draws either token.
+        # Beside others the last bits of a log-probability differ, by up to 4e-6: a number this near
+        # draws either token.
         while distance_from_an_edge(opened, [{"role": "user", "content": text}], seeds[number], 10 + 5 * number) < 1e-5:
             seeds[number] += 8
             redrawn += 1
@@ -440,7 +443,9 @@ def test_an_echoed_prompt_has_the_logprobs_of_transformers(server: Server, model
 
 
 def test_each_of_several_prompts_is_continued_as_alone(serving: Serving, blank_model: Path) -> None:
-    """An empty one is answered without the blank of its first word, and echoed with the token before it."""
+    """An empty one is answered without the blank of its first word, and echoed with the token
+    before it.
+    """
     server = serving(blank_model, "--max_length", 8)
     requested: dict[str, Any] = {"model": "blank", "temperature": 0, "logprobs": 1, "max_tokens": 4}
     create = server.client().completions.create

@@ -1,4 +1,6 @@
-"""The routes of `lmforge serve --weight_updates` for a trainer: ids in and out, and weights replaced under requests."""
+"""The routes of `lmforge serve --weight_updates` for a trainer: ids in and out, and weights
+replaced under requests.
+"""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

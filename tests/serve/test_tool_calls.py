@@ -17,7 +17,8 @@ from tests.serve.conftest import Server
 
 TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 ASKED: Any = {"messages": [{"role": "user", "content": "1 + 1?"}], "temperature": 0, "max_tokens": 50}
-# Tokens of which the model writes one after another; the first and the last are special, so that no text has them.
+# Tokens of which the model writes one after another; the first and the last are special, so that no
+# text has them.
 CALL = ["<tool_call>", '\n{"name": "add", ', '"arguments": {"a": 1, "b": 1}}\n', "</tool_call>"]
 
 

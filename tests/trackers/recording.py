@@ -1,4 +1,7 @@
-"""A tracker that writes what it receives to a file of the run. LMFORGE_TEST_TRACKER can make it fail or hang."""
+"""A tracker that writes what it receives to a file of the run.
+
+LMFORGE_TEST_TRACKER can make it fail or hang.
+"""
 
 import atexit
 import json
@@ -44,7 +47,9 @@ class Recording:
 
 
 def fault(place: str, call: int = 0) -> None:
-    """What LMFORGE_TEST_TRACKER says is to happen here, such as `hang AT`; AT may be the beginning of a place."""
+    """What LMFORGE_TEST_TRACKER says is to happen here, such as `hang AT`; AT may be the beginning
+    of a place.
+    """
     kind, _, at = os.environ.get("LMFORGE_TEST_TRACKER", "").partition(" ")
     if not at or not f"{place} ".startswith(f"{at} "):
         return

@@ -32,7 +32,9 @@ def have(*packages: str) -> None:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder of runs, where trackers keep what they have; no variable of the user's leads elsewhere."""
+    """A folder of runs, where trackers keep what they have; no variable of the user's leads
+    elsewhere.
+    """
     folder = tmp_path_factory.mktemp("tracked")
     with pytest.MonkeyPatch.context() as patch:
         for name in VARIABLES:
@@ -141,7 +143,9 @@ def test_mlflow_has_one_run_with_metrics_options_samples_and_the_report(tracked:
 
 
 def wandb_records(path: Path) -> Iterator[Any]:
-    """The records of a .wandb file: those of a LevelDB log, in blocks of 32 KiB, after a header of 7 bytes."""
+    """The records of a .wandb file: those of a LevelDB log, in blocks of 32 KiB, after a header of
+    7 bytes.
+    """
     from wandb.proto.wandb_internal_pb2 import Record
 
     content, at, whole = path.read_bytes(), 7, b""
@@ -206,7 +210,10 @@ def test_trackio_has_one_run_with_the_same_metrics(tracked: Run, place: Path) ->
 
 @contextmanager
 def mlflow_server(folder: Path, port: int) -> Iterator[str]:
-    """The address of `mlflow server`, which keeps everything in a folder. It is asked until it answers."""
+    """The address of `mlflow server`, which keeps everything in a folder.
+
+    It is asked until it answers.
+    """
     where = ["--port", str(port), "--backend-store-uri", f"sqlite:///{folder / 'server.db'}"]
     where += ["--artifacts-destination", str(folder / "artifacts"), "--workers", "1"]
     # It would start workers for evaluations, which have needs of their own.

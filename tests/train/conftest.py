@@ -102,7 +102,9 @@ THREADS = len(os.sched_getaffinity(0))
 
 @pytest.fixture
 def grpo(models: Path, tmp_path: Path) -> Callable[..., list[str]]:  # noqa: F811 - its fixture
-    """`grpo(name, *words)`: the command that trains the model `noise` from prompts of random letters."""
+    """`grpo(name, *words)`: the command that trains the model `noise` from prompts of random
+    letters.
+    """
     chance = random.Random(1)
     prompts = ["".join(chance.choices("abcdefgh", k=chance.randint(2, 9))) for _ in range(100)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))

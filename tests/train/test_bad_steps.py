@@ -1,4 +1,6 @@
-"""Bad steps change nothing and are reported; after several in a row the run rolls back and continues with later batches."""
+"""Bad steps change nothing and are reported; after several in a row the run rolls back and
+continues with later batches.
+"""
 
 import itertools
 import json
@@ -161,15 +163,17 @@ def test_the_host_reads_no_value_in_a_step_whatever_the_optimizer(options: dict[
 
 @pytest.fixture(scope="module")
 def poisoned(tiny_tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
-    """A model whose embedding of one token is infinite, and which of the first 40 batches of 4 rows have the token."""
+    """A model whose embedding of one token is infinite, and which of the first 40 batches of 4 rows
+    have the token.
+    """
     folder = TokenFolder.open(tiny_tokens)
     rows = TokenDataset(folder, sequence_length=48).sequences(0, 160)
     batches = [{token for row in rows[first : first + 4] for token in row.tokens.tolist()} for first in range(0, 160, 4)]
     counts = {
         token: [number for number, has in enumerate(batches) if token in has] for token in range(folder.tokenizer.vocab_size)
     }
-    # Four batches or a few more, the first of them after a checkpoint, no two in a row, and the third a while after the second:
-    # a run that has gone back from two is a few batches ahead.
+    # Four batches or a few more, the first of them after a checkpoint, no two in a row, and the
+    # third a while after the second: a run that has gone back from two is a few batches ahead.
     token, hit = next(
         (token, hit)
         for token, hit in counts.items()
@@ -264,7 +268,10 @@ def test_the_samples_of_a_bad_step_of_examples_are_shown(
 def test_the_answers_of_a_bad_step_of_rollouts_are_shown_where_they_were_written(
     every: int, tiny_run: Path, tmp_path: Path, lmforge: Command
 ) -> None:
-    """Rewards so far apart that an advantage is infinite in fp32. Two steps on each set, the answers of two ranks."""
+    """Rewards so far apart that an advantage is infinite in fp32.
+
+    Two steps on each set, the answers of two ranks.
+    """
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"{n} ="}) + "\n" for n in range(20)))
     reward = "def reward(prompts, completions):\n    return [1e300 * (n % 2) for n in range(len(prompts))]\n"
     (tmp_path / "rewards.py").write_text(reward)
@@ -299,7 +306,10 @@ def test_the_answers_of_a_bad_step_of_rollouts_are_shown_where_they_were_written
 def test_after_bad_steps_in_a_row_the_run_goes_back_and_on_with_the_batches_after_them(
     poisoned: tuple[Path, list[int]], tiny_options: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """One bad step is already a row here. The checkpoint it goes back to is of two steps before or less."""
+    """One bad step is already a row here.
+
+    The checkpoint it goes back to is of two steps before or less.
+    """
     source, hit = poisoned
     options = without_shape(tiny_options)
     at = options.index("--data.folder")

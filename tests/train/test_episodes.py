@@ -1,4 +1,6 @@
-"""Rollouts of several turns: what is trained is what was sampled, and nothing that an environment says or breaks."""
+"""Rollouts of several turns: what is trained is what was sampled, and nothing that an environment
+says or breaks.
+"""
 
 import json
 from collections.abc import Callable, Iterator

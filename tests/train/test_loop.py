@@ -1,4 +1,6 @@
-"""The loop: the dtypes of its tensors, its message about recompilation, and that it never waits for a GPU."""
+"""The loop: the dtypes of its tensors, its message about recompilation, and that it never waits for
+a GPU.
+"""
 
 import errno
 import math

@@ -47,7 +47,9 @@ def sharding(mode: str) -> ParallelOptions:
 
 
 def sharded(config: ModelConfig, dtype: torch.dtype, mode: str, lora: LoraConfig | None = None) -> ParallelModel:
-    """A model under fsdp2 on one rank: as on many ranks, weights are in the compute dtype in the forward pass."""
+    """A model under fsdp2 on one rank: as on many ranks, weights are in the compute dtype in the
+    forward pass.
+    """
     model = build_model(config, "meta")
     if lora is not None:
         add_lora(model, lora)
@@ -74,7 +76,8 @@ def measured(model: ParallelModel, size: int, length: int) -> int:
 MODES = tuple(CHECKPOINTING_MODES)
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "qwen3_moe")
 DTYPES = (torch.float32, torch.bfloat16)
-# `make test` has every pair of a mode and a dtype, and every model type with two modes and both dtypes.
+# `make test` has every pair of a mode and a dtype, and every model type with two modes and both
+# dtypes.
 CASES = [
     pytest.param(model_type, dtype, mode, marks=[] if (number + at) % 4 == 2 * (dtype is DTYPES[1]) else [pytest.mark.slow])
     for number, model_type in enumerate(MODEL_TYPES)

@@ -170,7 +170,9 @@ def test_every_parameter_is_in_one_group_and_frozen_ones_in_none(shape: str, nam
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("lot", [2**25, 50])
 def test_steps_are_those_of_adamw_as_published(own: bool, lot: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loshchilov and Hutter, algorithm 2, with the options' numbers; in lots that cut matrices as in ones that do not."""
+    """Loshchilov and Hutter, algorithm 2, with the options' numbers; in lots that cut matrices as
+    in ones that do not.
+    """
     monkeypatch.setattr("lmforge.core.optim.adamw.MAX_CHUNK_NUMEL", lot)
     options = OptimizerOptions(lr=0.02, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.3)
     model = model_of("llama, tied")
@@ -316,7 +318,8 @@ def test_orthogonalising_zero_gives_zero() -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_muon_steps_hidden_matrices_as_torch_does_and_all_else_as_adamw(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # torch's iteration runs in bf16 wherever it is: ours is made to here, and then the two differ by how products round.
+    # torch's iteration runs in bf16 wherever it is: ours is made to here, and then the two differ
+    # by how products round.
     monkeypatch.setattr("lmforge.core.optim.muon._compute_dtype", lambda device: torch.bfloat16)
     ours, theirs = model_of(shape), model_of(shape)
     theirs.load_state_dict(ours.state_dict())
@@ -361,14 +364,17 @@ def test_moments_in_bf16_take_half_the_memory_and_steps_stay_close_to_those_of_f
 
 
 def test_the_second_moment_in_bf16_falls_as_it_does_in_fp32() -> None:
-    """A step of 1/1000 is less than bf16 tells apart: rounded to nearest, this moment would stay where it was."""
+    """A step of 1/1000 is less than bf16 tells apart: rounded to nearest, this moment would stay
+    where it was.
+    """
     parameter = torch.nn.Parameter(torch.zeros(4096))
     optimizer = AdamW([{"params": [parameter]}], lr=0.0, betas=(0.9, 0.999), eps=1e-8, state_dtype=torch.bfloat16)
     for step in range(1500):
         parameter.grad = torch.full((4096,), 1.0 if step < 500 else 0.0)
         optimizer.step()
     expected = (1 - 0.999**500) * 0.999**1000
-    # The mean of 4096 numbers, each of which is off by some 1000 roundings of 2^-9 at random: 6 % of itself.
+    # The mean of 4096 numbers, each of which is off by some 1000 roundings of 2^-9 at random: 6 %
+    # of itself.
     assert float(optimizer.state[parameter]["exp_avg_sq"].float().mean()) == pytest.approx(expected, rel=0.01)
 
 
@@ -379,7 +385,8 @@ def test_dithered_numbers_fit_bf16_and_are_right_on_average() -> None:
     stochastic_round_([dithered], torch.tensor(float(seed % 2**20)))
     assert torch.equal(dithered, dithered.bfloat16().float())
     assert float((dithered / numbers - 1).abs().max()) <= 2**-7
-    # One is off by 2^-7 / 2 at most on average, the mean of 10,000 by 1/100 of it: five times that for luck.
+    # One is off by 2^-7 / 2 at most on average, the mean of 10,000 by 1/100 of it: five times that
+    # for luck.
     assert float((dithered.double().mean(1) / numbers[:, 0] - 1).abs().max()) < 5 * 2**-8 / 100
     exact = torch.tensor([0.0, -0.0, 1.5, -3.0, math.inf])
     kept = exact.clone()
@@ -388,7 +395,8 @@ def test_dithered_numbers_fit_bf16_and_are_right_on_average() -> None:
 
 
 def test_rounding_of_bf16_states_is_frozen() -> None:
-    # A resumed run goes on with the same bits only while these stay. 1 + 2^-8 lies half way between two numbers of bf16.
+    # A resumed run goes on with the same bits only while these stay. 1 + 2^-8 lies half way between
+    # two numbers of bf16.
     upper = {0: "0111100011011001", 7: "0110011110100110"}
     for step, expected in upper.items():
         numbers = torch.full((16,), 1 + 2**-8)

@@ -1,4 +1,6 @@
-"""A run logs its prediction, and after its first steps the measured values; a prediction never ends or delays it."""
+"""A run logs its prediction, and after its first steps the measured values; a prediction never ends
+or delays it.
+"""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,6 @@
-"""The panel of a training: what it shows, what is printed above it, and that the terminal is left as it was."""
+"""The panel of a training: what it shows, what is printed above it, and that the terminal is left
+as it was.
+"""
 
 import faulthandler
 import os
@@ -83,7 +85,9 @@ def test_a_long_curve_is_made_of_means_and_fits(columns: int) -> None:
 
 
 def shown_on_a_terminal(write: Callable[[], None], kind: str = "xterm", status: int = 0) -> str:
-    """What a terminal receives while `write` runs in a forked process whose output it is, and which ends with `status`."""
+    """What a terminal receives while `write` runs in a forked process whose output it is, and which
+    ends with `status`.
+    """
     process, ours = pty.fork()
     if process == 0:
         try:
@@ -109,7 +113,9 @@ def shown_on_a_terminal(write: Callable[[], None], kind: str = "xterm", status: 
 
 
 def on_screen(received: str) -> list[str]:
-    """The lines that a terminal shows in the end: it moves up, returns, erases a line and writes over it."""
+    """The lines that a terminal shows in the end: it moves up, returns, erases a line and writes
+    over it.
+    """
     lines, row, column = [""], 0, 0
     for escape, text in re.findall(r"\x1b\[([\d;?]*[A-Za-z])|([^\x1b])", received):
         if escape.endswith("A"):
@@ -242,7 +248,9 @@ def start_training(terminal: Terminal, tiny_options: list[str], folder: Path) ->
 
 
 def is_whole(page: list[str]) -> None:
-    """The panel is there once, below the lines that were printed before, and no line is wider than 79 columns."""
+    """The panel is there once, below the lines that were printed before, and no line is wider than
+    79 columns.
+    """
     results = [at for at, line in enumerate(page) if line.startswith("step ")]
     assert len(results) == 1, "\n".join(page)
     panel, before = page[results[0] :], page[results[0] - 1]

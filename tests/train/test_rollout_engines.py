@@ -1,4 +1,6 @@
-"""Rollouts sampled by `lmforge serve`: the same numbers as in process, servers that fail, and mistakes that are refused."""
+"""Rollouts sampled by `lmforge serve`: the same numbers as in process, servers that fail, and
+mistakes that are refused.
+"""
 
 import json
 import os
@@ -66,20 +68,26 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 
 
 def train_inside(words: Callable[..., list[str]], *options: object, steps: int) -> None:
-    """The runs `inside`, of one process that samples itself, and `rounded`, the same with other rounding in training."""
+    """The runs `inside`, of one process that samples itself, and `rounded`, the same with other
+    rounding in training.
+    """
     assert command(words("inside", *options, steps=steps)) == 0
     with other_rounding(sampling=False):
         assert command(words("rounded", *options, steps=steps)) == 0
 
 
 def assert_learned_the_same(folder: Path) -> None:
-    """The run `outside` is `inside`. Its completions were sampled in other batches, which depend on the time when requests
-    come: the last bits of their log-probabilities differ."""
+    """The run `outside` is `inside`.
+
+    Its completions were sampled in other batches, which depend on the time when requests come: the
+    last bits of their log-probabilities differ.
+    """
     inside, outside, rounded = (
         {record["step"]: record for record in numbers(folder / name)} for name in ("inside", "outside", "rounded")
     )
     assert inside.keys() == outside.keys() == rounded.keys()
-    # The terms of a gradient cancel, since the advantages of a group sum to 0: its norm is small beside what is rounded.
+    # The terms of a gradient cancel, since the advantages of a group sum to 0: its norm is small
+    # beside what is rounded.
     norms, *others = (
         torch.tensor([record.pop("grad_norm") for record in records.values()]).double()
         for records in (inside, outside, rounded)
@@ -188,11 +196,14 @@ def test_adapters_are_merged_into_the_weights_that_servers_get(
     assert_learned_the_same(tmp_path)
 
 
-# --- servers that fail ------------------------------------------------------------------------------------------------
+# --- servers that fail
+# ------------------------------------------------------------------------------------------------
 
 
 def change(name: str, value: object) -> Callable[[dict[str, Any]], None]:
-    """A change of the first entry of a field of a choice: of "token_ids", or of a field of "logprobs" or "weight_versions"."""
+    """A change of the first entry of a field of a choice: of "token_ids", or of a field of
+    "logprobs" or "weight_versions".
+    """
 
     def spoil(choice: dict[str, Any]) -> None:
         if name == "token_ids":
@@ -217,7 +228,8 @@ def shift(choice: dict[str, Any]) -> None:
         token["logprob"] -= 1.0
 
 
-# How answers with sampled tokens are spoiled, and what is said of it. The policy has 261 ids, and 12 tokens are requested.
+# How answers with sampled tokens are spoiled, and what is said of it. The policy has 261 ids, and
+# 12 tokens are requested.
 WRONG: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "an id beyond the vocabulary": (change("token_ids", 261), "answers with the id 261, and the policy has 261 ids"),
     "an id below 0": (change("token_ids", -1), "token_ids[0]: expected a number of at least 0, got -1"),
@@ -239,8 +251,9 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
 
 @contextmanager
 def faulty(url: str, fault: str | Callable[[dict[str, Any]], None]) -> Iterator[str]:
-    """The address of something that stands before a server and spoils each answer with sampled tokens, which may be a change of
-    its choice, or the first refusal of weights."""
+    """The address of something that stands before a server and spoils each answer with sampled
+    tokens, which may be a change of its choice, or the first refusal of weights.
+    """
     refused_weights = threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
@@ -408,7 +421,8 @@ def test_tokens_of_a_version_that_there_is_not_yet_are_not_learned_from_while_a_
         attempt, _, version = span["version"].rpartition("-")
         span["version"] = f"{attempt}-{next(claims, version)}"
 
-    # It is the only server, since one of several may get every request of a short run; it is taken back.
+    # It is the only server, since one of several may get every request of a short run; it is taken
+    # back.
     with faulty(rollout_server.url, claim_later_weights) as url:
         assert command(grpo("run", *by(url), "--rollout.max_staleness", 1)) == 0
     assert f"{url}: answers with other weights than it was given; its requests go to others" in capfd.readouterr().err
@@ -465,7 +479,9 @@ def test_a_server_that_a_killed_trainer_has_left_paused_samples_for_the_next_run
 def test_weights_are_in_a_new_folder_of_the_user_alone_and_what_a_killed_trainer_left_of_its_own_is_removed(
     grpo: Callable[..., list[str]], rollout_server: Server, tmp_path: Path
 ) -> None:
-    """Where the name of the folder could be computed, somebody has put a link to a folder of the user's."""
+    """Where the name of the folder could be computed, somebody has put a link to a folder of the
+    user's.
+    """
     theirs, thesis = tmp_path / "theirs", tmp_path / "theirs" / "chapters" / "1.tex"
     thesis.parent.mkdir(parents=True)
     thesis.write_text("years of work")
@@ -531,7 +547,8 @@ def test_a_server_that_is_restarted_during_a_run_is_used_again_with_the_weights_
     printed = "".join(capfd.readouterr())
     assert re.search(f"{victim.url}: nothing answers .*; it is left out until it has them", printed)
     assert f"{victim.url}: has the current weights, and is used again" in printed
-    # Its first weights are those of the first step: had it answered with them, rewards and ratios would be others.
+    # Its first weights are those of the first step: had it answered with them, rewards and ratios
+    # would be others.
     for inside, record in zip(numbers(tmp_path / "inside"), numbers(tmp_path / "run"), strict=True):
         assert record == pytest.approx(inside, rel=1e-4, abs=1e-5)
     status, answer = again.ask("/weight_info")
@@ -552,7 +569,8 @@ def started(model: Path, folder: Path, port: int = 0) -> Server:
     return Server(printed.split()[0], process, *KEY.values())
 
 
-# --- servers that the run starts ---------------------------------------------------------------------------------------
+# --- servers that the run starts
+# ---------------------------------------------------------------------------------------
 
 
 def addresses(run: Path) -> list[tuple[str, int]]:
@@ -724,7 +742,8 @@ def test_servers_on_other_hosts_sample_for_a_run_and_end_with_it_when_it_is_kill
     assert "rollout.engine_start: node7:cpu: ended with status 255" in only_line(refused.stderr)
 
 
-# --- bad input --------------------------------------------------------------------------------------------------------
+# --- bad input
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_servers_that_cannot_serve_a_run_are_refused_at_its_start(

@@ -1,4 +1,6 @@
-"""Where completions end, and metrics of groups of them, against enumerating all ways to draw some of them."""
+"""Where completions end, and metrics of groups of them, against enumerating all ways to draw some
+of them.
+"""
 
 import json
 import math

@@ -1,4 +1,6 @@
-"""Optimizer states in 8 bits and stochastically rounded weights: by the numbers, not by where ranks cut them."""
+"""Optimizer states in 8 bits and stochastically rounded weights: by the numbers, not by where ranks
+cut them.
+"""
 
 from typing import Any
 
@@ -59,7 +61,8 @@ def test_steps_are_those_of_torchao_but_for_the_codes_that_rounding_chooses_othe
                 optimizer.step()
     changed = float((theirs - full).norm())
     assert 0.005 < changed / float((full - start).norm()) < 0.1
-    # Rounding of fp32 chooses another code now and then, once in many seeds that of a block's scale.
+    # Rounding of fp32 chooses another code now and then, once in many seeds that of a block's
+    # scale.
     apart = (ours - theirs).detach()
     assert float((apart.abs() > 1e-6).float().mean()) < 0.05
     assert float(apart.norm()) < 0.2 * changed
@@ -97,7 +100,8 @@ def test_a_rounded_weight_is_right_on_average_and_the_same_for_any_part_of_it() 
     whole = stored(0, 64, step)
     assert torch.equal(torch.cat([stored(0, 23, step), stored(23, 64, step)]), whole)
     assert not torch.equal(stored(0, 64, step + 1), whole)
-    # One is off by 2^-7 / 2 at most on average, the mean of 5,000 by 1/70 of it: five times that for luck.
+    # One is off by 2^-7 / 2 at most on average, the mean of 5,000 by 1/70 of it: five times that
+    # for luck.
     assert float((whole.double().mean(1) / numbers[:, 0] - 1).abs().max()) < 5 * 2**-8 / 70
 
 

@@ -1,4 +1,6 @@
-"""Tasks scored while a run trains: the same scores as for its checkpoints, in any stage; unusable tasks are refused before."""
+"""Tasks scored while a run trains: the same scores as for its checkpoints, in any stage; unusable
+tasks are refused before.
+"""
 
 import json
 from collections.abc import Sequence
@@ -31,7 +33,9 @@ def write_lines(path: Path, records: Sequence[Any]) -> Path:
 
 @pytest.fixture(scope="module")
 def files(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Questions of either kind; one of those to be answered in writing is so by the model that `tiny_run` ends with alone."""
+    """Questions of either kind; one of those to be answered in writing is so by the model that
+    `tiny_run` ends with alone.
+    """
     folder = tmp_path_factory.mktemp("questions")
     opened = load_model(tiny_run, torch.device("cpu"), torch.float32)
     how: dict[str, Any] = {"max_tokens": 64, "sampling": SamplingParams(0.0), "seed": 0, "stop_strings": ["\n"]}
@@ -44,7 +48,10 @@ def files(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path
 
 
 def assert_scores(scores: dict[str, float], lmforge: Command, model: Path, files: Sequence[Path], *words: object) -> None:
-    """Scores of a run are those that `lmforge evaluate MODEL --tasks` prints. Its batches are of another size."""
+    """Scores of a run are those that `lmforge evaluate MODEL --tasks` prints.
+
+    Its batches are of another size.
+    """
 
     def of_the_verb(**variables: str) -> dict[str, float]:
         done = lmforge("evaluate", model, "--tasks", *files, "--device", "cpu", "--output", "json", *words, **variables)

@@ -1,4 +1,6 @@
-"""Errors in recipes and files of fine-tuning and alignment are reported in one line before anything is written."""
+"""Errors in recipes and files of fine-tuning and alignment are reported in one line before anything
+is written.
+"""
 
 import json
 import re
@@ -469,7 +471,8 @@ def test_a_template_that_ends_no_turn_is_refused_where_prompts_are_turns(
     said = refused("align", *options, "--data.files", place / "prompts.jsonl")
     assert "chat_template.jinja: never scores the end of turn: no special token ends the assistant's answer" in said
     assert not any(path.name != ".lock" for path in place.glob("runs/*/*"))
-    # Texts are ended by the separator, and an answer that is begun for the model needs no place in a conversation.
+    # Texts are ended by the separator, and an answer that is begun for the model needs no place in
+    # a conversation.
     rollout = {"reward_functions": [f"{place / 'rewards.py'}:right"], "num_generations": 4, "max_completion_length": 8}
     for template, file in ((ENDLESS, "plain.jsonl"), (THINKING, "prompts.jsonl")):
         (model / "chat_template.jinja").write_text(template)

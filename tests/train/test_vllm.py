@@ -30,7 +30,9 @@ VOCAB_SIZE, LENGTH = 261, 64
 
 @pytest.fixture(scope="module")
 def wide(byte_tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of a model with heads of 32 numbers: vLLM's attention on a CPU takes no smaller ones."""
+    """A folder of a model with heads of 32 numbers: vLLM's attention on a CPU takes no smaller
+    ones.
+    """
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("wide")
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
@@ -57,7 +59,8 @@ def by_vllm(wide: Path, grpo: Callable[..., list[str]], url: str) -> Callable[..
 def test_a_run_is_sampled_by_vllm_with_the_log_probabilities_of_the_trainer(
     wide: Path, by_vllm: Callable[..., list[str]], url: str, tmp_path: Path
 ) -> None:
-    # The ratio of the first update is that of the trainer's probabilities and vLLM's, for the weights of each step.
+    # The ratio of the first update is that of the trainer's probabilities and vLLM's, for the
+    # weights of each step.
     assert command(by_vllm(steps=3)) == 0
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [record["ratio"] for record in records] == pytest.approx([1.0] * 3, abs=1e-4)
@@ -92,7 +95,10 @@ def test_vllm_samples_ahead_while_its_weights_are_replaced_and_a_run_resumes_as_
 
 
 def assert_sampled_with_their_versions(file: Path, run: Path) -> int:
-    """Tokens of weights that a checkpoint has: their log-probabilities are those of these weights. Returns how many."""
+    """Tokens of weights that a checkpoint has: their log-probabilities are those of these weights.
+
+    Returns how many.
+    """
     compared, tensors = 0, load_file(file)
     batch = Batch(**{name: tensors[name].to(dtype) for name, dtype in SEQUENCE_TENSORS.items()})
     for version in {*versions_of(file)}:

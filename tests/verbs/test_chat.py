@@ -30,7 +30,9 @@ class Chat(Protocol):
 
 @pytest.fixture
 def chat(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Chat:
-    """`chat(*words, stdin=…)`: status, standard output and standard error of `lmforge chat` in this process."""
+    """`chat(*words, stdin=…)`: status, standard output and standard error of `lmforge chat` in this
+    process.
+    """
 
     def run(*words: object, stdin: str) -> tuple[int, str, str]:
         capfd.readouterr()
@@ -157,7 +159,9 @@ class Terminal:
         self._seen = self._seen.partition(text)[2]
 
     def interrupt_at_prompt(self) -> None:
-        """Press Ctrl-C once the process waits for a line: Python handles a signal that comes just before late."""
+        """Press Ctrl-C once the process waits for a line: Python handles a signal that comes just
+        before late.
+        """
         self.wait_for("> ")
         status = Path(f"/proc/{self.process.pid}/stat")
         while status.exists() and status.read_text().rpartition(")")[2].split()[0] != "S":

@@ -1,4 +1,6 @@
-"""`lmforge compare`: where runs begin to differ by more than rounding, by which bound, and what differs in them."""
+"""`lmforge compare`: where runs begin to differ by more than rounding, by which bound, and what
+differs in them.
+"""
 
 import json
 import re
@@ -16,7 +18,8 @@ from lmforge.core.records.runs import Run
 from lmforge.lab.bench.bounds import BOUND_STEPS, BOUNDS, EQUAL_BITS, FP32, GPU, WEIGHTS_OF_SMALL_EPSILON
 from tests.conftest import Command, Refusal
 
-# By name: the number of ranks, and options besides those of `tiny_run`; further lines resume the run.
+# By name: the number of ranks, and options besides those of `tiny_run`; further lines resume the
+# run.
 RUNS: dict[str, list[tuple[int, str]]] = {
     "again": [(1, "")],
     "two": [(2, "")],
@@ -156,7 +159,9 @@ def test_a_bit_is_a_difference_where_nothing_differs(runs: Runs, tmp_path: Path,
 
 @pytest.fixture
 def add_to_weight(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """`add_to_weight(value, name, "two")`: an element of a tensor is larger by `value` in all checkpoints of the named runs."""
+    """`add_to_weight(value, name, "two")`: an element of a tensor is larger by `value` in all
+    checkpoints of the named runs.
+    """
     init, read = StoredModel.__init__, StoredModel.read
     folders: dict[int, Path] = {}
 

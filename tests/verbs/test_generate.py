@@ -31,7 +31,8 @@ from tests.seeds import fresh_seed
 
 Capture = pytest.CaptureFixture[str]
 
-# Where a CPU multiplies bf16 that would be taken, and what is likeliest may depend on the shape of a batch.
+# Where a CPU multiplies bf16 that would be taken, and what is likeliest may depend on the shape of
+# a batch.
 EXACT = ("--dtype", "fp32")
 
 
@@ -135,7 +136,9 @@ def test_evaluate_measures_what_the_run_measured(capsys: Capture, tiny_run: Path
 
 
 def test_files_are_measured_as_if_they_were_prepared(capsys: Capture, tiny_run: Path, tmp_path: Path) -> None:
-    """In rows that hold everything nothing depends on where documents lie; texts in files, lines and shards are the same."""
+    """In rows that hold everything nothing depends on where documents lie; texts in files, lines
+    and shards are the same.
+    """
     texts = [f"Document {number}: " + "well, " * number + "so be it." for number in range(12)]
     (tmp_path / "lines.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     (tmp_path / "folder").mkdir()
@@ -205,7 +208,8 @@ def test_texts_of_a_hugging_face_model_begin_and_end_as_in_transformers(
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     opened = load_model(tmp_path, torch.device("cpu"), torch.float32)
     assert set(ends) <= opened.stop_token_ids
-    # A text ends too where the tokenizer sets texts apart, whatever the model's configuration names.
+    # A text ends too where the tokenizer sets texts apart, whatever the model's configuration
+    # names.
     stops = opened.stop_token_ids | {byte_tokenizer.eos_token_id}
     expected = theirs.generate(**prompt, max_new_tokens=12, do_sample=False, eos_token_id=sorted(stops))[0]
     written = expected[prompt["input_ids"].shape[1] :].tolist()
@@ -217,7 +221,9 @@ def test_texts_of_a_hugging_face_model_begin_and_end_as_in_transformers(
 def test_the_length_that_a_folder_states_is_that_of_transformers(
     capfd: Capture, models: Path, tmp_path: Path, byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In `generate`, `chat` and `serve`: max_length counts the prompt, and max_new_tokens goes before it."""
+    """In `generate`, `chat` and `serve`: max_length counts the prompt, and max_new_tokens goes
+    before it.
+    """
     folder = shutil.copytree(models / "endless", tmp_path / "model")
     turn = [{"role": "user", "content": "b"}]
     chat_ids = load_model(folder, torch.device("cpu"), torch.float32).chat_template.encode_prompt(turn)

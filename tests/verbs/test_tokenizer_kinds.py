@@ -1,4 +1,6 @@
-"""Unigram and WordPiece vocabularies of a tokenizer.json, end to end: preparation, decoding, counting, generation and chat."""
+"""Unigram and WordPiece vocabularies of a tokenizer.json, end to end: preparation, decoding,
+counting, generation and chat.
+"""
 
 import json
 from collections.abc import Callable

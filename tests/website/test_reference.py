@@ -1,4 +1,6 @@
-"""The reference of options has every option with its default and its help, and the navigation has every page."""
+"""The reference of options has every option with its default and its help, and the navigation has
+every page.
+"""
 
 import html
 import json
@@ -24,7 +26,9 @@ ENTRY = re.compile(r'<h3 class="option" id="([^"]*)"><code>([^<]*)</code></h3>\n
 
 
 def options(tree: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every option below a class, as the page names it: those of sections, and the keys of lists of tables."""
+    """Every option below a class, as the page names it: those of sections, and the keys of lists of
+    tables.
+    """
     for name, field in tree.model_fields.items():
         item = next((each for each in getattr(field.annotation, "__args__", ()) if isinstance(each, type)), None)
         inner: Any = field.annotation if isinstance(field.annotation, type) else item

@@ -1,5 +1,6 @@
-"""The site: built without a warning, opened from disk and from a server in a real browser, at the widths of a desk and of a
-phone, clicked through and searched."""
+"""The site: built without a warning, opened from disk and from a server in a real browser, at the
+widths of a desk and of a phone, clicked through and searched.
+"""
 
 import os
 import re

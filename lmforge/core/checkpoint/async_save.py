@@ -1,7 +1,9 @@
-"""Saving in the background: tensors are copied, training goes on, and a thread writes, commits and deletes old checkpoints.
+"""Saving in the background: tensors are copied, training goes on, and a thread writes, commits and
+deletes old checkpoints.
 
-The threads of all ranks communicate over a process group of their own, so that their collectives can never pair with the
-training's (docs/barriers.md). One save is in flight at a time. What each rank writes is planned once.
+The threads of all ranks communicate over a process group of their own, so that their collectives
+can never pair with the training's (docs/barriers.md). One save is in flight at a time. What each
+rank writes is planned once.
 """
 
 import math
@@ -36,8 +38,9 @@ DRAIN_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """Which checkpoints are kept: the newest `keep_last`, the `keep_best` by `metric` at their step, and all that are marked as
-    kept."""
+    """Which checkpoints are kept: the newest `keep_last`, the `keep_best` by `metric` at their
+    step, and all that are marked as kept.
+    """
 
     keep_last: int
     keep_best: int = 0
@@ -59,11 +62,13 @@ class RetentionPolicy:
 class AsyncCheckpointer:
     """Writes the checkpoints of a run. Every rank has one, and calls each method at the same step.
 
-    `metadata` has the fields of the manifest that are the same in every checkpoint of this run. `log` is called with log lines,
-    on rank 0. `expected_bytes` is the size of the last checkpoint, or an estimate before the first.
+    `metadata` has the fields of the manifest that are the same in every checkpoint of this run.
+    `log` is called with log lines, on rank 0. `expected_bytes` is the size of the last checkpoint,
+    or an estimate before the first.
 
     blocking_seconds      how long callers have waited, in total
-    consecutive_failures  saves that have failed in a row; the last at `failed_at` (time.monotonic) with `last_error`
+    consecutive_failures  saves that have failed in a row; the last at `failed_at` (time.monotonic)
+                          with `last_error`
     """
 
     run: Run
@@ -88,7 +93,8 @@ class AsyncCheckpointer:
         self._in_flight: futures.Future[None] | None = None
 
     def prepare(self, state: StateDict) -> None:
-        """Plan how checkpoints of these tensors are written, and allocate host memory for them, in the background.
+        """Plan how checkpoints of these tensors are written, and allocate host memory for them, in
+        the background.
 
         With a thousand ranks this takes a minute, which would delay training at the first save.
         """
@@ -110,8 +116,9 @@ class AsyncCheckpointer:
     def save(self, step: int, state: StateDict, **metadata: Any) -> None:
         """Begin to write the checkpoint of `step`; returns when `state` may change again.
 
-        `state` has tensors by name under "model", and by name and key under "optimizer"; sharded ones as DTensors. A save
-        that fails leaves earlier checkpoints untouched, is logged, and counted in `consecutive_failures`.
+        `state` has tensors by name under "model", and by name and key under "optimizer"; sharded
+        ones as DTensors. A save that fails leaves earlier checkpoints untouched, is logged, and
+        counted in `consecutive_failures`.
         """
         self.wait()
         began = time.perf_counter()
@@ -125,7 +132,9 @@ class AsyncCheckpointer:
         self.blocking_seconds += time.perf_counter() - began
 
     def wait_for_staging(self) -> None:
-        """Call before tensors change: the device waits until they are copied; the host does not wait."""
+        """Call before tensors change: the device waits until they are copied; the host does not
+        wait.
+        """
         self._staging.wait_on_device()
 
     def wait(self) -> None:
@@ -140,8 +149,9 @@ class AsyncCheckpointer:
             raise error
 
     def close(self, drain: bool = True) -> None:
-        """Wait at most DRAIN_SECONDS for the save in flight, and ignore its result, since other ranks may be lost; not at all
-        without `drain`. Page-locked memory is freed, unless that save still reads it.
+        """Wait at most DRAIN_SECONDS for the save in flight, and ignore its result, since other
+        ranks may be lost; not at all without `drain`. Page-locked memory is freed, unless that save
+        still reads it.
         """
         if self._in_flight is None or not futures.wait([self._in_flight], DRAIN_SECONDS * drain).not_done:
             self._staging.close()
@@ -156,7 +166,10 @@ class AsyncCheckpointer:
         return f"{'a save has' if count == 1 else f'{count} saves in a row have'} failed: {self.last_error}"
 
     def _plan_save(self, state: StateDict) -> "_SavePlanner":
-        """The planner of this rank's part of `state`. Ranks plan together once for each set of tensors."""
+        """The planner of this rank's part of `state`.
+
+        Ranks plan together once for each set of tensors.
+        """
         names = tuple(sorted(name for part in state.values() for name in part)) + tuple(sorted(state))
         planner = self._planners.get(names) or _SavePlanner()
         planner.set_up_planner(state, is_coordinator=self._save_ctx.is_rank0)
@@ -173,8 +186,8 @@ class AsyncCheckpointer:
 
     def _run_save(self, planner: "_SavePlanner", metadata: dict[str, Any]) -> None:
         final = self.run.checkpoint_path(metadata["step"])
-        # An object store cannot rename a folder. There a checkpoint is complete when its manifest exists, which is written
-        # last.
+        # An object store cannot rename a folder. There a checkpoint is complete when its manifest
+        # exists, which is written last.
         folder = final.with_name(f"{final.name}{PARTIAL_SUFFIX}") if is_local(final) else final
         try:
             self._staging.wait()
@@ -226,8 +239,10 @@ class AsyncCheckpointer:
                 self.log(f"{self.run.checkpoints_folder}: old checkpoints could not be deleted: {problem}")
 
     def check_free_space(self) -> None:
-        """Raise RunFailed where the disk has no space for one more checkpoint. For an object store the free space is
-        unknown."""
+        """Raise RunFailed where the disk has no space for one more checkpoint.
+
+        For an object store the free space is unknown.
+        """
         folder = self.run.checkpoints_folder
         if not is_local(folder):
             return
@@ -243,8 +258,9 @@ class AsyncCheckpointer:
             raise RunFailed(f"{folder}: no room for a checkpoint: {needs}{way}")
 
     def describe_missing_room(self, kept_by_steps: int, num_saves: int) -> list[str]:
-        """A line where the disk has no space for all checkpoints that will be kept of `num_saves`, `kept_by_steps` of them for
-        their step."""
+        """A line where the disk has no space for all checkpoints that will be kept of `num_saves`,
+        `kept_by_steps` of them for their step.
+        """
         folder, existing = self.run.checkpoints_folder, len(self.run.checkpoint_steps())
         kept = min(self.retention.keep_last + self.retention.keep_best + kept_by_steps, existing + num_saves)
         if not is_local(folder) or not folder.is_dir():
@@ -272,7 +288,9 @@ class AsyncCheckpointer:
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):
-    """PyTorch's planner of this rank's part, which writes the copies of tensors, by name, where there are copies."""
+    """PyTorch's planner of this rank's part, which writes the copies of tensors, by name, where
+    there are copies.
+    """
 
     staged: dict[str, Tensor] | None = None
 
@@ -286,7 +304,9 @@ class _SavePlanner(dcp.DefaultSavePlanner):
 
 
 class _HostStaging:
-    """Copies of tensors in host memory, in the same buffers each time; page-locked where they come from a GPU."""
+    """Copies of tensors in host memory, in the same buffers each time; page-locked where they come
+    from a GPU.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -303,7 +323,9 @@ class _HostStaging:
 
     @torch.no_grad()
     def start_copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Begin to copy, on a GPU in a stream of its own: until `wait_on_device` the tensors must not change."""
+        """Begin to copy, on a GPU in a stream of its own: until `wait_on_device` the tensors must
+        not change.
+        """
         self.allocate(tensors)
         if self._stream is None:
             for name, tensor in tensors.items():
@@ -328,7 +350,10 @@ class _HostStaging:
             self._copy_sources = {}
 
     def close(self) -> None:
-        """Free the copies and unlock their memory. A process that trains again would lock memory a second time."""
+        """Free the copies and unlock their memory.
+
+        A process that trains again would lock memory a second time.
+        """
         self.wait()
         for copy in self._copies.values():
             if self._on_gpu and copy.is_pinned():
@@ -339,15 +364,18 @@ class _HostStaging:
 def _host_tensor(like: Tensor, page_locked: bool) -> Tensor:
     tensor = torch.empty(like.shape, dtype=like.dtype)
     if page_locked and tensor.nbytes:
-        # torch's own page-locked memory has sizes of powers of two, up to twice as much. Where the system refuses to lock more
-        # memory, the copy is slower but correct.
+        # torch's own page-locked memory has sizes of powers of two, up to twice as much. Where the
+        # system refuses to lock more memory, the copy is slower but correct.
         portable = 1
         torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, portable)
     return tensor
 
 
 def delete_old_checkpoints(run: Run, retention: RetentionPolicy, newest_step: int) -> None:
-    """Delete checkpoints that the policy does not keep, and leftovers of interrupted saves. Corrupt and later ones stay."""
+    """Delete checkpoints that the policy does not keep, and leftovers of interrupted saves.
+
+    Corrupt and later ones stay.
+    """
     if is_local(run.checkpoints_folder):
         for pattern in (f"*{PARTIAL_SUFFIX}", f".*{DELETED_SUFFIX}"):
             for leftover in run.checkpoints_folder.glob(pattern):

@@ -1,7 +1,8 @@
-"""Loading a checkpoint: into existing tensors, on any number of ranks and under any strategy, or as the weights of a model.
+"""Loading a checkpoint: into existing tensors, on any number of ranks and under any strategy, or as
+the weights of a model.
 
-Each rank reads only what it needs, and verifies it as it reads (storage.py). Metadata is unpickled safely
-(safe_reader.py).
+Each rank reads only what it needs, and verifies it as it reads (storage.py). Metadata is unpickled
+safely (safe_reader.py).
 """
 
 import warnings
@@ -28,16 +29,18 @@ from lmforge.core.options.lora import LoraOptions
 from lmforge.core.records.manifests import CorruptCheckpoint, Manifest, read_manifest
 from lmforge.core.records.runs import MANIFEST
 
-# A single process saves and loads without process groups on purpose; torch warns about this each time.
+# A single process saves and loads without process groups on purpose; torch warns about this each
+# time.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 def load(folder: Path, state: StateDict) -> None:
-    """Fill the tensors of `state` (as in `AsyncCheckpointer.save`; "optimizer" may be left out) in place.
+    """Fill the tensors of `state` (as in `AsyncCheckpointer.save`; "optimizer" may be left out) in
+    place.
 
-    Any strategy may have written them. Ranks do not communicate: each reads its own parts. Raises CorruptCheckpoint where a
-    file does not hold what was written, and UserError where a tensor is missing or has another shape; tensors may then be
-    half-filled.
+    Any strategy may have written them. Ranks do not communicate: each reads its own parts. Raises
+    CorruptCheckpoint where a file does not hold what was written, and UserError where a tensor is
+    missing or has another shape; tensors may then be half-filled.
     """
     reader = _open_reader(folder)
     stored = reader.tensors
@@ -53,7 +56,10 @@ def load(folder: Path, state: StateDict) -> None:
 
 
 def _open_reader(folder: Path) -> SafeReader:
-    """A reader that verifies the files of our checkpoint. Raises CorruptCheckpoint, or UserError for other objects in it."""
+    """A reader that verifies the files of our checkpoint.
+
+    Raises CorruptCheckpoint, or UserError for other objects in it.
+    """
     reader = SafeReader(folder, VerifyingFileSystem(read_manifest(folder).files), CorruptCheckpoint)
     if len(reader.tensors) < len(reader.metadata.state_dict_metadata):
         raise UserError(f"{folder / METADATA_FILE}: holds pickled objects; a checkpoint of lmforge has tensors only")
@@ -61,8 +67,9 @@ def _open_reader(folder: Path) -> SafeReader:
 
 
 def stored_lora_config(manifest: Manifest) -> LoraConfig | None:
-    """The config of a checkpoint's low-rank adapters; None where it has none. Raises CorruptCheckpoint where the manifest lacks
-    it.
+    """The config of a checkpoint's low-rank adapters; None where it has none.
+
+    Raises CorruptCheckpoint where the manifest lacks it.
     """
     options = check_content(manifest.recipe.get("lora", {}), LoraOptions, f"{MANIFEST}: recipe.lora", CorruptCheckpoint)
     return None if options.rank is None else LoraConfig(**options.model_dump())
@@ -70,14 +77,18 @@ def stored_lora_config(manifest: Manifest) -> LoraConfig | None:
 
 @torch.no_grad()
 def load_weights(folder: Path, manifest: Manifest, model: LanguageModel, new_names: Collection[str] = ()) -> None:
-    """Fill a model from a checkpoint, whose adapters are merged. The model may be sharded: each rank reads its parts.
+    """Fill a model from a checkpoint, whose adapters are merged.
 
-    The model's own adapters and `new_names` are not in the checkpoint and stay as they are. Raises CorruptCheckpoint where a
-    file does not hold what was written, and UserError where it is the checkpoint of another model.
+    The model may be sharded: each rank reads its parts.
+
+    The model's own adapters and `new_names` are not in the checkpoint and stay as they are. Raises
+    CorruptCheckpoint where a file does not hold what was written, and UserError where it is the
+    checkpoint of another model.
     """
     own = {name: each for name, each in named_tensors(model) if not name.endswith(LORA_SUFFIXES) and name not in new_names}
     stored, matrices = StoredModel(folder, manifest), quantized_matrices(model)
-    # Matrices that are quantized here or there are merged whole, and those of the model quantized after that.
+    # Matrices that are quantized here or there are merged whole, and those of the model quantized
+    # after that.
     whole = {name: own.pop(name) for name in [*own] if name in matrices or name in stored.quantized}
     load(folder, {"model": own})
     for name, parameter in whole.items():
@@ -89,9 +100,10 @@ def load_weights(folder: Path, manifest: Manifest, model: LanguageModel, new_nam
 
 
 class StoredModel:
-    """The model's tensors in a checkpoint, by name: `tensors` on the meta device, and each one's value by `read`, which merges
-    adapters. `adapters` are the unmerged adapters, and `lora` is their config, None where there are none. `quantized`: the
-    matrices that are stored in 4 or 8 bits; `read` returns them in fp32.
+    """The model's tensors in a checkpoint, by name: `tensors` on the meta device, and each one's
+    value by `read`, which merges adapters. `adapters` are the unmerged adapters, and `lora` is
+    their config, None where there are none. `quantized`: the matrices that are stored in 4 or 8
+    bits; `read` returns them in fp32.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
@@ -117,7 +129,9 @@ class StoredModel:
         return adapted_name(adapter.removesuffix(LORA_SUFFIXES[0]).removesuffix(LORA_SUFFIXES[1]))
 
     def read(self, name: str) -> Tensor:
-        """The full tensor, on the CPU. Raises CorruptCheckpoint where a file does not hold what was written."""
+        """The full tensor, on the CPU. Raises CorruptCheckpoint where a file does not hold what was
+        written.
+        """
         value = self._read(name, self._stored[name])
         if name in self.quantized:
             value = self.quantized[name].dequantize(value)

@@ -1,5 +1,6 @@
-"""The check of a checkpoint's files against its manifest (`lmforge/core/records/manifests.py`), and the search for the newest
-intact one."""
+"""The check of a checkpoint's files against its manifest (`lmforge/core/records/manifests.py`), and
+the search for the newest intact one.
+"""
 
 import base64
 from collections.abc import Callable, Iterator
@@ -35,7 +36,8 @@ def set_rng_state(state: str) -> None:
 def verify(folder: Path, *, with_tensors: bool = True) -> Manifest:
     """The manifest of a checkpoint whose files match it. Raises CorruptCheckpoint otherwise.
 
-    Every file is read and verified; without `with_tensors`, of the files of tensors only the size is checked.
+    Every file is read and verified; without `with_tensors`, of the files of tensors only the size
+    is checked.
     """
     manifest = read_manifest(folder)
     check_sizes(folder, manifest)
@@ -50,8 +52,8 @@ def verify(folder: Path, *, with_tensors: bool = True) -> Manifest:
 
 
 def candidates(run: Run, skipped: list[str], before_step: int | None = None) -> Iterator[tuple[Path, Manifest]]:
-    """The checkpoints of a run (before `before_step`, if given) whose files have the right sizes, newest first. A line for each
-    other one is added to `skipped`.
+    """The checkpoints of a run (before `before_step`, if given) whose files have the right sizes,
+    newest first. A line for each other one is added to `skipped`.
     """
     steps = [step for step in run.checkpoint_steps() if before_step is None or step < before_step]
     for partial in sorted(run.checkpoints_folder.glob(f"*{PARTIAL_SUFFIX}")) if before_step is None else ():
@@ -68,8 +70,9 @@ def candidates(run: Run, skipped: list[str], before_step: int | None = None) -> 
 def open_checkpoint(path: Path, open_with: Callable[[Path, Manifest], T]) -> tuple[T, list[str]]:
     """Open the checkpoint in the folder `path`, or the newest intact one of the run in `path`.
 
-    Returns what `open_with` returns, and a line for each checkpoint that was skipped. Tensors are not read here: `open_with`
-    raises CorruptCheckpoint for what it reads, and the next older checkpoint is tried. Raises UserError where there is none.
+    Returns what `open_with` returns, and a line for each checkpoint that was skipped. Tensors are
+    not read here: `open_with` raises CorruptCheckpoint for what it reads, and the next older
+    checkpoint is tried. Raises UserError where there is none.
     """
     kind = kind_of(path)
     if kind == Kind.CHECKPOINT:

@@ -1,7 +1,8 @@
 """Reads PyTorch's Distributed Checkpoints (DCP) without trusting their content.
 
-DCP pickles its metadata, and a pickle can run any code. Here an unpickler builds only the dataclasses that describe tensors;
-other objects are skipped, and nothing that is stored is executed.
+DCP pickles its metadata, and a pickle can run any code. Here an unpickler builds only the
+dataclasses that describe tensors; other objects are skipped, and nothing that is stored is
+executed.
 """
 
 import io
@@ -29,8 +30,11 @@ MAX_REASON = 120  # characters of what torch says
 
 @contextmanager
 def opened_safely(what: str, error: Callable[[str], Exception] = UserError) -> Iterator[None]:
-    """A block that reads what torch serialised; `what` names it. Whatever torch, pickle or a value in it raises is raised as
-    `error`, with one line: a damaged archive or pickle can make them raise anything, and ask for any amount of memory."""
+    """A block that reads what torch serialised; `what` names it.
+
+    Whatever torch, pickle or a value in it raises is raised as `error`, with one line: a damaged
+    archive or pickle can make them raise anything, and ask for any amount of memory.
+    """
     try:
         yield
     except (Exception, CheckpointException) as problem:
@@ -51,7 +55,8 @@ def _reason(problem: BaseException) -> str:
         words = [word for word in text.replace("`", " ").split() if "." in word and word[0].isalpha() and word[-1] != "."]
         named = f", {words[0]}," if words else ""
         return f"it holds more than tensors and numbers{named} which would have to be executed; save its state alone"
-    # Of the unpickler for weights the last line says what is wrong, and the others how to do without it.
+    # Of the unpickler for weights the last line says what is wrong, and the others how to do
+    # without it.
     lines = text.partition("WeightsUnpickler error: ")[2] or text
     return cut(next(iter(lines.strip().splitlines()), type(problem).__name__), MAX_REASON)
 
@@ -59,8 +64,9 @@ def _reason(problem: BaseException) -> str:
 class SafeReader(dcp.FileSystemReader):
     """PyTorch's reader for the checkpoint in `folder`, with metadata that is read once and safely.
 
-    file_system: opens its files; by default they are those of a local folder. error: raised with one line, without the folder,
-    where something in it is damaged; by default a UserError that names the folder.
+    file_system: opens its files; by default they are those of a local folder. error: raised with
+    one line, without the folder, where something in it is damaged; by default a UserError that
+    names the folder.
     """
 
     def __init__(
@@ -76,7 +82,10 @@ class SafeReader(dcp.FileSystemReader):
 
     @cached_property
     def metadata(self) -> Metadata:
-        """Where each tensor lies. Raises `error` where the metadata is damaged, or holds anything else."""
+        """Where each tensor lies.
+
+        Raises `error` where the metadata is damaged, or holds anything else.
+        """
         with (
             opened_safely(METADATA_FILE, self._error),
             self.fs.create_stream(self.path / METADATA_FILE, "rb") as file,  # type: ignore[operator]
@@ -92,7 +101,10 @@ class SafeReader(dcp.FileSystemReader):
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """The stored tensors by name, on the meta device; other objects are left out. Raises as `metadata` does."""
+        """The stored tensors by name, on the meta device; other objects are left out.
+
+        Raises as `metadata` does.
+        """
         with opened_safely(METADATA_FILE, self._error):
             return {
                 name: torch.empty(stored.size, dtype=stored.properties.dtype, device="meta")
@@ -101,7 +113,10 @@ class SafeReader(dcp.FileSystemReader):
             }
 
     def load(self, state: dict[str, Any], what: str = "a tensor") -> None:
-        """Fill the tensors of `state` in place, without communication. Raises `error` where they are damaged."""
+        """Fill the tensors of `state` in place, without communication.
+
+        Raises `error` where they are damaged.
+        """
         with opened_safely(what, self._error), torch.no_grad():
             dcp.load(state, storage_reader=self, no_dist=True)
 

@@ -1,8 +1,10 @@
-"""The files of a checkpoint: hashed block by block as they are written, and verified block by block as they are read.
+"""The files of a checkpoint: hashed block by block as they are written, and verified block by block
+as they are read.
 
-PyTorch's own reader does not detect a flipped bit. This reader verifies the blocks of each part that it reads, so that an
-intact checkpoint is read only once and a corrupt one is never used. These are file systems for PyTorch Distributed Checkpoint,
-on anything that behaves like a `pathlib.Path`: a local folder, or an address through fsspec.
+PyTorch's own reader does not detect a flipped bit. This reader verifies the blocks of each part
+that it reads, so that an intact checkpoint is read only once and a corrupt one is never used. These
+are file systems for PyTorch Distributed Checkpoint, on anything that behaves like a `pathlib.Path`:
+a local folder, or an address through fsspec.
 """
 
 import io
@@ -74,7 +76,10 @@ class _HashingFile(io.RawIOBase):
 
 
 class _VerifiedFile(ChecksummedFile, io.RawIOBase):
-    """A file that is read in any order, with every block verified. Raises CorruptCheckpoint, naming the file."""
+    """A file that is read in any order, with every block verified.
+
+    Raises CorruptCheckpoint, naming the file.
+    """
 
     def __init__(self, raw: Any, name: str, digests: FileDigests) -> None:
         super().__init__(digests["bytes"], parse_checksums(digests["xxh3"]), BLOCK_BYTES, remember=False)
@@ -125,7 +130,8 @@ class _PathFileSystem(FileSystem):
 class HashingFileSystem(_PathFileSystem):
     """Hashes files as they are written; `files` has the digests of finished ones, by name.
 
-    `first_error` is the first error of the storage: PyTorch's zip writer reports it as an unexpected position.
+    `first_error` is the first error of the storage: PyTorch's zip writer reports it as an
+    unexpected position.
     """
 
     def __init__(self) -> None:
@@ -173,8 +179,9 @@ class VerifyingFileSystem(_PathFileSystem):
 
 
 def check_writable(run: Run) -> None:
-    """Raise UserError where a run's checkpoints cannot be written, before it trains instead of at its first save. A separate
-    folder for checkpoints is created. The one in the run's directory is created later, and is checked only if it exists.
+    """Raise UserError where a run's checkpoints cannot be written, before it trains instead of at
+    its first save. A separate folder for checkpoints is created. The one in the run's directory is
+    created later, and is checked only if it exists.
     """
     folder = run.checkpoints_folder
     if run.external_checkpoints is None and not folder.is_dir():
@@ -191,7 +198,10 @@ def check_writable(run: Run) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and its parents. Object stores have no folders, and would make a bucket instead."""
+    """Make a folder and its parents.
+
+    Object stores have no folders, and would make a bucket instead.
+    """
     if getattr(path, "protocol", "") not in OBJECT_STORES:
         path.mkdir(parents=True, exist_ok=True)
 
@@ -219,7 +229,10 @@ class CheckpointWriter(dcp.FileSystemWriter):
 
 @contextmanager
 def translate_storage_errors(where: str, files: HashingFileSystem) -> Iterator[None]:
-    """Any error of the storage as RunFailed with one line. PyTorch's own checksums are off: ours are checked by block."""
+    """Any error of the storage as RunFailed with one line.
+
+    PyTorch's own checksums are off: ours are checked by block.
+    """
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:

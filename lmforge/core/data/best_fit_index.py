@@ -1,18 +1,23 @@
-"""Which documents share a sequence under best-fit packing: computed once for one sequence length, and read by position.
+"""Which documents share a sequence under best-fit packing: computed once for one sequence length,
+and read by position.
 
-    best-fit-2048.json          sequences and spans of each training shard, and the xxh3 of its index's checksums
+    best-fit-2048.json          sequences and spans of each training shard, and the xxh3 of its
+                                index's checksums
     train-00000.best-fit-2048   little-endian uint32 (uint64 of a shard of 2³² tokens or more):
-                                  where the spans of each sequence begin in the list of spans, [sequences + 1]
-                                  the spans, [spans, 2]: their first token in the shard, and their length
+                                  where the spans of each sequence begin in the list of spans,
+                                  [sequences + 1] the spans, [spans, 2]: their first token in the
+                                  shard, and their length
                                 and uint64: the xxh3 of every 64 KiB block of these
 
-A span of n tokens of a document is the input of a sequence; the n tokens after its first are its labels, so that it reads one
-token more. So a document of T tokens has T − 1 to place: its last token predicts nothing. A longer document than a sequence is
-cut every `sequence_length` tokens. A token at a cut is the label of one span and the first input of the next: every transition
-within a document is scored exactly once.
+A span of n tokens of a document is the input of a sequence; the n tokens after its first are its
+labels, so that it reads one token more. So a document of T tokens has T − 1 to place: its last
+token predicts nothing. A longer document than a sequence is cut every `sequence_length` tokens. A
+token at a cut is the label of one span and the first input of the next: every transition within a
+document is scored exactly once.
 
-Documents are packed in groups that are neighbours in a shard, so that a sequence is read from near places, and the time and
-memory of packing do not depend on the size of a shard. Writing the index of a folder is in text/prepare/pack.py.
+Documents are packed in groups that are neighbours in a shard, so that a sequence is read from near
+places, and the time and memory of packing do not depend on the size of a shard. Writing the index
+of a folder is in text/prepare/pack.py.
 """
 
 from bisect import bisect_right
@@ -39,7 +44,8 @@ from lmforge.core.records.manifests import BLOCK_BYTES, BestFitManifest, IndexEn
 
 # Incremented whenever the same tokens would give other sequences or files.
 BEST_FIT_VERSION = 1
-# Approximate size of a group: large enough that its sequences have hardly any padding. 16 MB of tokens at a length of 2,048.
+# Approximate size of a group: large enough that its sequences have hardly any padding. 16 MB of
+# tokens at a length of 2,048.
 GROUP_SEQUENCES = 4096
 
 
@@ -71,12 +77,13 @@ def pack_again_hint(path: Path, sequence_length: int) -> str:
 def pack_documents(ends: np.ndarray, sequence_length: int) -> tuple[np.ndarray, np.ndarray]:
     """The sequences of a shard whose documents end at `ends`, int64 [documents].
 
-    Returns where the spans of each sequence begin, int64 [sequences + 1], and the spans, int64 [spans, 2]: their first tokens
-    and lengths.
+    Returns where the spans of each sequence begin, int64 [sequences + 1], and the spans, int64
+    [spans, 2]: their first tokens and lengths.
     """
     starts = np.concatenate(([0], ends[:-1]))
     num_groups = max(1, round(int(ends[-1]) / (GROUP_SEQUENCES * sequence_length)))
-    # A document belongs to the group that it begins in; one of several groups leaves some without any.
+    # A document belongs to the group that it begins in; one of several groups leaves some without
+    # any.
     bounds = np.unique(starts.searchsorted(int(ends[-1]) * np.arange(num_groups + 1) // num_groups))
     firsts, spans, total = [np.zeros(1, np.int64)], [np.zeros((0, 2), np.int64)], 0
     for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
@@ -98,7 +105,9 @@ def _split_documents(starts: np.ndarray, ends: np.ndarray, sequence_length: int)
 
 
 def write_index(folder: Path, name: str, ends: np.ndarray, sequence_length: int) -> IndexEntry:
-    """Write the index of the shard `name`, whose documents end at `ends`, and return its entry in the manifest."""
+    """Write the index of the shard `name`, whose documents end at `ends`, and return its entry in
+    the manifest.
+    """
     firsts, spans = pack_documents(ends, sequence_length)
     entry = IndexEntry(name, int(ends[-1]), len(firsts) - 1, len(spans), "")
     body = np.concatenate((firsts, spans.reshape(-1))).astype(entry.dtype)
@@ -152,8 +161,9 @@ class BestFitIndex:
 
     @classmethod
     def open(cls, folder: TokenFolder, sequence_length: int, *, check_sizes: bool = True) -> Self:
-        """Raises UserError where the folder has no index for this length, or the index is damaged or belongs to other
-        tokens."""
+        """Raises UserError where the folder has no index for this length, or the index is damaged
+        or belongs to other tokens.
+        """
         name, hint = manifest_name(sequence_length), pack_again_hint(folder.path, sequence_length)
         path = folder.path / name
         if (digest := folder.manifest.best_fit.get(str(sequence_length))) is None:
@@ -209,7 +219,9 @@ class BestFitIndex:
         return f"{self.num_sequences:,} sequences of {length:,} tokens, {self.fill:.2%} filled"
 
     def spans(self, sequence: int) -> list[tuple[int, int]]:
-        """The spans of a sequence: first token in the split, and length. None where a token of them is in quarantine.
+        """The spans of a sequence: first token in the split, and length.
+
+        None where a token of them is in quarantine.
 
         Raises UserError naming the shard's index where it cannot be read.
         """

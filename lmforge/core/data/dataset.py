@@ -1,6 +1,8 @@
-"""Sample number → packed sequence, without state. Sample n belongs to epoch n div sequences_per_epoch, and a keyed permutation
-of that epoch gives the index of its sequence. This module does not depend on ranks, batches or threads: loader.py decides which
-samples are in a batch. A mixture of several such datasets is in mixture.py.
+"""Sample number → packed sequence, without state.
+
+Sample n belongs to epoch n div sequences_per_epoch, and a keyed permutation of that epoch gives the
+index of its sequence. This module does not depend on ranks, batches or threads: loader.py decides
+which samples are in a batch. A mixture of several such datasets is in mixture.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +21,8 @@ from lmforge.core.errors import UserError
 from lmforge.core.files.checksums import hash_json
 from lmforge.core.records.manifests import DataPlan
 
-# Incremented whenever the same plan would give other sequences, so that a run is never silently resumed on other data.
+# Incremented whenever the same plan would give other sequences, so that a run is never silently
+# resumed on other data.
 PACKING_VERSION = 2
 # A piece of a remote shard (remote_storage.py) at two bytes per token.
 CHUNK_TOKENS = 2**21
@@ -28,12 +31,14 @@ TokenPacking = Literal["concat", "best-fit"]
 
 @dataclass(eq=False)
 class PackedDataset:
-    """The sequences of a packing: reshuffled each epoch without end, or (`shuffle=False`) once, in order.
+    """The sequences of a packing: reshuffled each epoch without end, or (`shuffle=False`) once, in
+    order.
 
-    Without shuffling, sequences beyond the last are all padding, so an evaluation can read full batches and still count every
-    sequence once. `plan` lists all that sequences depend on, except the seed; `name` keys the order: of stored tokens it is
-    their digest, so that the order does not depend on where they lie. What is in quarantine is no part of the plan: a run may
-    be resumed with another one.
+    Without shuffling, sequences beyond the last are all padding, so an evaluation can read full
+    batches and still count every sequence once. `plan` lists all that sequences depend on, except
+    the seed; `name` keys the order: of stored tokens it is their digest, so that the order does not
+    depend on where they lie. What is in quarantine is no part of the plan: a run may be resumed
+    with another one.
     """
 
     packing: Packing
@@ -85,8 +90,9 @@ class PackedDataset:
         return self.read(range(start, stop), padding=padding, map_rows=map_rows)
 
     def read(self, samples: Sequence[int], *, padding: int = 0, map_rows: MapRows = map) -> PackedSequences:
-        """These samples, followed by this many rows of padding. Raises UserError naming shard, offset and sample that cannot be
-        read.
+        """These samples, followed by this many rows of padding.
+
+        Raises UserError naming shard, offset and sample that cannot be read.
 
         `map_rows` may read rows in several threads.
         """
@@ -121,7 +127,9 @@ class PackedDataset:
 
     @property
     def order_plan(self) -> list[int]:
-        """What the order depends on besides seed and name, for the plan of a mixture, which has the period of lanes."""
+        """What the order depends on besides seed and name, for the plan of a mixture, which has the
+        period of lanes.
+        """
         return [*(self.window or ()), *([self.lanes.count] if self.lanes else [])]
 
 
@@ -140,12 +148,13 @@ class TokenDataset(PackedDataset):
         lanes: Lanes | None = None,
         packing: TokenPacking = "concat",
     ):
-        """Shuffled within each `window` chunks of CHUNK_TOKENS tokens (of best fit: of about a group), by default over all.
+        """Shuffled within each `window` chunks of CHUNK_TOKENS tokens (of best fit: of about a
+        group), by default over all.
 
         With `lanes` each of these has windows of its own.
 
-        Raises UserError if the folder has no such split, or it has too few tokens to train on, or (best fit) no index for this
-        length; only the training split has one.
+        Raises UserError if the folder has no such split, or it has too few tokens to train on, or
+        (best fit) no index for this length; only the training split has one.
         """
         tokens, chunk = folder.split(split), max(1, CHUNK_TOKENS // sequence_length)
         packed: Packing = ConcatPacking(tokens, sequence_length, tokens.quarantined.overlap)

@@ -20,7 +20,8 @@ from lmforge.core.distributed.distributed import use_device_in_thread
 
 log = logging.getLogger(__name__)
 
-# Reading a step takes milliseconds; a stall of the storage is reported long before a collective times out.
+# Reading a step takes milliseconds; a stall of the storage is reported long before a collective
+# times out.
 SLOW_BATCH_WARNING_SECONDS = 10.0
 # One read that a shared file system answers late is not noticed.
 READ_AHEAD_STEPS = 4
@@ -30,14 +31,16 @@ READ_AHEAD_STEPS = 4
 class BatchLoader(AbstractContextManager["BatchLoader"]):
     """This data-parallel rank's part of every global batch.
 
-    Global batch k is the samples k·B … (k + 1)·B − 1 of the dataset, B = `global_batch_size`. Data-parallel rank r of W
-    (`data_parallel_rank_and_size` in core/parallel/dims.py) takes the r-th of W contiguous parts of it, in micro-batches of
-    `micro_batch_size`. So the global batch is the same for any number of ranks. Where it does not divide, the first parts
-    have one sequence more, and all ranks have the same number of micro-batches of one size; the rest is padding, which is not
-    scored. With `rng_seed` batches have keys to draw randomness from. Raises ValueError for a rank without a sequence.
+    Global batch k is the samples k·B … (k + 1)·B − 1 of the dataset, B = `global_batch_size`.
+    Data-parallel rank r of W (`data_parallel_rank_and_size` in core/parallel/dims.py) takes the
+    r-th of W contiguous parts of it, in micro-batches of `micro_batch_size`. So the global batch is
+    the same for any number of ranks. Where it does not divide, the first parts have one sequence
+    more, and all ranks have the same number of micro-batches of one size; the rest is padding,
+    which is not scored. With `rng_seed` batches have keys to draw randomness from. Raises
+    ValueError for a rank without a sequence.
 
-    `first` is the number of this rank's first sample in a batch; `data_wait_seconds` the total time for which callers of
-    `batches` waited. Close it, or use it in a `with`.
+    `first` is the number of this rank's first sample in a batch; `data_wait_seconds` the total time
+    for which callers of `batches` waited. Close it, or use it in a `with`.
     """
 
     dataset: TrainingDataset
@@ -71,8 +74,8 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
     def batches(self, batch_index: int) -> list[Batch]:
         """The micro-batches of global batch `batch_index` (from 0), in order, on the device.
 
-        Reading of the next READ_AHEAD_STEPS batches starts before this returns. Any other may be requested, at the cost of
-        one wait. Exceptions of the reading thread are raised here.
+        Reading of the next READ_AHEAD_STEPS batches starts before this returns. Any other may be
+        requested, at the cost of one wait. Exceptions of the reading thread are raised here.
         """
         began = time.perf_counter()
         if batch_index not in self._read_ahead:

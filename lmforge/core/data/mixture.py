@@ -1,12 +1,16 @@
-"""Mixtures of sources in phases: which source each sample comes from, and which of its sequences; from integers, no state.
+"""Mixtures of sources in phases: which source each sample comes from, and which of its sequences;
+from integers, no state.
 
-A phase has a weight for each source. Its samples are numbered in blocks: the end of a block n samples into the phase has
-⌊n·W_j⌋ − ⌊n·W_(j−1)⌋ samples of source j, W being the cumulative weights, which are exact fractions. So every source is within
-one sample of its proportion at every block end. A keyed permutation orders the samples within a block. The order of a phase
-does not depend on where it ends, so that a phase can be cut or lengthened anywhere after the samples that were used.
+A phase has a weight for each source. Its samples are numbered in blocks: the end of a block n
+samples into the phase has ⌊n·W_j⌋ − ⌊n·W_(j−1)⌋ samples of source j, W being the cumulative
+weights, which are exact fractions. So every source is within one sample of its proportion at every
+block end. A keyed permutation orders the samples within a block. The order of a phase does not
+depend on where it ends, so that a phase can be cut or lengthened anywhere after the samples that
+were used.
 
-The samples of a source are numbered through all phases: nothing is read twice before all of it has been read. With another
-sequence length its tokens are other sequences: such a phase begins a new epoch of every source.
+The samples of a source are numbered through all phases: nothing is read twice before all of it has
+been read. With another sequence length its tokens are other sequences: such a phase begins a new
+epoch of every source.
 """
 
 import math
@@ -31,7 +35,8 @@ MIXTURE_VERSION = 1
 # A block has at least one sample of every source, and a table of its size is kept.
 MIN_PROPORTION = Fraction(1, 1_000_000)
 CACHED_BLOCKS = 4
-# The limit of blocks that lanes make longer: larger ones take seconds and hundreds of megabytes in every rank.
+# The limit of blocks that lanes make longer: larger ones take seconds and hundreds of megabytes in
+# every rank.
 MAX_BLOCK_SIZE = 1 << 22
 
 
@@ -56,7 +61,8 @@ class Phase:
 def proportions_of(
     weights: Mapping[str, Fraction], tokens_per_sample: Sequence[Fraction] | None = None
 ) -> tuple[Fraction, ...]:
-    """Proportions of the samples, from weights by source: of the samples, or with `tokens_per_sample` of the tokens.
+    """Proportions of the samples, from weights by source: of the samples, or with
+    `tokens_per_sample` of the tokens.
 
     Raises UserError for a source with less than MIN_PROPORTION.
     """
@@ -70,7 +76,8 @@ def proportions_of(
 
 
 class BlockOrder:
-    """The order of the sources in one phase, whose samples are numbered from 0: blocks of a multiple of `unit` samples.
+    """The order of the sources in one phase, whose samples are numbered from 0: blocks of a
+    multiple of `unit` samples.
 
     Each of `parts` equal parts of a unit has the proportions too, as lanes (order.py) need it.
 
@@ -82,8 +89,8 @@ class BlockOrder:
         self._bounds = [int(bound * denominator) for bound in accumulate(proportions, initial=Fraction(0))]
         self._denominator, self._key, self._unit, self._parts = denominator, (seed, "mixture", phase), unit, parts
         needed = math.ceil(1 / min(proportion for proportion in proportions if proportion))
-        # With fewer samples than `needed` the count of a source could decrease, so every part of a block has at least this
-        # many.
+        # With fewer samples than `needed` the count of a source could decrease, so every part of a
+        # block has at least this many.
         self.block_size = -(-needed // max(1, unit // parts)) * unit
         if parts > 1 and self.block_size > max(unit, MAX_BLOCK_SIZE):
             raise UserError(
@@ -94,7 +101,9 @@ class BlockOrder:
         self._lock = Lock()
 
     def assign(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """The source of samples start … stop − 1, start < stop, and how many of that source come before each; int64 each."""
+        """The source of samples start … stop − 1, start < stop, and how many of that source come
+        before each; int64 each.
+        """
         size = self.block_size
         blocks = range(start // size, (stop - 1) // size + 1)
         sources, ranks = (np.concatenate(arrays) for arrays in zip(*map(self._block, blocks), strict=True))
@@ -138,9 +147,11 @@ class BlockOrder:
 
 @dataclass(frozen=True)
 class _PhaseStart:
-    """Where a phase begins: its first sample, and for each source the samples and epochs before the phase.
+    """Where a phase begins: its first sample, and for each source the samples and epochs before the
+    phase.
 
-    `samples` counts from where the sequence length changed last; `epochs` are those begun before that.
+    `samples` counts from where the sequence length changed last; `epochs` are those begun before
+    that.
     """
 
     sample: int
@@ -150,7 +161,10 @@ class _PhaseStart:
 
 @dataclass(frozen=True)
 class SourceUse:
-    """What samples up to some number use of a source. `epochs` counts in sequences of the length in use then."""
+    """What samples up to some number use of a source.
+
+    `epochs` counts in sequences of the length in use then.
+    """
 
     samples: int
     tokens: int
@@ -158,16 +172,19 @@ class SourceUse:
 
 
 class MixedDataset:
-    """The samples of phases of mixed sources, without end: a pure function of (phases, unit, seed, n).
+    """The samples of phases of mixed sources, without end: a pure function of (phases, unit, seed,
+    n).
 
-    `names` are those of the sources. `unit` divides the length of every phase but the last: the global batch size, so that a
-    batch has one sequence length. `parts` is the number of lanes of the datasets.
+    `names` are those of the sources. `unit` divides the length of every phase but the last: the
+    global batch size, so that a batch has one sequence length. `parts` is the number of lanes of
+    the datasets.
     """
 
     def __init__(self, names: Sequence[str], phases: Sequence[Phase], *, unit: int, seed: int, parts: int = 1) -> None:
         self.names, self.phases = tuple(names), tuple(phases)
         self._unit, self._seed, self._parts = unit, seed, parts
-        # Blocks are laid out by digest, so that the order in which a recipe lists the sources does not matter.
+        # Blocks are laid out by digest, so that the order in which a recipe lists the sources does
+        # not matter.
         digests = [dataset.name for dataset in phases[0].datasets]
         self._by_digest = np.array(sorted(range(len(names)), key=digests.__getitem__), np.int64)
         self._orders = [
@@ -207,14 +224,18 @@ class MixedDataset:
         return sum(dataset.sequences_per_epoch for dataset in self.phases[0].datasets)
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """(phase, first sample, sample after the last one) of each phase that samples start … stop − 1 touch."""
+        """(phase, first sample, sample after the last one) of each phase that samples start … stop
+        − 1 touch.
+        """
         ends = [begin.sample for begin in self._starts[1:]]
         for number, (begin, end) in enumerate(zip(self._starts, [*ends, stop], strict=True)):
             if (first := max(start, begin.sample)) < (last := min(stop, end)):
                 yield number, first, last
 
     def assign(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """The source of samples start … stop − 1, and the index of the sequence in it; int64 [samples] each."""
+        """The source of samples start … stop − 1, and the index of the sequence in it; int64
+        [samples] each.
+        """
         if not 0 <= start <= stop:
             raise ValueError(f"samples {start} to {stop}")
         sources, indices = np.zeros(stop - start, np.int64), np.zeros(stop - start, np.int64)
@@ -230,7 +251,10 @@ class MixedDataset:
         return sources, indices
 
     def sequences(self, start: int, stop: int, *, padding: int = 0, map_rows: MapRows = map) -> PackedSequences:
-        """Samples start … stop − 1, all of one sequence length, with their sources. See `PackedDataset.read`."""
+        """Samples start … stop − 1, all of one sequence length, with their sources.
+
+        See `PackedDataset.read`.
+        """
         sources, indices = self.assign(start, stop)
         phases = [self.phases[number] for number, first, last in self._pieces(start, stop) for _ in range(first, last)]
         if len(lengths := {phase.sequence_length for phase in phases}) != 1:
@@ -278,7 +302,9 @@ class MixedDataset:
         return [SourceUse(int(a), int(b), float(c)) for a, b, c in zip(samples, tokens, epochs, strict=True)]
 
     def describe_phases(self) -> list[str]:
-        """A line per phase: its steps, mixture and sequence length, and the tokens that its change of length leaves unread."""
+        """A line per phase: its steps, mixture and sequence length, and the tokens that its change
+        of length leaves unread.
+        """
         lines = []
         for number, (phase, start) in enumerate(zip(self.phases, self._starts, strict=True)):
             first = start.sample // self._unit
@@ -306,10 +332,13 @@ class MixedDataset:
         listed = ", ".join(f"{name} {left:,} of {size:,}" for name, left, size in unread if left)
         return f"; new epochs begin, sequences left unread: {listed or 'none'}"
 
-    # --- what a checkpoint remembers -----------------------------------------------------------------------------------
+    # --- what a checkpoint remembers
+    # -----------------------------------------------------------------------------------
 
     def plan_at(self, n: int) -> DataPlan:
-        """All that the samples before n depend on, as JSON: their phases, without later ones, and the names of sources."""
+        """All that the samples before n depend on, as JSON: their phases, without later ones, and
+        the names of sources.
+        """
         digests = [dataset.name for dataset in self.phases[0].datasets]
         plan = DataPlan(version=MIXTURE_VERSION, seed=self._seed, unit=self._unit, phases=[])
         for number, first, last in self._pieces(0, n):
@@ -333,7 +362,9 @@ TrainingDataset = PackedDataset | MixedDataset
 
 
 def describe_plan_change(then: DataPlan, now: DataPlan) -> str | None:
-    """How the phases up to a sample differ from an earlier `plan_at` of that sample; None if they are the same."""
+    """How the phases up to a sample differ from an earlier `plan_at` of that sample; None if they
+    are the same.
+    """
     if "phases" not in then or "phases" not in now or [then.get(name) for name in FIXED] != [now.get(name) for name in FIXED]:
         return None
     for number, (old, new) in enumerate(zip(then["phases"], now["phases"], strict=False), start=1):

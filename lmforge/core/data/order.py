@@ -1,10 +1,13 @@
-"""The order of samples, a keyed permutation, and the keys of random draws within a batch: computed from integers, no state.
+"""The order of samples, a keyed permutation, and the keys of random draws within a batch: computed
+from integers, no state.
 
-A permutation of N items needs no memory that grows with N and can be evaluated at any position, so a resumed run has nothing to
-restore. Numpy's generators are not used: their streams may change between versions, and then a run could not be resumed.
+A permutation of N items needs no memory that grows with N and can be evaluated at any position, so
+a resumed run has nothing to restore. Numpy's generators are not used: their streams may change
+between versions, and then a run could not be resumed.
 
-What is drawn for a token is a function of (seed, sample number, column). It does not depend on ranks, micro-batches, activation
-checkpointing or restarts. A sequence that comes again in another epoch is another sample, with other draws.
+What is drawn for a token is a function of (seed, sample number, column). It does not depend on
+ranks, micro-batches, activation checkpointing or restarts. A sequence that comes again in another
+epoch is another sample, with other draws.
 """
 
 import json
@@ -20,10 +23,12 @@ import xxhash
 
 from lmforge.core.errors import UserError
 
-# Up to this size a Feistel network is measurably non-uniform, and a table with two bytes per entry is small.
+# Up to this size a Feistel network is measurably non-uniform, and a table with two bytes per entry
+# is small.
 MAX_TABLE_SIZE = 65_536
 FEISTEL_ROUNDS = 6
-# The longest cycle of positions assigned to lanes: each source keeps a table of 16 bytes per position.
+# The longest cycle of positions assigned to lanes: each source keeps a table of 16 bytes per
+# position.
 MAX_LANE_CYCLE = 65_536
 
 UInt64Array = np.ndarray[Any, np.dtype[np.uint64]]
@@ -33,34 +38,43 @@ Permutation = Callable[[np.ndarray], np.ndarray]
 def derive_key(*parts: int | str) -> int:
     """A 64-bit key for a purpose, as in `derive_key(seed, "source", name, epoch)`.
 
-    Every distinct tuple gives an independent key; with `seed + epoch`, seed 1 epoch 0 would have the order of seed 0 epoch 1.
+    Every distinct tuple gives an independent key; with `seed + epoch`, seed 1 epoch 0 would have
+    the order of seed 0 epoch 1.
     """
     return xxhash.xxh3_64_intdigest(json.dumps(parts).encode())
 
 
 def splitmix64(x: UInt64Array) -> UInt64Array:
-    """Mix uint64 values: the SplitMix64 finaliser (Steele, Lea, Flood 2014), a bijection of 64-bit integers."""
+    """Mix uint64 values: the SplitMix64 finaliser (Steele, Lea, Flood 2014), a bijection of 64-bit
+    integers.
+    """
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def _random_uint64(key: int, start: int, stop: int) -> UInt64Array:
-    """Values `start` … `stop` − 1 of a key. The key is hashed first, or adjacent keys would give the same values, shifted."""
+    """Values `start` … `stop` − 1 of a key.
+
+    The key is hashed first, or adjacent keys would give the same values, shifted.
+    """
     first: UInt64Array = np.full(1, key, np.uint64)
     numbers: UInt64Array = np.arange(start, stop, dtype=np.uint64)
     return splitmix64(splitmix64(first) + numbers)
 
 
 def token_rng_keys(seed: int, start: int, stop: int, sequence_length: int) -> np.ndarray:
-    """Keys of the tokens of samples `start` … `stop` − 1: int64 [samples, sequence_length], all bits random."""
+    """Keys of the tokens of samples `start` … `stop` − 1: int64 [samples, sequence_length], all
+    bits random.
+    """
     samples = _random_uint64(derive_key(seed, "noise"), start, stop)
     columns: UInt64Array = np.arange(sequence_length, dtype=np.uint64)
     return splitmix64(samples[:, None] + columns).view(np.int64)
 
 
 def permutation(n: int, key: int) -> Permutation:
-    """A bijection of 0..n-1 chosen by a 64-bit key, as a function from int64 positions to int64 values.
+    """A bijection of 0..n-1 chosen by a 64-bit key, as a function from int64 positions to int64
+    values.
 
     Positions must be within 0..n-1. n may be up to 2**62. Raises ValueError for other n.
     """
@@ -74,10 +88,12 @@ def permutation(n: int, key: int) -> Permutation:
 
 @dataclass(frozen=True)
 class Lanes:
-    """`count` parts of every global batch, one after another, that each read a part of the data of their own.
+    """`count` parts of every global batch, one after another, that each read a part of the data of
+    their own.
 
-    `period` is how many samples of the data are in a global batch, on average. Position n belongs to lane
-    ⌊count · frac(n / period)⌋, whatever the number of ranks. Raises UserError for a period above MAX_LANE_CYCLE.
+    `period` is how many samples of the data are in a global batch, on average. Position n belongs
+    to lane ⌊count · frac(n / period)⌋, whatever the number of ranks. Raises UserError for a period
+    above MAX_LANE_CYCLE.
     """
 
     count: int
@@ -93,11 +109,11 @@ class Lanes:
     def assign(self, start: int, stop: int) -> tuple[np.ndarray, Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]]:
         """Assign the positions start … stop − 1 to the lanes.
 
-        Returns how many each lane gets, int64 [count], and a function of positions counted from `start` that gives their lanes
-        and how many positions of its lane come before each.
+        Returns how many each lane gets, int64 [count], and a function of positions counted from
+        `start` that gives their lanes and how many positions of its lane come before each.
         """
-        # Positions of a cycle have every phase of the period once. A period of a longer cycle is rounded: a lane then drifts
-        # through the batch, by a sample in thousands of batches.
+        # Positions of a cycle have every phase of the period once. A period of a longer cycle is
+        # rounded: a lane then drifts through the batch, by a sample in thousands of batches.
         rate = (1 / self.period).limit_denominator(MAX_LANE_CYCLE)
         cycle = rate.denominator
         lanes = np.arange(cycle) * (rate.numerator % cycle) % cycle * self.count // cycle
@@ -122,14 +138,16 @@ class Lanes:
 def windowed_permutation(
     n: int, key: int, *, chunk: int, window: int, lanes: Lanes | None = None, start: int = 0
 ) -> Permutation:
-    """A bijection of 0..n-1 as `permutation` gives one, whose neighbouring positions have values that are close together.
+    """A bijection of 0..n-1 as `permutation` gives one, whose neighbouring positions have values
+    that are close together.
 
-    The values are cut into chunks of `chunk`, and the chunks permuted. Each `window` of them that come after one another are
-    permuted as a whole, so that `window` · `chunk` positions need only these. What is left over from whole chunks belongs to
-    the last window. Where one window holds all, it is `permutation(n, key)` itself.
+    The values are cut into chunks of `chunk`, and the chunks permuted. Each `window` of them that
+    come after one another are permuted as a whole, so that `window` · `chunk` positions need only
+    these. What is left over from whole chunks belongs to the last window. Where one window holds
+    all, it is `permutation(n, key)` itself.
 
-    With `lanes` the permuted chunks are first divided between these, one after another, and each lane has windows of its own.
-    Position 0 is position `start` for the lanes.
+    With `lanes` the permuted chunks are first divided between these, one after another, and each
+    lane has windows of its own. Position 0 is position `start` for the lanes.
     """
     num_chunks, size = n // chunk, chunk * window
     if lanes is None and num_chunks <= window:
@@ -162,10 +180,11 @@ def windowed_permutation(
 
 
 def _feistel_permutation(n: int, key: int) -> Permutation:
-    """A mixed-radix Feistel network on pairs (left < a, right < b) with ab ≥ n, with cycle walking back below n.
+    """A mixed-radix Feistel network on pairs (left < a, right < b) with ab ≥ n, with cycle walking
+    back below n.
 
-    After Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (2002). ab exceeds n by less than √n + 1, so a walk is
-    almost never longer than one step.
+    After Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (2002). ab exceeds n by less
+    than √n + 1, so a walk is almost never longer than one step.
     """
     a = math.isqrt(n - 1) + 1
     b = -(-n // a)

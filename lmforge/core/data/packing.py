@@ -1,12 +1,15 @@
-"""Documents as sequences of one length: which tokens a sequence holds, and what each of them predicts.
+"""Documents as sequences of one length: which tokens a sequence holds, and what each of them
+predicts.
 
-Concat packing: the documents of a split, one after another, cut every `sequence_length` tokens (L). Sequence n holds the tokens
-n·L … n·L + L. The last of them is only a label here and the first input of sequence n + 1, so every transition is scored
-exactly once. Attention, positions and labels stop at each document's end.
+Concat packing: the documents of a split, one after another, cut every `sequence_length` tokens (L).
+Sequence n holds the tokens n·L … n·L + L. The last of them is only a label here and the first input
+of sequence n + 1, so every transition is scored exactly once. Attention, positions and labels stop
+at each document's end.
 
-Best-fit packing: whole documents, or spans of those that are longer than a sequence. Which of them share a sequence is chosen
-so that there is hardly any padding. The token after a span is only a label, so here too every transition within a document is
-scored exactly once. Only the algorithm is here; for token shards its result is stored (best_fit_index.py).
+Best-fit packing: whole documents, or spans of those that are longer than a sequence. Which of them
+share a sequence is chosen so that there is hardly any padding. The token after a span is only a
+label, so here too every transition within a document is scored exactly once. Only the algorithm is
+here; for token shards its result is stored (best_fit_index.py).
 """
 
 import math
@@ -60,8 +63,9 @@ class PackedSequences(PackedSequence):
     def empty(cls, count: int, sequence_length: int, extras: Sequence[Extra] = (), *, with_sources: bool = False) -> Self:
         """Rows to be written; what is in them before is arbitrary, except `source_ids` (0).
 
-        All arrays are one piece of memory: the C library keeps one for the next batch. Smaller arrays would be returned to the
-        system after each batch, and the page faults of allocating them again take longer than reading the batch.
+        All arrays are one piece of memory: the C library keeps one for the next batch. Smaller
+        arrays would be returned to the system after each batch, and the page faults of allocating
+        them again take longer than reading the batch.
         """
         dtypes = [np.int64] * 3 + [np.int32] * (1 + with_sources) + [np.float32] * len(extras)
         widths = dict((each, ()) if isinstance(each, str) else (each[0], each[1:]) for each in extras)
@@ -100,9 +104,11 @@ class PackedSequences(PackedSequence):
         return kind(self.tokens[rows], self.labels[rows], self.positions[rows], self.document_ids[rows], extras, source_ids)
 
     def fill(self, samples: Sequence[int], sequences: Sequence[tuple["Packing", int]], map_rows: MapRows = map) -> None:
-        """Read sequences into the first rows, each given by its packing and index, and make the other rows padding.
+        """Read sequences into the first rows, each given by its packing and index, and make the
+        other rows padding.
 
-        `samples` number them in the message of a UserError. `map_rows` reads each row, as that of an executor does in threads.
+        `samples` number them in the message of a UserError. `map_rows` reads each row, as that of
+        an executor does in threads.
         """
 
         def read(row: int) -> None:
@@ -117,9 +123,11 @@ class PackedSequences(PackedSequence):
 
 @dataclass(frozen=True)
 class TokenizedExample:
-    """Something to train on: `tokens` int32 [length]; `loss_mask` bool [length], true for tokens that are to be predicted.
+    """Something to train on: `tokens` int32 [length]; `loss_mask` bool [length], true for tokens
+    that are to be predicted.
 
-    `part_of` is a hash of the conversation that it is one turn of, if there are others: they go to the same split.
+    `part_of` is a hash of the conversation that it is one turn of, if there are others: they go to
+    the same split.
     """
 
     tokens: np.ndarray
@@ -139,7 +147,9 @@ class Packing(Protocol):
         return ()
 
     def read(self, index: int, out: PackedSequence) -> None:
-        """Write sequence `index` to `out`, which may hold anything; all padding at or beyond `num_sequences`."""
+        """Write sequence `index` to `out`, which may hold anything; all padding at or beyond
+        `num_sequences`.
+        """
 
 
 class TokenReader(Protocol):
@@ -155,10 +165,12 @@ class TokenReader(Protocol):
 
 
 def best_fit(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Put items of these sizes (int [n], each from 1 to `capacity`) into bins: each into the fullest bin with enough space.
+    """Put items of these sizes (int [n], each from 1 to `capacity`) into bins: each into the
+    fullest bin with enough space.
 
-    Longer items are placed first (Ding et al., "Fewer Truncations", arXiv 2404.10830). Items are not cut; the rest of a bin
-    stays empty. Returns (items int64 [n] in the order of bins, starts int64 [bins + 1] of each bin among them). Deterministic.
+    Longer items are placed first (Ding et al., "Fewer Truncations", arXiv 2404.10830). Items are
+    not cut; the rest of a bin stays empty. Returns (items int64 [n] in the order of bins, starts
+    int64 [bins + 1] of each bin among them). Deterministic.
     """
     bins: list[list[int]] = []
     with_space: defaultdict[int, list[int]] = defaultdict(list)
@@ -185,7 +197,10 @@ def best_fit(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True)
 class ConcatPacking(Packing):
-    """The sequences of a split under concat packing. A sequence is all padding if `overlap_damage` is true for its tokens."""
+    """The sequences of a split under concat packing.
+
+    A sequence is all padding if `overlap_damage` is true for its tokens.
+    """
 
     split: TokenReader
     sequence_length: int
@@ -205,7 +220,8 @@ class ConcatPacking(Packing):
         tokens = self.split.read(begin, begin + size + 1)
         starts = self.split.document_starts(begin, begin + size + 1) - begin
         out.tokens[:size], out.labels[:size] = tokens[:-1], tokens[1:]
-        # A document may start at the token that is only a label here: it crosses a boundary, so it is not scored.
+        # A document may start at the token that is only a label here: it crosses a boundary, so it
+        # is not scored.
         out.labels[starts - 1] = IGNORE_INDEX
         bounds = np.concatenate(([0], starts[starts < size], [size]))
         lengths = bounds[1:] - bounds[:-1]
@@ -215,7 +231,9 @@ class ConcatPacking(Packing):
 
 
 class SpanIndex(Protocol):
-    """Which spans of documents each sequence of best-fit packing holds (`best_fit_index.BestFitIndex`)."""
+    """Which spans of documents each sequence of best-fit packing holds
+    (`best_fit_index.BestFitIndex`).
+    """
 
     @property
     def num_sequences(self) -> int: ...
@@ -226,7 +244,9 @@ class SpanIndex(Protocol):
 
 @dataclass(frozen=True)
 class BestFitPacking(Packing):
-    """The sequences of a split under best-fit packing: spans of an index, with positions from 0 in each, then padding."""
+    """The sequences of a split under best-fit packing: spans of an index, with positions from 0 in
+    each, then padding.
+    """
 
     split: TokenReader
     index: SpanIndex

@@ -1,8 +1,9 @@
-"""Text ↔ token ids: train a byte-level BPE, take bytes or characters, or open any tokenizer.json, and treat all of them alike.
+"""Text ↔ token ids: train a byte-level BPE, take bytes or characters, or open any tokenizer.json,
+and treat all of them alike.
 
-A text is encoded without additional tokens. Tokenizers come with post-processors that add a token before or after, with
-truncation and padding as they were saved, and with special tokens that a text may spell. All of this is switched off; only
-`prepare` adds a token between documents.
+A text is encoded without additional tokens. Tokenizers come with post-processors that add a token
+before or after, with truncation and padding as they were saved, and with special tokens that a text
+may spell. All of this is switched off; only `prepare` adds a token between documents.
 """
 
 import codecs
@@ -30,14 +31,16 @@ from lmforge.core.files.atomic_files import atomic_write_text
 from lmforge.core.files.untrusted import parse_json, read_bounded
 
 EOS_TOKEN = "<|endoftext|>"
-# Reserved in every trained vocabulary, so that a pretrained model can learn to chat without growing it.
+# Reserved in every trained vocabulary, so that a pretrained model can learn to chat without growing
+# it.
 CHAT_SPECIAL_TOKENS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 UNKNOWN_TOKEN = "<|unknown|>"  # of a vocabulary of characters
 MIN_VOCAB_SIZE = 256 + 1 + len(CHAT_SPECIAL_TOKENS)
 
-# No token goes across two matches. Punctuation takes the end of its line and the next line's indentation along, so the end
-# of a statement is one token in code: 6 % fewer tokens than GPT-4's pattern on standard library files that it was not trained
-# on, at 4,096 ids, and as many on Shakespeare. The last two match a run of blanks at once: one blank at a time is quadratic.
+# No token goes across two matches. Punctuation takes the end of its line and the next line's
+# indentation along, so the end of a statement is one token in code: 6 % fewer tokens than GPT-4's
+# pattern on standard library files that it was not trained on, at 4,096 ids, and as many on
+# Shakespeare. The last two match a run of blanks at once: one blank at a time is quadratic.
 PRE_TOKENIZE_PATTERN = "|".join(
     (
         r"[^\r\n\p{L}\p{N}]?\p{L}+",
@@ -49,7 +52,8 @@ PRE_TOKENIZE_PATTERN = "|".join(
     )
 )
 
-# Where a long text may be cut, how many characters around a cut are compared, and how many positions are tried.
+# Where a long text may be cut, how many characters around a cut are compared, and how many
+# positions are tried.
 PIECE_CHARACTERS = 1 << 20
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 LINE_END = re.compile(r"\S\s*\n(?=\S)")
@@ -65,9 +69,12 @@ MAX_VOCAB_SIZE = 2**24
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> "Tokenizer":
-    """Learn a byte-level BPE (Sennrich et al. 2016, over bytes as in Radford et al. 2019) of at most `vocab_size` ids.
+    """Learn a byte-level BPE (Sennrich et al.
 
-    The ids include the special tokens and the 256 bytes. Texts too small to fill the vocabulary give a smaller one.
+    2016, over bytes as in Radford et al. 2019) of at most `vocab_size` ids.
+
+    The ids include the special tokens and the 256 bytes. Texts too small to fill the vocabulary
+    give a smaller one.
     """
     if vocab_size < MIN_VOCAB_SIZE:
         raise UserError(f"vocab_size {vocab_size}: the bytes and the special tokens alone are {MIN_VOCAB_SIZE}")
@@ -92,12 +99,14 @@ def byte_tokenizer() -> "Tokenizer":
 
 
 def character_tokenizer(characters: Iterable[str]) -> "Tokenizer":
-    """A token for each of these characters, in the order of their code points, after the special tokens.
+    """A token for each of these characters, in the order of their code points, after the special
+    tokens.
 
     Other characters become one token that stands for no text.
     """
     tokens = [EOS_TOKEN, *CHAT_SPECIAL_TOKENS, UNKNOWN_TOKEN, *sorted(set(characters))]
-    # A BPE without merges: the only model of the library that needs no regular expression to split a text into characters.
+    # A BPE without merges: the only model of the library that needs no regular expression to split
+    # a text into characters.
     model = models.BPE({token: id for id, token in enumerate(tokens)}, [], unk_token=UNKNOWN_TOKEN)
     backend = tokenizers.Tokenizer(model)
     backend.decoder = decoders.Fuse()
@@ -112,16 +121,22 @@ def _tokenizer_config(**tokens: str) -> dict[str, str]:
 
 
 class Tokenizer:
-    """An opened tokenizer. Ids are ints below `vocab_size`; `eos_token_id` ends a document; `bos_token_id` may be None.
+    """An opened tokenizer.
+
+    Ids are ints below `vocab_size`; `eos_token_id` ends a document; `bos_token_id` may be None.
 
     named_ids     the ids of the tokens that end and begin a text
     configs       the contents of CONFIG_FILES by name, empty for a file that is not there
     roles         what they say of the roles of tokens, such as eos_token
-    added_tokens  the tokens that are added to its vocabulary, special ones among them, as a tokenizer.json lists them
+    added_tokens  the tokens that are added to its vocabulary, special ones among them, as a
+                  tokenizer.json lists them
     """
 
     def __init__(self, text: str, companions: dict[str, str], location: str = "tokenizer.json"):
-        """`text` is the tokenizer.json, `companions` the files beside it by name. Raises UserError if one is invalid."""
+        """`text` is the tokenizer.json, `companions` the files beside it by name.
+
+        Raises UserError if one is invalid.
+        """
         self._text = text
         self._companions = companions
         hint = "not a tokenizer.json this can open"
@@ -158,7 +173,9 @@ class Tokenizer:
         self._encoder = self._text_encoder()
 
     def _add_declared(self, location: str) -> None:
-        """Add the tokens that other files declare; those that tokenizer.json does not have at all get the next ids."""
+        """Add the tokens that other files declare; those that tokenizer.json does not have at all
+        get the next ids.
+        """
         self._declared = tokenizer_json.declared_tokens(self.configs, self._json, self._vocab, location)
         if self._declared:
             # The library goes on hiding what was special before.
@@ -171,7 +188,9 @@ class Tokenizer:
             self.vocab_size = 1 + max(self._vocab.values())
 
     def _new_backend(self, spellings: Mapping[str, str] = MappingProxyType({})) -> tokenizers.Tokenizer:
-        """The library's tokenizer, with the tokens that other files declare; some tokens get other `spellings`."""
+        """The library's tokenizer, with the tokens that other files declare; some tokens get other
+        `spellings`.
+        """
 
         def spell(token: str) -> str:
             return spellings.get(token, token)
@@ -181,7 +200,8 @@ class Tokenizer:
             pieces = [[spell(token), score] for token, score in table["model"]["vocab"]]
             table["model"] = {**table["model"], "vocab": pieces}
             table["added_tokens"] = [{**token, "content": spell(token["content"])} for token in table.get("added_tokens") or []]
-        # Not the text of the file, in which a key may be there twice: the library must read what was checked.
+        # Not the text of the file, in which a key may be there twice: the library must read what
+        # was checked.
         backend = tokenizers.Tokenizer.from_str(json.dumps(table))
         backend.no_truncation()
         backend.no_padding()
@@ -189,21 +209,27 @@ class Tokenizer:
         return backend
 
     def _written_steps(self) -> dict[str, dict[str, Any]]:
-        """Normalizer and decoder as the library writes them: a file may have lists of values, or leave some out."""
+        """Normalizer and decoder as the library writes them: a file may have lists of values, or
+        leave some out.
+        """
         parts = {"normalizer": self._backend.normalizer, "decoder": self._backend.decoder}
         return {name: json.loads(part.__getstate__()) if part else {} for name, part in parts.items()}
 
     def _text_encoder(self) -> tokenizers.Tokenizer:
-        """What encodes a text: the same tokenizer, but no text spells a special token of its vocabulary."""
+        """What encodes a text: the same tokenizer, but no text spells a special token of its
+        vocabulary.
+        """
         if not isinstance(self._json["model"].get("vocab"), list):
             return self._backend
-        # A unigram model matches everything in its vocabulary, so these tokens get spellings that no text contains.
+        # A unigram model matches everything in its vocabulary, so these tokens get spellings that
+        # no text contains.
         return self._new_backend({self.id_to_token(id): secrets.token_hex(16) for id in self.all_special_ids})
 
     @contextmanager
     def _library_errors(self, what: str) -> Iterator[None]:
-        """Turns the library's exceptions into UserError: it raises plain Exception, and Rust panics, which are not derived from
-        Exception."""
+        """Turns the library's exceptions into UserError: it raises plain Exception, and Rust
+        panics, which are not derived from Exception.
+        """
         try:
             yield
         except BaseException as error:
@@ -213,7 +239,10 @@ class Tokenizer:
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
-        """Open a tokenizer.json, or a folder with one, with the files beside it. Raises UserError."""
+        """Open a tokenizer.json, or a folder with one, with the files beside it.
+
+        Raises UserError.
+        """
         file = Path(path) if isinstance(path, str) else path  # a path in a store is not a string
         refuse_sentencepiece(file)
         if file.is_dir():
@@ -246,14 +275,17 @@ class Tokenizer:
 
     @cached_property
     def hash(self) -> str:
-        """xxh3 of the tokenizer.json, regardless of its spacing and key order, and of the end-of-text token's id."""
+        """xxh3 of the tokenizer.json, regardless of its spacing and key order, and of the
+        end-of-text token's id.
+        """
         declared = [self.added_tokens] if self.added_tokens != (self._json.get("added_tokens") or []) else []
         canonical = json.dumps([self._json, self.eos_token_id, *declared], sort_keys=True, separators=(",", ":"))
         return xxhash.xxh3_128_hexdigest(canonical.encode())
 
     def encode(self, text: str, *, parse_special_tokens: bool = False) -> list[int]:
-        """The ids of a text, without additional ones; a special token's spelling is encoded as text, unless
-        `parse_special_tokens`, as transformers encodes."""
+        """The ids of a text, without additional ones; a special token's spelling is encoded as
+        text, unless `parse_special_tokens`, as transformers encodes.
+        """
         encoder = self._parsing_encoder if parse_special_tokens else self._encoder
         with self._library_errors("cannot encode a text"):
             return encoder.encode(text, add_special_tokens=False).ids
@@ -265,7 +297,9 @@ class Tokenizer:
 
     @cached_property
     def prefix_ids(self) -> list[int]:
-        """The ids that its post-processor puts before a text, usually the beginning-of-text token; often empty."""
+        """The ids that its post-processor puts before a text, usually the beginning-of-text token;
+        often empty.
+        """
         plain, processed = self.encode("a"), self._backend.encode("a", add_special_tokens=True).ids
         starts = [at for at in range(len(processed)) if processed[at : at + len(plain)] == plain]
         return processed[: starts[0]] if starts else []
@@ -273,8 +307,11 @@ class Tokenizer:
     def encode_batch(
         self, texts: Sequence[str], *, is_continuation: bool = False, parse_special_tokens: bool = False
     ) -> list[list[int]]:
-        """`encode` of each. `is_continuation`, of plain texts: as after other tokens, where some tokenizers put no blank before
-        a word."""
+        """`encode` of each.
+
+        `is_continuation`, of plain texts: as after other tokens, where some tokenizers put no blank
+        before a word.
+        """
         if not is_continuation or '"first"' not in json.dumps(self._json.get("pre_tokenizer")):
             encoder = self._parsing_encoder if parse_special_tokens else self._encoder
             with self._library_errors("cannot encode a text"):
@@ -286,10 +323,12 @@ class Tokenizer:
     def split_long_text(
         self, text: str, piece_characters: int = PIECE_CHARACTERS, *, parse_special_tokens: bool = False
     ) -> Iterator[str]:
-        """A long text in pieces of about `piece_characters` whose ids, joined, are those of the whole text.
+        """A long text in pieces of about `piece_characters` whose ids, joined, are those of the
+        whole text.
 
-        The library needs a hundred bytes of memory for each byte that it encodes at once. Pieces end at line ends that no
-        token goes across, as encoding both sides shows. If there is no such line end, the text stays whole.
+        The library needs a hundred bytes of memory for each byte that it encodes at once. Pieces
+        end at line ends that no token goes across, as encoding both sides shows. If there is no
+        such line end, the text stays whole.
         """
         start = 0
         while len(text) - start > 2 * piece_characters and (
@@ -315,7 +354,9 @@ class Tokenizer:
             return self._backend.decode(list(ids), skip_special_tokens=not include_special_tokens)
 
     def token_byte_lengths(self) -> np.ndarray:
-        """The number of UTF-8 bytes of text that each id stands for, int32 [vocab_size]; 0 for special tokens."""
+        """The number of UTF-8 bytes of text that each id stands for, int32 [vocab_size]; 0 for
+        special tokens.
+        """
         sizes = np.array([len(piece) for piece in self._bytes_of_id], np.int32)
         sizes[list(self.all_special_ids)] = 0
         return sizes
@@ -349,12 +390,16 @@ class Tokenizer:
 
     @cached_property
     def all_special_ids(self) -> frozenset[int]:
-        """The ids that do not stand for text: tokens that the file marks as special, and those that begin and end a text."""
+        """The ids that do not stand for text: tokens that the file marks as special, and those that
+        begin and end a text.
+        """
         return frozenset([*self.named_ids, *(token["id"] for token in self.added_tokens if token["special"])])
 
     @cached_property
     def _continuation_tokenizer(self) -> tuple[tokenizers.Tokenizer, str]:
-        """The tokenizer with one more token, to put before a text, and its spelling, which no text contains."""
+        """The tokenizer with one more token, to put before a text, and its spelling, which no text
+        contains.
+        """
         tokens, before = tokenizers.Tokenizer.from_str(self._encoder.to_str()), secrets.token_hex(16)
         tokens.encode_special_tokens = True
         tokens.add_tokens([tokenizers.AddedToken(before, normalized=False)])
@@ -400,7 +445,9 @@ class Tokenizer:
 
 
 def refuse_sentencepiece(path: Path) -> None:
-    """Raise UserError for a SentencePiece model, or a folder with no other tokenizer, with the command that converts it."""
+    """Raise UserError for a SentencePiece model, or a folder with no other tokenizer, with the
+    command that converts it.
+    """
     if path.is_dir():
         if (path / "tokenizer.json").exists():
             return
@@ -416,7 +463,9 @@ def refuse_sentencepiece(path: Path) -> None:
 
 
 def _with_named_templates(companions: dict[str, str], templates: dict[str, str], file: Path) -> dict[str, str]:
-    """The files beside a tokenizer.json, with several templates as transformers' list in its tokenizer_config.json."""
+    """The files beside a tokenizer.json, with several templates as transformers' list in its
+    tokenizer_config.json.
+    """
     if not templates:
         return companions
     source = str(file.parent / CONFIG_FILES[0])
@@ -429,8 +478,10 @@ def _with_named_templates(companions: dict[str, str], templates: dict[str, str],
 
 
 class StreamDecoder:
-    """Decodes one id at a time, and holds the bytes of an incomplete character. `is_continuation`: after other text, so that a
-    leading blank counts."""
+    """Decodes one id at a time, and holds the bytes of an incomplete character.
+
+    `is_continuation`: after other text, so that a leading blank counts.
+    """
 
     def __init__(self, tokenizer: Tokenizer, is_continuation: bool = False, shown: frozenset[int] = frozenset()):
         self._tokenizer, self._hidden = tokenizer, tokenizer.all_special_ids - shown
@@ -438,7 +489,9 @@ class StreamDecoder:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token_id: int) -> str:
-        """The text that is complete with `token_id`; special tokens have none, except those that are `shown`."""
+        """The text that is complete with `token_id`; special tokens have none, except those that
+        are `shown`.
+        """
         if token_id in self._hidden:
             return ""
         piece = self._tokenizer.id_to_bytes(token_id)

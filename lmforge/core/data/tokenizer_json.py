@@ -1,5 +1,7 @@
-"""What the tokenizers library would not survive in a tokenizer.json, checked before it is opened. And the tokens that the files
-beside it declare. How it is opened is in `tokenizer.py`."""
+"""What the tokenizers library would not survive in a tokenizer.json, checked before it is opened.
+
+And the tokens that the files beside it declare. How it is opened is in `tokenizer.py`.
+"""
 
 import base64
 import re
@@ -18,8 +20,9 @@ CONFIG_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_token
 # transformers' names of special tokens, in the order in which it gives them ids.
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
-# The 256 characters in which byte-level tokenizers write bytes (Radford et al. 2019), each with its byte: bytes that print as
-# themselves stay; the others, in order, take the characters from U+0100 on.
+# The 256 characters in which byte-level tokenizers write bytes (Radford et al. 2019), each with its
+# byte: bytes that print as themselves stay; the others, in order, take the characters from U+0100
+# on.
 _PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = sorted({*range(256)} - {*_PRINTABLE})
 BYTE_OF_CHARACTER = {chr(byte): byte for byte in _PRINTABLE} | {chr(0x100 + i): byte for i, byte in enumerate(_OTHERS)}
@@ -42,7 +45,9 @@ def _steps(part: Any) -> Iterator[dict[str, Any]]:
 
 
 def _step_problem(step: dict[str, Any]) -> str | None:
-    """Why the library would panic in this step, and say so on standard error whoever catches it; None where it would not."""
+    """Why the library would panic in this step, and say so on standard error whoever catches it;
+    None where it would not.
+    """
     match step:
         case {"type": "Prepend", "prepend": ""}:
             return "normalizer: Prepend: prepends nothing"
@@ -63,10 +68,11 @@ def _matches_nothing(pattern: str) -> bool:
 
 
 def _is_charsmap(encoded: Any) -> bool:
-    """Whether this is in base64 what SentencePiece compiles: the size of a double array, the array, and the texts it points to.
+    """Whether this is in base64 what SentencePiece compiles: the size of a double array, the array,
+    and the texts it points to.
 
-    The library goes where the array points without a check. A unit with the highest bit is the place of a text; any other is
-    an offset to a block of 256 units.
+    The library goes where the array points without a check. A unit with the highest bit is the
+    place of a text; any other is an offset to a block of 256 units.
     """
     try:
         content = base64.b64decode(encoded, validate=True)
@@ -84,8 +90,10 @@ def _is_charsmap(encoded: Any) -> bool:
 
 
 def _prefix_problem(model: Any) -> str | None:
-    """Why the library would end the process over this model: it cuts the continuing_subword_prefix off the second token of each
-    merge, in bytes and whether or not the token begins with it. None where it would not."""
+    """Why the library would end the process over this model: it cuts the continuing_subword_prefix
+    off the second token of each merge, in bytes and whether or not the token begins with it. None
+    where it would not.
+    """
     prefix = model.get("continuing_subword_prefix") if isinstance(model, dict) else None
     merges = model.get("merges") if prefix else None
     for index, merge in enumerate(merges if isinstance(merges, list) else ()):
@@ -102,7 +110,8 @@ def _prefix_problem(model: Any) -> str | None:
 def misplaced_token(added_tokens: list[dict[str, Any]], vocabulary: dict[str, int], vocab_size: int) -> str | None:
     """Which added token has another id in the library than in its file; None where there is none."""
     for index, token in enumerate(added_tokens):
-        # The library gives a token that is not in the vocabulary the next free id, whatever the file says.
+        # The library gives a token that is not in the vocabulary the next free id, whatever the
+        # file says.
         id = vocabulary.get(token["content"])
         if token["id"] != id and (id is not None or token["id"] >= vocab_size):
             given = "no id" if id is None else f"the id {id}"
@@ -134,14 +143,18 @@ def _as_dict(token: AddedToken) -> dict[str, Any]:
 
 
 def special_roles(configs: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What transformers takes tokenizer_config.json to be: special_tokens_map.json replaces its fields, unless it has
-    added_tokens_decoder."""
+    """What transformers takes tokenizer_config.json to be: special_tokens_map.json replaces its
+    fields, unless it has added_tokens_decoder.
+    """
     config, mapped, _ = (configs[name] for name in CONFIG_FILES)
     return config if "added_tokens_decoder" in config else config | mapped
 
 
 def named_token(configs: dict[str, dict[str, Any]], role: str, vocabulary: Container[str]) -> str | None:
-    """The spelling of the token that has a role. Raises UserError where it is not in the vocabulary."""
+    """The spelling of the token that has a role.
+
+    Raises UserError where it is not in the vocabulary.
+    """
     named = special_roles(configs).get(role)
     token = _spelling(named)
     if token is not None and (not isinstance(token, str) or token not in vocabulary):
@@ -153,8 +166,9 @@ def named_token(configs: dict[str, dict[str, Any]], role: str, vocabulary: Conta
 def declared_tokens(
     configs: dict[str, dict[str, Any]], content: dict[str, Any], vocabulary: Container[str], location: str
 ) -> list[dict[str, Any]]:
-    """What transformers 5 adds to a tokenizer.json of this `content` and `vocabulary`, in its order: the tokens that the files
-    beside it declare, with their flags, unless it has them with the same flags.
+    """What transformers 5 adds to a tokenizer.json of this `content` and `vocabulary`, in its
+    order: the tokens that the files beside it declare, with their flags, unless it has them with
+    the same flags.
 
     Raises UserError, naming the field, where one is no token.
     """

@@ -1,7 +1,8 @@
-"""`DistributedContext`: this rank, its device and its process groups, and how ranks decide together.
+"""`DistributedContext`: this rank, its device and its process groups, and how ranks decide
+together.
 
-Training uses the default process group. Decisions and errors use a gloo group of their own with a long time-out, so that
-they never pair with a gradient's collective; checkpoints have a third group.
+Training uses the default process group. Decisions and errors use a gloo group of their own with a
+long time-out, so that they never pair with a gradient's collective; checkpoints have a third group.
 """
 
 import ctypes
@@ -47,9 +48,12 @@ T = TypeVar("T")
 
 
 def choose_device(requested: str, local_rank: int = 0) -> torch.device:
-    """`auto`, `cpu` or `cuda` as a device of this process. Raises UserError where CUDA is requested but not available.
+    """`auto`, `cpu` or `cuda` as a device of this process.
 
-    Where the launcher shows each process only its own GPU (Slurm's --gpus-per-task=1), that is device 0.
+    Raises UserError where CUDA is requested but not available.
+
+    Where the launcher shows each process only its own GPU (Slurm's --gpus-per-task=1), that is
+    device 0.
     """
     if requested == "cuda" and not torch.cuda.is_available():
         raise UserError("device = cuda: no CUDA device is visible to torch here; use cpu or auto")
@@ -59,7 +63,10 @@ def choose_device(requested: str, local_rank: int = 0) -> torch.device:
 
 
 def device_index(local_rank: int, num_visible: int) -> int:
-    """The index of this process's GPU among the `num_visible` that it sees. Raises UserError where there are too few."""
+    """The index of this process's GPU among the `num_visible` that it sees.
+
+    Raises UserError where there are too few.
+    """
     if num_visible == 1:
         return 0
     if local_rank >= num_visible:
@@ -69,7 +76,9 @@ def device_index(local_rank: int, num_visible: int) -> int:
 
 @dataclass
 class DistributedContext:
-    """This process among the ranks of a run. With one rank there are no process groups, and every method returns at once.
+    """This process among the ranks of a run.
+
+    With one rank there are no process groups, and every method returns at once.
 
     At the end of a `with` block the process groups are destroyed.
 
@@ -135,10 +144,11 @@ class DistributedContext:
 
     @contextmanager
     def raise_on_all(self, *, names_host: bool = True) -> Iterator[None]:
-        """The block succeeds on all ranks, or raises on all ranks the exception of the lowest rank that failed.
+        """The block succeeds on all ranks, or raises on all ranks the exception of the lowest rank
+        that failed.
 
-        The block must not communicate: a rank that raises inside it would leave the others waiting. Where other hosts have not
-        failed, the message begins with the host (`names_host`).
+        The block must not communicate: a rank that raises inside it would leave the others waiting.
+        Where other hosts have not failed, the message begins with the host (`names_host`).
         """
         problem: BaseException | None = None
         try:
@@ -161,18 +171,23 @@ class DistributedContext:
         raise copy from problem
 
     def run_once_per_host(self, fn: Callable[[], object]) -> None:
-        """Call `fn`, which must not communicate, on one rank of each host while the others wait, however long it takes.
+        """Call `fn`, which must not communicate, on one rank of each host while the others wait,
+        however long it takes.
 
         What `fn` raises on any host is raised on every rank.
         """
         self._run_while_others_wait(fn, self.rank_info.local_rank == 0)
 
     def run_once_per_folder(self, fn: Callable[[], object], folder: Path) -> None:
-        """As `run_once_per_host`, but only the first of the hosts that share `folder` calls `fn`, which fills it."""
+        """As `run_once_per_host`, but only the first of the hosts that share `folder` calls `fn`,
+        which fills it.
+        """
         self._run_while_others_wait(fn, self._is_first_with(folder))
 
     def _is_first_with(self, folder: Path) -> bool:
-        """Whether this rank is the first one of its host, and its host the first of those that share `folder`."""
+        """Whether this rank is the first one of its host, and its host the first of those that
+        share `folder`.
+        """
         info = self.rank_info
         first_of_host = info.local_rank == 0
         if info.local_world_size == info.world_size:
@@ -209,15 +224,16 @@ class DistributedContext:
 
 
 def init_distributed(device: str = "auto", threads: int | None = None, timeout: timedelta | None = None) -> DistributedContext:
-    """Join the other ranks as the launcher's variables say (`environment.py`); a process that was not launched is alone.
+    """Join the other ranks as the launcher's variables say (`environment.py`); a process that was
+    not launched is alone.
 
-    device: auto, cpu or cuda.
-    threads: CPU threads of this rank; by default its part of the cores.
-    timeout: after which a collective of the training group fails, and with NCCL aborts the process; by default torch's (10
+    device: auto, cpu or cuda. threads: CPU threads of this rank; by default its part of the cores.
+    timeout: after which a collective of the training group fails, and with NCCL aborts the process;
+    by default torch's (10
         minutes with NCCL, 30 with gloo).
 
-    Raises UserError for a device that is not there or that ranks share, for many more threads than cores, and for variables
-    that are no launcher's; RunFailed where rank 0 does not answer.
+    Raises UserError for a device that is not there or that ranks share, for many more threads than
+    cores, and for variables that are no launcher's; RunFailed where rank 0 does not answer.
     """
     info = read_rank_info()
     _terminate_with_launcher()
@@ -227,18 +243,19 @@ def init_distributed(device: str = "auto", threads: int | None = None, timeout: 
         set_allocator_defaults()
         torch.cuda.set_device(chosen)
     _check_threads(threads)
-    # torchrun sets OMP_NUM_THREADS=1 for every rank, which leaves cores idle on a CPU, and, with cpu_offload, in the
-    # optimizer of a rank on a GPU.
+    # torchrun sets OMP_NUM_THREADS=1 for every rank, which leaves cores idle on a CPU, and, with
+    # cpu_offload, in the optimizer of a rank on a GPU.
     torch.set_num_threads(threads or threads_per_rank(info.local_world_size))
     if not on_gpu:
         keep_freed_memory()
     if info.world_size == 1:
         return DistributedContext(info, chosen, None)
     global _store, _init_count, _reports_errors
-    # Flight recorder: the last collectives of each rank, for the report of a stall. It costs 5 µs a collective, and is read
-    # when the first group is made.
+    # Flight recorder: the last collectives of each rank, for the report of a stall. It costs 5 µs a
+    # collective, and is read when the first group is made.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000" if on_gpu else "64")
-    # Each initialization in the same processes has its own prefix, so that it does not find the keys of an earlier one.
+    # Each initialization in the same processes has its own prefix, so that it does not find the
+    # keys of an earlier one.
     _init_count, _reports_errors = _init_count + 1, None
     allow_open_connections(info.world_size)
     find_rank0(info)
@@ -278,7 +295,9 @@ def init_distributed(device: str = "auto", threads: int | None = None, timeout: 
 
 
 def code_digest() -> str:
-    """Hexadecimal digits that differ where the code of lmforge does: a clone on each host may be another commit."""
+    """Hexadecimal digits that differ where the code of lmforge does: a clone on each host may be
+    another commit.
+    """
     folder = Path(__file__).parents[2]  # the whole package
     digest = xxhash.xxh3_64()
     for path in sorted(folder.rglob("*.py")):
@@ -298,7 +317,10 @@ def describe_other_code(dist_ctx: DistributedContext) -> list[str]:
 
 
 def use_device_in_thread(device: torch.device) -> None:
-    """Make a rank's GPU the current one of this thread. A new thread begins with GPU 0, and would open a context on it."""
+    """Make a rank's GPU the current one of this thread.
+
+    A new thread begins with GPU 0, and would open a context on it.
+    """
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
 
@@ -306,8 +328,11 @@ def use_device_in_thread(device: torch.device) -> None:
 def exchange(
     what: str, store: dist.Store, rank: int, world_size: int, value: tuple[Any, ...], *, reads: bool = True
 ) -> list[Any]:
-    """`value`, of JSON's types, of every rank, by rank. Every rank calls it; it waits for the others as `store.get` does.
-    One that does not read waits for none, and gets none."""
+    """`value`, of JSON's types, of every rank, by rank.
+
+    Every rank calls it; it waits for the others as `store.get` does. One that does not read waits
+    for none, and gets none.
+    """
     store.set(f"{what}-{rank}", json.dumps(value))
     values = store.multi_get([f"{what}-{number}" for number in range(world_size)]) if reads else []
     store.set(f"{what}-read-{rank}", "")
@@ -317,7 +342,10 @@ def exchange(
 
 
 def check_gpus_differ(gpus: Sequence[tuple[str, str]]) -> None:
-    """Raise UserError where two ranks have the same (host, GPU). NCCL would fail with a message that names neither."""
+    """Raise UserError where two ranks have the same (host, GPU).
+
+    NCCL would fail with a message that names neither.
+    """
     for rank, gpu in enumerate(gpus):
         if (first := gpus.index(gpu)) < rank:
             raise UserError(
@@ -334,8 +362,10 @@ def _check_threads(threads: int | None) -> None:
 
 
 def _terminate_with_launcher() -> None:
-    """Make the kernel send SIGTERM when the launcher is killed. Otherwise ranks would continue to train, and keep the run
-    locked."""
+    """Make the kernel send SIGTERM when the launcher is killed.
+
+    Otherwise ranks would continue to train, and keep the run locked.
+    """
     global _launcher
     library = ctypes.CDLL(None)
     # Removed, because processes that a rank starts have another parent.
@@ -361,8 +391,9 @@ def launcher_is_lost() -> bool:
 def keep_freed_memory() -> None:
     """Let glibc keep the memory of freed tensors, as the GPU allocator does.
 
-    By default it returns large blocks to the kernel, which then maps and zeroes memory for every activation of every step:
-    5 to 8 % of a training step on a CPU. On macOS and musl this does nothing.
+    By default it returns large blocks to the kernel, which then maps and zeroes memory for every
+    activation of every step: 5 to 8 % of a training step on a CPU. On macOS and musl this does
+    nothing.
     """
     library = ctypes.CDLL(None)
     if not (hasattr(library, "mallopt") and hasattr(library, "gnu_get_libc_version")):
@@ -379,9 +410,9 @@ def destroy_distributed() -> None:
         release_standby(dist.get_rank())
         dist.destroy_process_group()
         if "torch.distributed.tensor" in sys.modules:
-            # Results are kept by the shape of their mesh: a later run of this process would be given groups that are gone.
-            # Private to torch; checked with 2.11 and 2.13.0. torch.distributed.tensor.debug has it too, but its import takes a
-            # second.
+            # Results are kept by the shape of their mesh: a later run of this process would be
+            # given groups that are gone. Private to torch; checked with 2.11 and 2.13.0.
+            # torch.distributed.tensor.debug has it too, but its import takes a second.
             from torch.distributed.tensor import DTensor, _redistribute
 
             DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
@@ -389,7 +420,8 @@ def destroy_distributed() -> None:
             _redistribute._gen_transform_infos.cache_clear()
 
 
-# The store outlives the groups: it still answers when another rank has died and every collective fails.
+# The store outlives the groups: it still answers when another rank has died and every collective
+# fails.
 _store: dist.Store | None = None
 _init_count = 0
 _launcher: int | None = None

@@ -1,8 +1,10 @@
-"""Which launcher started this process, and as which rank: one answer from the variables of torchrun, Slurm and MPI.
+"""Which launcher started this process, and as which rank: one answer from the variables of
+torchrun, Slurm and MPI.
 
-A process that no launcher started is the only rank. Variables of a launcher that are unknown or contradict each other are an
-error; otherwise each process would train its own copy. This module does not import torch, since the rank is needed before that.
-How ranks find rank 0 is in `rendezvous.py`.
+A process that no launcher started is the only rank. Variables of a launcher that are unknown or
+contradict each other are an error; otherwise each process would train its own copy. This module
+does not import torch, since the rank is needed before that. How ranks find rank 0 is in
+`rendezvous.py`.
 """
 
 import re
@@ -17,29 +19,34 @@ from lmforge.core.options.ranges import RANKS
 
 # The value of `--environment`, for this process and those that it starts.
 ENVIRONMENT_VARIABLE = "LMFORGE_ENVIRONMENT"
-# Set by the script of a job on each node: names of the nodes in order, separated by commas; HOST:PORT of the first one; and
-# which of them this is (without it: SLURM_NODEID, else the one that has this host's name).
+# Set by the script of a job on each node: names of the nodes in order, separated by commas;
+# HOST:PORT of the first one; and which of them this is (without it: SLURM_NODEID, else the one that
+# has this host's name).
 NODES_VARIABLE, ADDRESS_VARIABLE, NODE_RANK_VARIABLE = "LMFORGE_NODES", "LMFORGE_ADDRESS", "LMFORGE_NODE_RANK"
-# A file in which the first node writes the status of all, and one that refuses its input 2: that of MPICH's mpiexec is 0
-# after it has passed on a signal, and that of srun is that of nodes whose processes it has killed.
+# A file in which the first node writes the status of all, and one that refuses its input 2: that of
+# MPICH's mpiexec is 0 after it has passed on a signal, and that of srun is that of nodes whose
+# processes it has killed.
 STATUS_VARIABLE = "LMFORGE_STATUS_FILE"
 # The folder of the job that has started this process.
 JOB_VARIABLE = "LMFORGE_JOB"
 # Set for ranks that `--launch.processes` starts: the id of the process that started them.
 LAUNCHER_PID_VARIABLE = "LMFORGE_LAUNCHER"
 MAX_RANKS: int = RANKS["le"]
-# Slurm's step ids from this value on are not steps of tasks: the batch script, an interactive shell, the prolog.
+# Slurm's step ids from this value on are not steps of tasks: the batch script, an interactive
+# shell, the prolog.
 FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 FORCE_HINT = "choose the launcher with --environment, or start with torchrun"
 
 
 @dataclass(frozen=True)
 class RankInfo:
-    """`rank` of `world_size` ranks, `local_rank` of `local_world_size` on its host, which is number `node`.
+    """`rank` of `world_size` ranks, `local_rank` of `local_world_size` on its host, which is number
+    `node`.
 
-    launched: whether a launcher started this process. False where the launcher started only one process, except for torchrun.
-    environment: the name of the launcher, as in `--environment`.
-    is_counted: whether a launcher says how many ranks are on this host. False until they are counted where they meet
+    launched: whether a launcher started this process. False where the launcher started only one
+    process, except for torchrun. environment: the name of the launcher, as in `--environment`.
+    is_counted: whether a launcher says how many ranks are on this host. False until they are
+    counted where they meet
         (`count_by_host`): `local_world_size` is that of all hosts, and `node` 0.
     """
 
@@ -59,8 +66,9 @@ class RankInfo:
 
 @dataclass(frozen=True)
 class Launcher:
-    """The variables in which a launcher tells a process its rank. If several names are given, the first one that is set counts.
-    command: what messages call it.
+    """The variables in which a launcher tells a process its rank.
+
+    If several names are given, the first one that is set counts. command: what messages call it.
     """
 
     name: EnvironmentName
@@ -91,7 +99,8 @@ PALS = Launcher(
     ("PMI_LOCAL_SIZE",),
     ("PALS_NODEID",),
 )
-# A batch script's SLURM_NTASKS is that of the whole job, and mpiexec leaves it in place where it starts its daemons as a step.
+# A batch script's SLURM_NTASKS is that of the whole job, and mpiexec leaves it in place where it
+# starts its daemons as a step.
 SLURM = Launcher(
     "slurm",
     "srun",
@@ -102,7 +111,8 @@ SLURM = Launcher(
     ("SLURM_NODEID",),
 )
 LAUNCHERS = {launcher.name: launcher for launcher in (TORCHRUN, OPENMPI, MPICH, SLURM, PALS)}
-# Launchers that are recognized but not supported: the variable that shows them → who sets it, and its number of processes.
+# Launchers that are recognized but not supported: the variable that shows them → who sets it, and
+# its number of processes.
 UNKNOWN_LAUNCHERS = {
     "MV2_COMM_WORLD_RANK": ("mpirun of MVAPICH2", "MV2_COMM_WORLD_SIZE"),
     "FLUX_TASK_RANK": ("flux run", "FLUX_JOB_SIZE"),
@@ -115,9 +125,11 @@ UNKNOWN_LAUNCHERS = {
 
 
 def read_environment(environ: Mapping[str, str], requested: str = "auto") -> RankInfo:
-    """The rank of this process, from the variables of the `requested` launcher, or of the one that is detected.
+    """The rank of this process, from the variables of the `requested` launcher, or of the one that
+    is detected.
 
-    Raises UserError where variables are missing, contradict each other, or are those of a launcher that is not understood.
+    Raises UserError where variables are missing, contradict each other, or are those of a launcher
+    that is not understood.
     """
     if requested == "auto":
         launcher = _find_launcher(environ)
@@ -141,7 +153,10 @@ def read_environment(environ: Mapping[str, str], requested: str = "auto") -> Ran
 
 
 def _find_launcher(environ: Mapping[str, str]) -> Launcher | None:
-    """The launcher that started this process as one of its ranks; None for no launcher. Raises UserError."""
+    """The launcher that started this process as one of its ranks; None for no launcher.
+
+    Raises UserError.
+    """
     started_by = _mpi_launchers(environ)
     if "RANK" in environ or "WORLD_SIZE" in environ:
         _check_against_torchrun(environ, _launcher_beside_torchrun(environ))
@@ -162,7 +177,10 @@ def _find_launcher(environ: Mapping[str, str]) -> Launcher | None:
 
 
 def _mpi_launchers(environ: Mapping[str, str]) -> list[Launcher]:
-    """Those of MPI whose ranks include this process. A launcher that starts another one may be among them."""
+    """Those of MPI whose ranks include this process.
+
+    A launcher that starts another one may be among them.
+    """
     started_by = [launcher for launcher in (OPENMPI, MPICH) if _first_set(environ, launcher.rank + launcher.world_size)]
     if MPICH in started_by and not _first_set(environ, MPICH.local_rank + MPICH.local_world_size):
         started_by.remove(MPICH)  # Slurm and PALS, too, set PMI_RANK, or another PMI launcher
@@ -175,7 +193,10 @@ def _launcher_beside_torchrun(environ: Mapping[str, str]) -> Launcher | None:
 
 
 def is_slurm_task(environ: Mapping[str, str]) -> bool:
-    """Whether srun started this process as a task. A batch script and an interactive shell have a task's variables too."""
+    """Whether srun started this process as a task.
+
+    A batch script and an interactive shell have a task's variables too.
+    """
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
     return step.isdecimal() and len(step) < 20 and int(step) < FIRST_SPECIAL_STEP
 
@@ -219,7 +240,9 @@ def _contradiction(environ: Mapping[str, str], one: Launcher, other: Launcher) -
 
 
 def _require(environ: Mapping[str, str], launcher: Launcher) -> None:
-    """Raise UserError where the launcher that was asked for has not set its rank and its number of ranks."""
+    """Raise UserError where the launcher that was asked for has not set its rank and its number of
+    ranks.
+    """
     missing = [names[0] for names in (launcher.rank, launcher.world_size) if not _first_set(environ, names)]
     if missing:
         raise UserError(
@@ -250,7 +273,8 @@ def _read_rank_info(environ: Mapping[str, str], launcher: Launcher) -> RankInfo:
     if launcher is SLURM:
         local_world_size = _tasks_on_node(environ, node or 0)
     elif launcher is TORCHRUN and "LOCAL_WORLD_SIZE" not in environ:
-        # Container hooks and wrappers export the other variables of torchrun for the tasks of Slurm or MPI.
+        # Container hooks and wrappers export the other variables of torchrun for the tasks of Slurm
+        # or MPI.
         other = _launcher_beside_torchrun(environ)
         local_world_size = world_size
         is_counted = world_size == 1
@@ -276,13 +300,17 @@ def _read_rank_info(environ: Mapping[str, str], launcher: Launcher) -> RankInfo:
 
 
 def count_by_host(info: RankInfo, hosts: Sequence[object]) -> RankInfo:
-    """`info` with the number of ranks on its host, and the number of that among the `hosts` of all ranks, which are by rank."""
+    """`info` with the number of ranks on its host, and the number of that among the `hosts` of all
+    ranks, which are by rank.
+    """
     own = hosts[info.rank]
     return replace(info, local_world_size=hosts.count(own), node=list(dict.fromkeys(hosts)).index(own), is_counted=True)
 
 
 def check_local_ranks(places: Sequence[tuple[str, int]]) -> None:
-    """Raise UserError where the (host, LOCAL_RANK) of all ranks do not count the ranks of each host from 0."""
+    """Raise UserError where the (host, LOCAL_RANK) of all ranks do not count the ranks of each host
+    from 0.
+    """
     by_host: dict[str, list[int]] = {}
     for host, local_rank in places:
         by_host.setdefault(host, []).append(local_rank)
@@ -294,7 +322,9 @@ def check_local_ranks(places: Sequence[tuple[str, int]]) -> None:
 
 
 def _tasks_on_node(environ: Mapping[str, str], node: int) -> int:
-    """The number of tasks on a node, from Slurm's list of runs, such as `2(x3),1`: three nodes with 2 tasks, one with 1."""
+    """The number of tasks on a node, from Slurm's list of runs, such as `2(x3),1`: three nodes with
+    2 tasks, one with 1.
+    """
     name = _first_set(environ, SLURM.local_world_size)
     if name is None:
         raise _missing(SLURM.local_world_size, SLURM)
@@ -310,7 +340,9 @@ def _tasks_on_node(environ: Mapping[str, str], node: int) -> int:
 
 
 def under_launcher(info: RankInfo, command: str) -> str:
-    """How `lmforge`, typed as `command`, is started with the launcher of these ranks; its options are left out."""
+    """How `lmforge`, typed as `command`, is started with the launcher of these ranks; its options
+    are left out.
+    """
     if info.environment == TORCHRUN.name:
         return "torchrun … -m lmforge"
     return f"{LAUNCHERS[info.environment].command.partition(' of ')[0]} … {command}"

@@ -1,6 +1,7 @@
-"""Which hosts share a folder: each writes an empty file with a new name, and looks for those of the others. Paths, device
-numbers and mount tables do not tell. No clock is read. A network file system caches that a name is absent only after a lookup.
-The names are random, so the first lookup asks the server.
+"""Which hosts share a folder: each writes an empty file with a new name, and looks for those of the
+others. Paths, device numbers and mount tables do not tell. No clock is read. A network file system
+caches that a name is absent only after a lookup. The names are random, so the first lookup asks the
+server.
 """
 
 import os
@@ -10,8 +11,8 @@ from uuid import uuid4
 
 
 class FolderMarker:
-    """A file of this host in a folder or, if that does not exist yet, in its nearest existing parent. If no file can be
-    written, other hosts do not see this host.
+    """A file of this host in a folder or, if that does not exist yet, in its nearest existing
+    parent. If no file can be written, other hosts do not see this host.
     """
 
     def __init__(self, folder: Path) -> None:

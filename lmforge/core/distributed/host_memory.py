@@ -1,4 +1,7 @@
-"""How much of the host's memory this process may still allocate, by the limits of Linux. This module does not import torch."""
+"""How much of the host's memory this process may still allocate, by the limits of Linux.
+
+This module does not import torch.
+"""
 
 import re
 import resource
@@ -21,7 +24,8 @@ class AvailableMemory:
 
 
 def available_host_memory(local_world_size: int) -> AvailableMemory | None:
-    """The tightest limit on this process's part of the host's memory; None where the system does not report it.
+    """The tightest limit on this process's part of the host's memory; None where the system does
+    not report it.
 
     Memory that the ranks of a host have in common is divided equally.
     """
@@ -46,7 +50,10 @@ def available_host_memory(local_world_size: int) -> AvailableMemory | None:
 
 
 def _container_limits() -> Iterator[tuple[int, int]]:
-    """(limit, bytes in use) of this process's container. Cached files do not count: the kernel drops them when it must."""
+    """(limit, bytes in use) of this process's container.
+
+    Cached files do not count: the kernel drops them when it must.
+    """
     for folder, limit_name, used_name, cached in (
         (CGROUP_FOLDER, "memory.max", "memory.current", ("active_file", "inactive_file")),
         (

@@ -1,4 +1,6 @@
-"""Hosts: the file that names them, and running a few lines of shell on each of them at once, by ssh or on this machine."""
+"""Hosts: the file that names them, and running a few lines of shell on each of them at once, by ssh
+or on this machine.
+"""
 
 import fnmatch
 import os
@@ -33,10 +35,11 @@ class Answer:
 
 
 def read_hosts(path: Path, *, may_repeat: bool = False) -> list[str]:
-    """The hosts of a file: one a line, as ssh takes them; `slots=N` after a host, empty lines and comments are skipped.
+    """The hosts of a file: one a line, as ssh takes them; `slots=N` after a host, empty lines and
+    comments are skipped.
 
-    Raises UserError where the file cannot be read, a line is invalid, a host repeats where it may not, or there are no hosts or
-    too many.
+    Raises UserError where the file cannot be read, a line is invalid, a host repeats where it may
+    not, or there are no hosts or too many.
     """
     try:
         text = read_bounded(path, MAX_HOSTS_BYTES).decode()
@@ -61,7 +64,9 @@ def read_hosts(path: Path, *, may_repeat: bool = False) -> list[str]:
 
 
 def forwarded_variables(patterns: Sequence[str]) -> dict[str, str]:
-    """The variables of this process whose names match one of the patterns, in which * stands for any characters."""
+    """The variables of this process whose names match one of the patterns, in which * stands for
+    any characters.
+    """
     return {
         name: value
         for name, value in sorted(os.environ.items())
@@ -77,7 +82,8 @@ def export_lines(variables: Mapping[str, str]) -> str:
 def ssh_command(
     host: str, line: str, *, program: Sequence[str] = ("ssh",), connect_seconds: float = CONNECT_SECONDS
 ) -> list[str]:
-    """The command that runs a shell line on a host, and never asks for a password, which nobody could type.
+    """The command that runs a shell line on a host, and never asks for a password, which nobody
+    could type.
 
     program: ssh with the user's options, which take precedence over ours.
     """
@@ -88,8 +94,10 @@ def ssh_command(
 
 
 def run_on_hosts(hosts: Sequence[str | None], scripts: Sequence[str], ssh_options: Sequence[str]) -> list[Answer]:
-    """Run a bash script on all hosts at once; None is this machine. The script is passed through standard input, since its
-    variables may be secrets, and a command line is visible to everyone.
+    """Run a bash script on all hosts at once; None is this machine.
+
+    The script is passed through standard input, since its variables may be secrets, and a command
+    line is visible to everyone.
     """
     with ThreadPoolExecutor(min(AT_ONCE, len(hosts))) as pool:
         return list(pool.map(lambda host, script: _run_on_host(host, script, ssh_options), hosts, scripts))

@@ -1,4 +1,6 @@
-"""Joining the other ranks: who is missing, over which network interface, and with how many open files."""
+"""Joining the other ranks: who is missing, over which network interface, and with how many open
+files.
+"""
 
 import fcntl
 import os
@@ -20,7 +22,8 @@ from lmforge.core.distributed.rendezvous import answer_with_port, ask_rank0, hos
 from lmforge.core.distributed.waiting import REPORT_AFTER_SECONDS, print_line, wait_until
 from lmforge.core.errors import PeerLost, name_some
 
-# The number of gloo groups of all ranks: for host memory, decisions and checkpoints. Each connects every pair of ranks.
+# The number of gloo groups of all ranks: for host memory, decisions and checkpoints. Each connects
+# every pair of ranks.
 GLOO_GROUPS = 3
 # Shards, logs, libraries, sockets of NCCL.
 OTHER_OPEN_FILES = 1024
@@ -37,10 +40,11 @@ _server: dist.TCPStore | None = None
 
 
 def find_rank0(info: RankInfo) -> None:
-    """Set torchrun's variables, including MASTER_ADDR and MASTER_PORT, where another launcher started this process.
+    """Set torchrun's variables, including MASTER_ADDR and MASTER_PORT, where another launcher
+    started this process.
 
-    Rank 0 starts the store on a free port, which the others ask it for. Raises UserError where the address of rank 0 is
-    unknown, and RunFailed where it does not answer.
+    Rank 0 starts the store on a free port, which the others ask it for. Raises UserError where the
+    address of rank 0 is unknown, and RunFailed where it does not answer.
     """
     if info.environment == TORCHRUN.name:
         return
@@ -60,7 +64,9 @@ def find_rank0(info: RankInfo) -> None:
 
 
 def _start_store(identity: str, world_size: int) -> int:
-    """Start the store of all ranks, which torch finds in this process, and tell its port to the ranks that ask. Returns it."""
+    """Start the store of all ranks, which torch finds in this process, and tell its port to the
+    ranks that ask. Returns it.
+    """
     global _server
     listening = listen(0)
     port: int = listening.getsockname()[1]
@@ -72,17 +78,23 @@ def _start_store(identity: str, world_size: int) -> int:
 
 
 def connect_to_store(timeout: timedelta) -> dist.TCPStore:
-    """The store of all ranks. Its keys are seen as they are, without the prefix that torch gives to each restart."""
+    """The store of all ranks.
+
+    Its keys are seen as they are, without the prefix that torch gives to each restart.
+    """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 def name_this_start(store: dist.Store, rank: int, world_size: int) -> str:
-    """A name of this start of the ranks, the same on all of them. Raises PeerLost where some do not come.
+    """A name of this start of the ranks, the same on all of them.
 
-    torchrun's store outlives a restart. torch distinguishes starts in it by the restart count of each torchrun, which differs
-    between hosts: only that of the lost rank counts the restart, and the ranks of the others would read addresses of the
-    earlier start. So each rank asks rank 0, by a name that nobody had before.
+    Raises PeerLost where some do not come.
+
+    torchrun's store outlives a restart. torch distinguishes starts in it by the restart count of
+    each torchrun, which differs between hosts: only that of the lost rank counts the restart, and
+    the ranks of the others would read addresses of the earlier start. So each rank asks rank 0, by
+    a name that nobody had before.
     """
     own, asked = uuid4().hex, "lmforge/asked"
     if rank != 0:
@@ -105,7 +117,9 @@ def name_this_start(store: dist.Store, rank: int, world_size: int) -> str:
 
 
 def allow_open_files(needed: int) -> int:
-    """Raise this process's limit on open files to `needed`, as far as the system permits; how many of them it permits."""
+    """Raise this process's limit on open files to `needed`, as far as the system permits; how many
+    of them it permits.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
     if limit > soft != resource.RLIM_INFINITY:
@@ -114,9 +128,11 @@ def allow_open_files(needed: int) -> int:
 
 
 def allow_open_connections(world_size: int) -> None:
-    """Allow the open files of gloo's connections to all ranks. The usual limit of 1,024 is too low for 512 ranks. Where even
-    the hard limit is too low, gloo connects two ranks only when they first communicate. This is not the default, since such a
-    rank waits without a time-out for one that has died.
+    """Allow the open files of gloo's connections to all ranks.
+
+    The usual limit of 1,024 is too low for 512 ranks. Where even the hard limit is too low, gloo
+    connects two ranks only when they first communicate. This is not the default, since such a rank
+    waits without a time-out for one that has died.
     """
     needed = GLOO_GROUPS * world_size + OTHER_OPEN_FILES
     if allow_open_files(needed) < needed:
@@ -124,19 +140,24 @@ def allow_open_connections(world_size: int) -> None:
 
 
 def choose_gloo_interface(several_hosts: bool) -> None:
-    """Let gloo use the network interface that routes to the host of rank 0, unless GLOO_SOCKET_IFNAME says which.
+    """Let gloo use the network interface that routes to the host of rank 0, unless
+    GLOO_SOCKET_IFNAME says which.
 
-    By default gloo uses the one that this host's name resolves to, which on many machines is the loopback.
+    By default gloo uses the one that this host's name resolves to, which on many machines is the
+    loopback.
     """
     if "GLOO_SOCKET_IFNAME" in os.environ or not several_hosts:
         return
-    # On the host of rank 0 its name may resolve to the loopback; then the interface of the default route is used.
+    # On the host of rank 0 its name may resolve to the loopback; then the interface of the default
+    # route is used.
     if name := interface_towards(os.environ["MASTER_ADDR"]) or interface_towards(OUTSIDE):
         os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
 def interface_towards(host: str) -> str | None:
-    """The network interface over which this machine reaches `host`; None for the loopback, or where it cannot be determined."""
+    """The network interface over which this machine reaches `host`; None for the loopback, or where
+    it cannot be determined.
+    """
     # There may be no route, an unknown name, only IPv6, or no Linux.
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # nothing is sent
@@ -155,10 +176,13 @@ def interface_towards(host: str) -> str | None:
 def report_missing_ranks(
     rank: int, world_size: int, what: str, patience_seconds: float = REPORT_AFTER_SECONDS
 ) -> Iterator[None]:
-    """For a block that waits for all ranks. `what` names the wait, of which the same processes may have several. torch waits
-    for all ranks without a message, and after minutes fails with one that names no rank. Here each rank writes a key to the
-    store over a connection of its own (the other one is busy waiting), and the first that joined prints who has not. Ranks that
-    have not joined after `patience_seconds` are printed on stderr, and again each time the wait has doubled.
+    """For a block that waits for all ranks.
+
+    `what` names the wait, of which the same processes may have several. torch waits for all ranks
+    without a message, and after minutes fails with one that names no rank. Here each rank writes a
+    key to the store over a connection of its own (the other one is busy waiting), and the first
+    that joined prints who has not. Ranks that have not joined after `patience_seconds` are printed
+    on stderr, and again each time the wait has doubled.
     """
     joined, registered = threading.Event(), threading.Event()
 
@@ -187,7 +211,8 @@ def report_missing_ranks(
     threading.Thread(target=report, name="joining", daemon=True).start()
     try:
         yield
-        # A rank that went on while its thread still connects could lose the store with rank 0, and torch would print the error.
+        # A rank that went on while its thread still connects could lose the store with rank 0, and
+        # torch would print the error.
         registered.wait(patience_seconds)
     finally:
         joined.set()

@@ -1,4 +1,5 @@
-"""Starts ranks on this machine with torch's elastic launcher, and turns how they ended into one exit status.
+"""Starts ranks on this machine with torch's elastic launcher, and turns how they ended into one
+exit status.
 
 How the nodes of a run on several do so together is in `node_group.py`.
 """
@@ -55,7 +56,9 @@ class Rendezvous:
 
 
 def check_num_processes(number: int) -> None:
-    """Raise UserError for many more processes than this machine can run: each takes a core or a GPU, and hundreds of MiB."""
+    """Raise UserError for many more processes than this machine can run: each takes a core or a
+    GPU, and hundreds of MiB.
+    """
     cores = threads_per_rank(1)
     most = max(MIN_PROCESSES_LIMIT, PROCESSES_PER_CORE * cores)
     if number > most:
@@ -72,11 +75,14 @@ def launch_local(
     restart_arguments: Sequence[str] = (),
     has_begun: Callable[[], bool] = lambda: True,
 ) -> int:
-    """Run `python -m lmforge ARGUMENTS` as `num_processes` ranks and wait for them. Returns one exit status for all.
+    """Run `python -m lmforge ARGUMENTS` as `num_processes` ranks and wait for them.
 
-    It is 2 when a rank refused its input, 128 + signal when ranks were interrupted, 1 when a rank failed otherwise. Where a
-    rank was lost and `has_begun()`, all ranks are started again, at most `max_restarts` times, with `restart_arguments`
-    added. Raises UserError as `check_num_processes` does.
+    Returns one exit status for all.
+
+    It is 2 when a rank refused its input, 128 + signal when ranks were interrupted, 1 when a rank
+    failed otherwise. Where a rank was lost and `has_begun()`, all ranks are started again, at most
+    `max_restarts` times, with `restart_arguments` added. Raises UserError as `check_num_processes`
+    does.
     """
     check_num_processes(num_processes)
     for number in range(max_restarts + 1):
@@ -93,8 +99,10 @@ def launch_local(
 
 
 def print_restart(number: int, max_restarts: int, reason: str, arguments: list[str]) -> None:
-    """Say that ranks which were started again `number` times are started once more, or not because of the limit; the last line
-    names the rank that was lost, its `reason`, and the command that continues, in the terms of the launcher."""
+    """Say that ranks which were started again `number` times are started once more, or not because
+    of the limit; the last line names the rank that was lost, its `reason`, and the command that
+    continues, in the terms of the launcher.
+    """
     if number < max_restarts:
         print_line(f"all ranks are started again ({number + 1} of {max_restarts})")
         return
@@ -107,8 +115,11 @@ def print_restart(number: int, max_restarts: int, reason: str, arguments: list[s
 def start_ranks(
     num_processes: int, arguments: list[str], interruption: "Interruption", rendezvous: Rendezvous | None = None
 ) -> tuple[int, str]:
-    """Start the ranks of this node once. Returns the exit status, EXIT_PEER_LOST where a rank was killed or gave up on
-    another, and which rank was killed, in a line. Call it within `launcher_environment`."""
+    """Start the ranks of this node once.
+
+    Returns the exit status, EXIT_PEER_LOST where a rank was killed or gave up on another, and which
+    rank was killed, in a line. Call it within `launcher_environment`.
+    """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -138,7 +149,8 @@ def start_ranks(
             # torch would restart after every failure, including invalid input.
             max_restarts=0,
             shutdown_timeout=GRACE_SECONDS,
-            # Its own handlers would raise again at a second signal, while ranks still save; `launcher_environment` has ours.
+            # Its own handlers would raise again at a second signal, while ranks still save;
+            # `launcher_environment` has ours.
             signals_to_handle="",
             **rendezvous_options,
         )
@@ -165,7 +177,9 @@ def start_ranks(
 
 
 def _count_memory_kills() -> int:
-    """How many processes the kernel of this host has killed for lack of memory; 0 where it does not say."""
+    """How many processes the kernel of this host has killed for lack of memory; 0 where it does not
+    say.
+    """
     with suppress(OSError):
         if match := re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.M):
             return int(match[1])
@@ -173,10 +187,12 @@ def _count_memory_kills() -> int:
 
 
 def launch_plainly(num_processes: int, arguments: list[str], node: int, num_nodes: int, address: str, port: int) -> int:
-    """Run `python -m lmforge ARGUMENTS` as the ranks of one node of several, and wait for them. Returns one status for all.
+    """Run `python -m lmforge ARGUMENTS` as the ranks of one node of several, and wait for them.
 
-    A launcher neither waits for other nodes nor ends its ranks when another node fails: the ranks themselves detect which node
-    is missing.
+    Returns one status for all.
+
+    A launcher neither waits for other nodes nor ends its ranks when another node fails: the ranks
+    themselves detect which node is missing.
     """
     common: dict[str, object] = {"WORLD_SIZE": num_nodes * num_processes, "LOCAL_WORLD_SIZE": num_processes, "GROUP_RANK": node}
     common |= {"MASTER_ADDR": address, "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "lmforge"}
@@ -197,15 +213,21 @@ def launch_plainly(num_processes: int, arguments: list[str], node: int, num_node
 
 
 class Interruption:
-    """The first signal that a launcher got; `status` is 128 + its number, or 0. Ranks read the number in a file of memory."""
+    """The first signal that a launcher got; `status` is 128 + its number, or 0.
+
+    Ranks read the number in a file of memory.
+    """
 
     def __init__(self) -> None:
         self.status = 0
         self.file = os.memfd_create("signal") if sys.platform == "linux" else None
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Make the ranks end. All but Ctrl-C and Ctrl-\\ are passed on as SIGTERM: others would kill processes that a rank has
-        started. A signal may arrive twice, from the scheduler and from a script; the ranks are saving by then.
+        """Make the ranks end.
+
+        All but Ctrl-C and Ctrl-\\ are passed on as SIGTERM: others would kill processes that a rank
+        has started. A signal may arrive twice, from the scheduler and from a script; the ranks are
+        saving by then.
         """
         from torch.distributed.elastic.multiprocessing.api import SignalException
 
@@ -223,13 +245,16 @@ class Interruption:
 
 @contextmanager
 def launcher_environment() -> Iterator[Interruption]:
-    """Signal handlers, environment variables and logging of this process while it launches; restored afterwards."""
+    """Signal handlers, environment variables and logging of this process while it launches;
+    restored afterwards.
+    """
     import torch.distributed.elastic.multiprocessing.api  # noqa: F401 - seconds, in which a signal ends this process as usual
 
     interruption = Interruption()
     handlers = handle_signals(LAUNCHER_SIGNALS, interruption.handle)
     environment = dict(os.environ)
-    # The launcher's own reports (a table of exit codes, "no error file defined") are less useful than those of our ranks.
+    # The launcher's own reports (a table of exit codes, "no error file defined") are less useful
+    # than those of our ranks.
     logging.disable(logging.CRITICAL)
     # Without it torch prints a warning. Each rank sets its threads in `init_distributed`.
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -1,5 +1,6 @@
-"""How much memory this process may still allocate, whether something fits into it, and out-of-memory errors. What a run needs
-and what would fit is computed from its recipe in plan/. Limits of the host are in `host_memory.py`.
+"""How much memory this process may still allocate, whether something fits into it, and
+out-of-memory errors. What a run needs and what would fit is computed from its recipe in plan/.
+Limits of the host are in `host_memory.py`.
 """
 
 import os
@@ -39,7 +40,8 @@ def describe_request(problem: BaseException) -> str:
 
 
 def set_allocator_defaults(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Let the GPU allocator expand its segments, which reduces fragmentation, unless the user has configured it.
+    """Let the GPU allocator expand its segments, which reduces fragmentation, unless the user has
+    configured it.
 
     Call it before the first allocation.
     """
@@ -48,7 +50,9 @@ def set_allocator_defaults(environ: MutableMapping[str, str] = os.environ) -> No
 
 
 def record_memory(device: torch.device) -> None:
-    """Record from now on where each block of a GPU's memory is allocated, for `write_memory_snapshot`."""
+    """Record from now on where each block of a GPU's memory is allocated, for
+    `write_memory_snapshot`.
+    """
     torch.cuda.memory._record_memory_history(max_entries=MAX_MEMORY_EVENTS, device=device)
 
 
@@ -58,7 +62,8 @@ def write_memory_snapshot(path: Path) -> None:
 
 
 def available_memory(device: torch.device, local_world_size: int) -> AvailableMemory | None:
-    """The tightest limit on the memory in which a model trains on `device`; None where the system does not report it.
+    """The tightest limit on the memory in which a model trains on `device`; None where the system
+    does not report it.
 
     Memory that the ranks of a host have in common is divided equally.
     """
@@ -79,8 +84,9 @@ def check_fits(
 ) -> None:
     """Raise UserError where `what` (in words) needs more memory than this process may allocate.
 
-    `way` is the advice, or a function of the free bytes that returns it. `num_ranks` of this host check at the same time. It is
-    called before anything is built, since the kernel would kill the process later without a message.
+    `way` is the advice, or a function of the free bytes that returns it. `num_ranks` of this host
+    check at the same time. It is called before anything is built, since the kernel would kill the
+    process later without a message.
     """
     available = available_memory(device, num_ranks)
     swap = 0 if device.type == "cuda" else read_kib_table(Path("/proc/meminfo")).get("SwapFree", 0)

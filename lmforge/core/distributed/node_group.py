@@ -1,8 +1,10 @@
-"""The nodes of one run: how their launchers connect, which nodes are missing or lost, and how all end with one exit status.
+"""The nodes of one run: how their launchers connect, which nodes are missing or lost, and how all
+end with one exit status.
 
-On each node one launcher (`lmforge pretrain …` with NODES_VARIABLE and its neighbours set) starts the ranks of that node. The
-first one serves a store for the others. torch's launcher, which starts the ranks, does not name a missing node, and does not
-distinguish an interruption from invalid input. This store serves both. Ranks themselves are in `distributed.py`.
+On each node one launcher (`lmforge pretrain …` with NODES_VARIABLE and its neighbours set) starts
+the ranks of that node. The first one serves a store for the others. torch's launcher, which starts
+the ranks, does not name a missing node, and does not distinguish an interruption from invalid
+input. This store serves both. Ranks themselves are in `distributed.py`.
 """
 
 import json
@@ -34,22 +36,26 @@ from lmforge.core.options.operation import MAX_PORT
 JOIN_SECONDS = 600.0
 # These distinguish the starts of a job, which is queued again.
 START_VARIABLES = ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "PBS_JOBID")
-# After this time a node whose launcher sends no heartbeat is lost, and so is the first node if it does not answer.
+# After this time a node whose launcher sends no heartbeat is lost, and so is the first node if it
+# does not answer.
 LOST_AFTER_SECONDS = 60.0
 BEAT_SECONDS = 2.0
-# The time that ranks get to end by themselves after another node's have failed; and again after SIGTERM.
+# The time that ranks get to end by themselves after another node's have failed; and again after
+# SIGTERM.
 PATIENCE_SECONDS = 30.0
 # The first node waits this long for the others to read its decision.
 READ_SECONDS = 10.0
-# The precedence of statuses where nodes end with different ones: invalid input, interrupted, failed, a lost peer.
+# The precedence of statuses where nodes end with different ones: invalid input, interrupted,
+# failed, a lost peer.
 PRECEDENCE = [2, *INTERRUPTED_STATUSES, 1, EXIT_PEER_LOST]
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class NodeGroup:
-    """The nodes of a run, by name; `rank` is this one's index, `address` and `port` are of the first. Where the port is 0, it
-    takes a free one."""
+    """The nodes of a run, by name; `rank` is this one's index, `address` and `port` are of the
+    first. Where the port is 0, it takes a free one.
+    """
 
     names: tuple[str, ...]
     rank: int
@@ -66,7 +72,8 @@ class NodeGroup:
 
 
 def read_node_group() -> NodeGroup | None:
-    """The nodes from the variables of a launcher script; None where there is no such script, or this process is a rank.
+    """The nodes from the variables of a launcher script; None where there is no such script, or
+    this process is a rank.
 
     Raises UserError where the variables do not fit together.
     """
@@ -107,11 +114,12 @@ def launch_on_node(
     restart_arguments: Sequence[str],
     has_begun: Callable[[], bool],
 ) -> int:
-    """As `launch_local`, together with the launchers of the other nodes: all return the same status. Where STATUS_VARIABLE
-    names a file, the first node writes it there.
+    """As `launch_local`, together with the launchers of the other nodes: all return the same
+    status. Where STATUS_VARIABLE names a file, the first node writes it there.
 
-    Returns EXIT_PEER_LOST where a node was lost: the program that started the launchers may start them again. Raises UserError
-    where the nodes do not fit together or the port is taken, PeerLost where some nodes do not join.
+    Returns EXIT_PEER_LOST where a node was lost: the program that started the launchers may start
+    them again. Raises UserError where the nodes do not fit together or the port is taken, PeerLost
+    where some nodes do not join.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
@@ -157,20 +165,27 @@ class NodeStore:
         self.lost: set[int] = set()
 
     def call(self, fn: Callable[[Any], T]) -> T:
-        """`fn` of the store. Raises PeerLost where the first node, which serves it, does not answer."""
+        """`fn` of the store.
+
+        Raises PeerLost where the first node, which serves it, does not answer.
+        """
         if not self._is_cut_off:
             try:
                 if self.group.rank == 0:
                     return fn(self._store)
                 return call_bounded(partial(fn, self._store), LOST_AFTER_SECONDS)
             except (RuntimeError, TimeoutError):
-                # A call that has not returned blocks the store's client: later calls would wait for it.
+                # A call that has not returned blocks the store's client: later calls would wait for
+                # it.
                 self._is_cut_off = True
         raise self.group.first_lost()
 
     def check_in(self, num_processes: int) -> None:
-        """Wait for all nodes, and report which are missing. Raises PeerLost after the time limit, UserError where the versions
-        or numbers of processes differ."""
+        """Wait for all nodes, and report which are missing.
+
+        Raises PeerLost after the time limit, UserError where the versions or numbers of processes
+        differ.
+        """
         group = self.group
         own = {"lmforge": __version__, "processes": num_processes}
         self.put(f"node/{group.rank}", json.dumps(own))
@@ -219,8 +234,10 @@ class NodeStore:
 
 
 class StartAttempt:
-    """One start of all ranks, a context that every node enters. In it, a thread watches the other nodes and ends this node's
-    ranks if another one fails."""
+    """One start of all ranks, a context that every node enters.
+
+    In it, a thread watches the other nodes and ends this node's ranks if another one fails.
+    """
 
     def __init__(self, node_store: NodeStore, number: int) -> None:
         self._node_store, self._group, self._prefix = node_store, node_store.group, f"attempt/{number}"
@@ -295,7 +312,9 @@ class StartAttempt:
         return status, again
 
     def _watch(self) -> None:
-        """Send heartbeats of this node; end its ranks when another node is lost or its ranks have failed."""
+        """Send heartbeats of this node; end its ranks when another node is lost or its ranks have
+        failed.
+        """
         heartbeats, failed_at = _PeerHeartbeats(), None
         while not self._stop.wait(BEAT_SECONDS):
             try:
@@ -346,7 +365,9 @@ class _PeerHeartbeats:
         self._seen: dict[int, tuple[bytes, float]] = {}
 
     def is_lost(self, store: Any, rank: int) -> bool:
-        """Whether a node has sent no heartbeat for LOST_AFTER_SECONDS, as seen in calls to this object."""
+        """Whether a node has sent no heartbeat for LOST_AFTER_SECONDS, as seen in calls to this
+        object.
+        """
         key, now = f"beat/{rank}", time.monotonic()
         value = store.get(key) if store.check([key]) else b""
         last, since = self._seen.get(rank, (None, now))
@@ -357,8 +378,9 @@ class _PeerHeartbeats:
 
 
 def agree_on_address(group: NodeGroup, seconds: float = JOIN_SECONDS) -> tuple[str, int]:
-    """The host and port where the others reach the first node; where the port is 0, it takes a free one, for which the others
-    ask it. Raises PeerLost where it does not answer in so many seconds."""
+    """The host and port where the others reach the first node; where the port is 0, it takes a free
+    one, for which the others ask it. Raises PeerLost where it does not answer in so many seconds.
+    """
     if group.port:
         return group.address, group.port
     identity = "-".join([*group.names, *(os.environ.get(name, "") for name in START_VARIABLES)])
@@ -370,7 +392,10 @@ def agree_on_address(group: NodeGroup, seconds: float = JOIN_SECONDS) -> tuple[s
 
 
 def _open_store(group: NodeGroup) -> Any:
-    """The store that the first node serves. Raises UserError where it cannot, PeerLost where it is not reached."""
+    """The store that the first node serves.
+
+    Raises UserError where it cannot, PeerLost where it is not reached.
+    """
     import torch.distributed as dist
 
     address, port = agree_on_address(group)

@@ -1,4 +1,6 @@
-"""Signals that stop a run; calls of scheduler and MPI programs with a time limit; information from /proc."""
+"""Signals that stop a run; calls of scheduler and MPI programs with a time limit; information from
+/proc.
+"""
 
 import os
 import signal
@@ -14,8 +16,9 @@ from typing import Any
 from lmforge.core.errors import UserError
 from lmforge.core.files.untrusted import cut
 
-# Requests to save and end: of a terminal (Ctrl-C, closed), of a container or `kill`, and of schedulers before a time limit
-# (docs/clusters.md has the table). Ctrl-\\ is not one: it ends a process at once. macOS lacks the last two.
+# Requests to save and end: of a terminal (Ctrl-C, closed), of a container or `kill`, and of
+# schedulers before a time limit (docs/clusters.md has the table). Ctrl-\\ is not one: it ends a
+# process at once. macOS lacks the last two.
 STOP_SIGNALS: tuple[int, ...] = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU
 if sys.platform == "linux":
     STOP_SIGNALS += signal.SIGPWR, signal.SIGRTMIN + 3
@@ -24,13 +27,17 @@ INTERRUPTED_STATUSES = [128 + number for number in STOP_SIGNALS]
 SIGNAL_FILE_VARIABLE = "LMFORGE_SIGNAL_FILE"
 COMMAND_SECONDS = 120
 MAX_MESSAGE = 400
-# Statuses of a shell for a program that is not installed, and of `timeout` for one that has not ended in time.
+# Statuses of a shell for a program that is not installed, and of `timeout` for one that has not
+# ended in time.
 NOT_INSTALLED, NO_ANSWER = 127, 124
 Handler = Callable[[int, FrameType | None], object]
 
 
 def handle_signals(numbers: Sequence[int], handler: Handler) -> dict[int, Any]:
-    """Install a handler of signals. Returns the previous ones, for `restore_signals`. SIGHUP stays ignored under nohup."""
+    """Install a handler of signals.
+
+    Returns the previous ones, for `restore_signals`. SIGHUP stays ignored under nohup.
+    """
     spared = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
     return {number: signal.signal(number, handler) for number in numbers if number not in spared}
 
@@ -50,7 +57,9 @@ def signal_name(number: int) -> str:
 
 
 def read_passed_on(number: int) -> int:
-    """The signal that a launcher of lmforge got, where this is the SIGTERM that it sends for it; else `number`."""
+    """The signal that a launcher of lmforge got, where this is the SIGTERM that it sends for it;
+    else `number`.
+    """
     if number == signal.SIGTERM and (path := os.environ.get(SIGNAL_FILE_VARIABLE)):
         with suppress(OSError, ValueError):  # the launcher was killed, or passes on nothing
             return int(Path(path).read_text())
@@ -58,7 +67,10 @@ def read_passed_on(number: int) -> int:
 
 
 def call(command: Sequence[str], what: str) -> str:
-    """The output of a command. Raises UserError, beginning with `what`, where it fails or is not installed."""
+    """The output of a command.
+
+    Raises UserError, beginning with `what`, where it fails or is not installed.
+    """
     status, printed, message = try_call(command)
     if status != 0:
         raise UserError(f"{what}: {message}")
@@ -66,7 +78,9 @@ def call(command: Sequence[str], what: str) -> str:
 
 
 def try_call(command: Sequence[str]) -> tuple[int, str, str]:
-    """(status, what it prints, its last line of error) of a command; NOT_INSTALLED and NO_ANSWER are statuses too."""
+    """(status, what it prints, its last line of error) of a command; NOT_INSTALLED and NO_ANSWER
+    are statuses too.
+    """
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS, errors="replace")
     except FileNotFoundError:
@@ -81,7 +95,9 @@ def try_call(command: Sequence[str]) -> tuple[int, str, str]:
 
 @dataclass(frozen=True)
 class ProcessStat:
-    """A process as in /proc: the letter of its state, its parent, and its start time in clock ticks since boot."""
+    """A process as in /proc: the letter of its state, its parent, and its start time in clock ticks
+    since boot.
+    """
 
     state: str
     parent: int

@@ -1,6 +1,7 @@
 """The rank of this process, how often its launcher has restarted it, and its part of the cores.
 
-This module does not import torch, since the rank is needed before that. The variables of launchers are in `environment.py`.
+This module does not import torch, since the rank is needed before that. The variables of launchers
+are in `environment.py`.
 """
 
 import os
@@ -14,7 +15,8 @@ RESTARTS_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
 
 
 def read_rank_info(environ: Mapping[str, str] = os.environ) -> RankInfo:
-    """The rank of this process, by its launcher's variables, or those of the launcher that `--environment` names.
+    """The rank of this process, by its launcher's variables, or those of the launcher that
+    `--environment` names.
 
     Raises UserError where they are incomplete, contradict each other, or are not understood.
     """
@@ -27,14 +29,19 @@ def count_restarts() -> int:
 
 
 def has_used_up_restarts() -> bool:
-    """Whether torchrun, which may restart ranks, does so no more for those of this host. Raises UserError."""
+    """Whether torchrun, which may restart ranks, does so no more for those of this host.
+
+    Raises UserError.
+    """
     return (restarts := count_restarts()) > 0 and os.environ.get("TORCHELASTIC_MAX_RESTARTS") == f"{restarts}"
 
 
 def launcher_identity() -> str | None:
-    """The process of torchrun that started this rank, the same after a restart of the rank; None without torchrun.
+    """The process of torchrun that started this rank, the same after a restart of the rank; None
+    without torchrun.
 
-    Each torchrun has its own restart count, and none counts a restart caused by a host that joined or left.
+    Each torchrun has its own restart count, and none counts a restart caused by a host that joined
+    or left.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
@@ -45,6 +52,8 @@ def launcher_identity() -> str | None:
 
 
 def threads_per_rank(local_world_size: int) -> int:
-    """CPU threads for each of `local_world_size` ranks on this machine, from the cores that this process may use."""
+    """CPU threads for each of `local_world_size` ranks on this machine, from the cores that this
+    process may use.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // local_world_size)

@@ -1,9 +1,11 @@
-"""How the ranks of Slurm and MPI connect: the hosts of the job, and the free port that rank 0 sends to the others.
+"""How the ranks of Slurm and MPI connect: the hosts of the job, and the free port that rank 0 sends
+to the others.
 
-torchrun sets MASTER_ADDR and MASTER_PORT. Elsewhere rank 0 takes a free port for the store, and answers on one of a few ports
-that follow from the job's identity; the others ask there, on the first hosts of the job. Answers for other jobs are ignored, so
-two jobs on one host do not mix. Where a batch script has set both variables, they are used unchanged. This module does not
-import torch.
+torchrun sets MASTER_ADDR and MASTER_PORT. Elsewhere rank 0 takes a free port for the store, and
+answers on one of a few ports that follow from the job's identity; the others ask there, on the
+first hosts of the job. Answers for other jobs are ignored, so two jobs on one host do not mix.
+Where a batch script has set both variables, they are used unchanged. This module does not import
+torch.
 """
 
 import hashlib
@@ -23,7 +25,8 @@ from lmforge.core.errors import PeerLost, RunFailed, UserError, prefix_errors
 from lmforge.core.files.untrusted import describe_os_error, quoted, read_bounded
 
 NUM_CANDIDATE_PORTS = 8
-# Below the ports that systems use for outgoing connections. docs/clusters.md lists them for firewalls.
+# Below the ports that systems use for outgoing connections. docs/clusters.md lists them for
+# firewalls.
 PORTS = range(20_000, 32_000)
 # The host of rank 0 is the first one, unless ranks were distributed in another order.
 MAX_HOSTS_ASKED = 16
@@ -38,7 +41,8 @@ JOB_VARIABLES = {
 
 
 def list_hosts(environ: Mapping[str, str] = os.environ) -> list[str]:
-    """The hosts of this job as Slurm or PBS names them, the first one first, each once; empty outside of a job.
+    """The hosts of this job as Slurm or PBS names them, the first one first, each once; empty
+    outside of a job.
 
     Raises UserError where the list cannot be read.
     """
@@ -76,7 +80,10 @@ def _read_hosts(variable: str, file: str) -> list[str]:
 
 
 def job_identity(info: RankInfo, environ: Mapping[str, str] = os.environ) -> str:
-    """A name of this job that all its ranks know and no other job has. Raises UserError where the launcher gives none."""
+    """A name of this job that all its ranks know and no other job has.
+
+    Raises UserError where the launcher gives none.
+    """
     if info.environment == MPICH.name:
         return _identity_from_hydra()
     names = JOB_VARIABLES[info.environment]
@@ -86,9 +93,11 @@ def job_identity(info: RankInfo, environ: Mapping[str, str] = os.environ) -> str
 
 
 def _identity_from_hydra() -> str:
-    """MPICH's mpiexec has no variable for it. On each host a proxy process starts the ranks, and its arguments contain the
-    address of mpiexec. The socket that ranks inherit would tell too, but then mpiexec takes the end of a rank for a crash, and
-    kills the others.
+    """MPICH's mpiexec has no variable for it.
+
+    On each host a proxy process starts the ranks, and its arguments contain the address of mpiexec.
+    The socket that ranks inherit would tell too, but then mpiexec takes the end of a rank for a
+    crash, and kills the others.
     """
     process = os.getpid()
     while process > 1 and (stat := read_process_stat(process)):
@@ -129,15 +138,20 @@ def candidate_ports(identity: str) -> list[int]:
 
 
 def listen(port: int) -> socket.socket:
-    """A socket that listens on a port of all interfaces; 0 for any free one. Raises OSError where it is taken."""
+    """A socket that listens on a port of all interfaces; 0 for any free one.
+
+    Raises OSError where it is taken.
+    """
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096)
     return socket.create_server(("", port), backlog=4096)
 
 
 def free_port() -> int:
-    """A free port for a process that will listen on it later. It is not one that systems use for outgoing connections, which
-    could take it until then. Raises RunFailed.
+    """A free port for a process that will listen on it later.
+
+    It is not one that systems use for outgoing connections, which could take it until then. Raises
+    RunFailed.
     """
     for port in random.SystemRandom().sample(PORTS, 100):
         with suppress(OSError), listen(port):
@@ -146,7 +160,8 @@ def free_port() -> int:
 
 
 def answer_with_port(identity: str, world_size: int, port: int) -> None:
-    """On rank 0, send the port of the store to every other rank, in a thread that ends when all have it.
+    """On rank 0, send the port of the store to every other rank, in a thread that ends when all
+    have it.
 
     Raises UserError where none of the job's ports is free.
     """
@@ -187,8 +202,9 @@ def _read_line(connection: socket.socket) -> str:
 
 
 def ask_rank0(identity: str, rank: int, hosts: list[str], name: str = "", seconds: float = MAX_WAIT_SECONDS) -> tuple[str, int]:
-    """Ask rank 0 for the port of its store, repeatedly until it answers. Returns its host too. `name` of this rank is for
-    messages.
+    """Ask rank 0 for the port of its store, repeatedly until it answers.
+
+    Returns its host too. `name` of this rank is for messages.
 
     Raises PeerLost after so many seconds.
     """
@@ -214,7 +230,9 @@ def ask_rank0(identity: str, rank: int, hosts: list[str], name: str = "", second
 
 
 def own_address(hosts: list[str]) -> str:
-    """This machine's name in `hosts`, by which the others know it; its own name if it is not in `hosts`."""
+    """This machine's name in `hosts`, by which the others know it; its own name if it is not in
+    `hosts`.
+    """
     for host in hosts:
         with suppress(OSError):
             family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]

@@ -1,6 +1,8 @@
-"""Standby ranks: ranks left over where ranks work in groups, which wait until the others are done. For example, five ranks may
-remain of a job whose model is split over two ranks. Four of them train; the fifth waits, and takes part again when all ranks
-are restarted with more hosts. It joins no process group.
+"""Standby ranks: ranks left over where ranks work in groups, which wait until the others are done.
+
+For example, five ranks may remain of a job whose model is split over two ranks. Four of them train;
+the fifth waits, and takes part again when all ranks are restarted with more hosts. It joins no
+process group.
 """
 
 import os
@@ -24,11 +26,13 @@ _standby_ranks = range(0)
 
 
 def leave_out_ranks(group_size: int) -> bool:
-    """Continue with as many ranks as fill groups of `group_size`. Returns whether this rank is left over.
+    """Continue with as many ranks as fill groups of `group_size`.
 
-    Every rank calls it before `init_distributed`, which then sees WORLD_SIZE and LOCAL_WORLD_SIZE of the remaining ranks. With
-    fewer ranks than one group nothing is changed, and the caller refuses that. Raises UserError and RunFailed as `find_rank0`
-    does.
+    Returns whether this rank is left over.
+
+    Every rank calls it before `init_distributed`, which then sees WORLD_SIZE and LOCAL_WORLD_SIZE
+    of the remaining ranks. With fewer ranks than one group nothing is changed, and the caller
+    refuses that. Raises UserError and RunFailed as `find_rank0` does.
     """
     global _standby_ranks
     info = read_rank_info()
@@ -58,18 +62,22 @@ def describe_standby() -> list[str]:
 
 
 def stand_by() -> int:
-    """Wait until the other ranks are done. Returns the exit status: 0, or 128 + a signal that reached this rank too.
+    """Wait until the other ranks are done.
+
+    Returns the exit status: 0, or 128 + a signal that reached this rank too.
 
     Raises PeerLost where rank 0 is gone.
     """
     rank, received = os.environ["RANK"], list[int]()
-    # A scheduler's signal to save goes to all ranks; torchrun ends ranks with SIGTERM before it restarts them.
+    # A scheduler's signal to save goes to all ranks; torchrun ends ranks with SIGTERM before it
+    # restarts them.
     by_torchrun = {signal.SIGTERM} if "TORCHELASTIC_RUN_ID" in os.environ else set()
     handle_signals([*{*STOP_SIGNALS} - by_torchrun], lambda number, _: received.append(number))
     print_line(describe_standby()[0])
     try:
         store = connect_to_store(CONNECTION)
-        # A store may outlive one start of the ranks, so each start has its own name for the key that releases them.
+        # A store may outlive one start of the ranks, so each start has its own name for the key
+        # that releases them.
         name = f"{socket.gethostname()}-{os.getpid()}"
         store.set(_registration(rank), name)
         wait_until(lambda: bool(store.check([_release(name)])))

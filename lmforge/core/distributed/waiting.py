@@ -1,5 +1,6 @@
-"""Waiting for other processes and nodes: polling with progress messages, and calls that may never return over a broken network.
-This module does not import torch, since `rendezvous.py` waits before that.
+"""Waiting for other processes and nodes: polling with progress messages, and calls that may never
+return over a broken network. This module does not import torch, since `rendezvous.py` waits before
+that.
 """
 
 import math
@@ -13,8 +14,8 @@ from contextlib import suppress
 from typing import TypeVar
 
 T = TypeVar("T")
-# Pauses grow from the first to the last value: an early success is noticed at once, and thousands of ranks do not overload the
-# store.
+# Pauses grow from the first to the last value: an early success is noticed at once, and thousands
+# of ranks do not overload the store.
 FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, PAUSE_FACTOR = 0.01, 0.2, 1.5
 REPORT_AFTER_SECONDS = 30.0
 CONNECT_SECONDS = 5.0
@@ -23,7 +24,8 @@ CONNECT_SECONDS = 5.0
 def wait_until(reached: Callable[[], bool], seconds: float = math.inf, report: Callable[[float], str] | None = None) -> bool:
     """Poll `reached` until it returns True. Returns False if it has not after `seconds`.
 
-    report: gives a line for standard error from the seconds waited so far. It is printed after REPORT_AFTER_SECONDS, and again
+    report: gives a line for standard error from the seconds waited so far. It is printed after
+    REPORT_AFTER_SECONDS, and again
         each time the wait has doubled.
     """
     began, report_after, pause = time.monotonic(), REPORT_AFTER_SECONDS, FIRST_PAUSE_SECONDS
@@ -40,8 +42,10 @@ def wait_until(reached: Callable[[], bool], seconds: float = math.inf, report: C
 
 
 def await_listener(address: str, port: int, seconds: float, report: Callable[[str, float], str] | None = None) -> None:
-    """Wait until the port accepts connections. Raises OSError otherwise, which is clearer than torch's own message. report: as
-    for `wait_until`, with the reason as first argument.
+    """Wait until the port accepts connections.
+
+    Raises OSError otherwise, which is clearer than torch's own message. report: as for
+    `wait_until`, with the reason as first argument.
     """
     problem: OSError | None = None
 
@@ -83,13 +87,18 @@ def start_in_thread(fn: Callable[[], T], name: str) -> Future[T]:
 
 
 def call_bounded(fn: Callable[[], T], seconds: float) -> T:
-    """Call `fn` in a thread, and return or raise its result. Raises TimeoutError where it takes too long; the thread continues.
-    Over a broken network, a call of a TCPStore neither returns nor times out, and ignores signals.
+    """Call `fn` in a thread, and return or raise its result.
+
+    Raises TimeoutError where it takes too long; the thread continues. Over a broken network, a call
+    of a TCPStore neither returns nor times out, and ignores signals.
     """
     return start_in_thread(fn, "bounded call").result(seconds)
 
 
 def print_line(line: str) -> None:
-    """Print the line of a waiting process on standard error. It goes on where nothing reads it any more."""
+    """Print the line of a waiting process on standard error.
+
+    It goes on where nothing reads it any more.
+    """
     with suppress(OSError):
         print(f"lmforge: {line}", file=sys.stderr, flush=True)

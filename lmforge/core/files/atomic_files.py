@@ -1,10 +1,10 @@
-"""Atomic writes: a file or a folder appears under its name complete or not at all, and survives a power failure once it is
-there.
+"""Atomic writes: a file or a folder appears under its name complete or not at all, and survives a
+power failure once it is there.
 
-Every file that another process may read, or that a crash must not damage, is written through this module. Heartbeats
-(ops/monitor/heartbeat.py, overwritten in place) are the exception, for reasons given there, and downloads (hub.py) are
-huggingface_hub's.
-Object stores have no rename: core/checkpoint/ writes the manifest last there. No torch here.
+Every file that another process may read, or that a crash must not damage, is written through this
+module. Heartbeats (ops/monitor/heartbeat.py, overwritten in place) are the exception, for reasons
+given there, and downloads (hub.py) are huggingface_hub's. Object stores have no rename:
+core/checkpoint/ writes the manifest last there. No torch here.
 """
 
 import errno
@@ -33,10 +33,12 @@ def check_output(
     is_of_kind: Callable[[Path], bool] = lambda path: False,
     other: str = "file",
 ) -> None:
-    """Decides for every path that a user names and a command writes: what is there stays, unless it is what the command writes.
+    """Decides for every path that a user names and a command writes: what is there stays, unless it
+    is what the command writes.
 
-    Call it before the work begins. Raises UserError where there is something of another kind than `kind`, or its folder cannot
-    be there; `option`, such as "--out", begins the message, and `other` ends it.
+    Call it before the work begins. Raises UserError where there is something of another kind than
+    `kind`, or its folder cannot be there; `option`, such as "--out", begins the message, and
+    `other` ends it.
     """
     where = f"{option}: {path}" if option else f"{path}:"
     if os.path.lexists(path) and not is_of_kind(path):
@@ -57,10 +59,12 @@ def partial_path(path: Path) -> Path:
 
 @contextmanager
 def atomic_write(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
-    """A file to write that appears as `path` when the block ends without an exception, and not at all otherwise.
+    """A file to write that appears as `path` when the block ends without an exception, and not at
+    all otherwise.
 
-    Several processes may write it at once; the last one's stays. `sync=False` leaves out fsync, for files that may be lost
-    with the machine. Raises UserError naming the folder when the disk is full.
+    Several processes may write it at once; the last one's stays. `sync=False` leaves out fsync, for
+    files that may be lost with the machine. Raises UserError naming the folder when the disk is
+    full.
     """
     partial = partial_path(path)
     try:
@@ -110,8 +114,11 @@ def atomic_write_json(path: Path, value: Any) -> None:
 
 @contextmanager
 def create_file(path: Path) -> Iterator[TextIO]:
-    """A new text file to write, which is deleted again if the block fails. Raises UserError where `path` exists or cannot be
-    written; the file is created at once, so that a command can fail before its work."""
+    """A new text file to write, which is deleted again if the block fails.
+
+    Raises UserError where `path` exists or cannot be written; the file is created at once, so that
+    a command can fail before its work.
+    """
     check_output(path)
     try:
         with open(path, "x", encoding="utf-8") as file:
@@ -127,10 +134,12 @@ def create_file(path: Path) -> Iterator[TextIO]:
 
 @contextmanager
 def atomic_folder(folder: Path, *, replace: bool) -> Iterator[Path]:
-    """A folder to fill that appears as `folder` when the block ends without an exception, and not at all otherwise.
+    """A folder to fill that appears as `folder` when the block ends without an exception, and not
+    at all otherwise.
 
-    With `replace`, what was there is deleted once the new folder has its name, and stays if anything fails. Without, a folder
-    that another process finished first stays, and this one is dropped.
+    With `replace`, what was there is deleted once the new folder has its name, and stays if
+    anything fails. Without, a folder that another process finished first stays, and this one is
+    dropped.
     """
     partial, previous = partial_path(folder), folder.with_name(f".{folder.name}.{uuid4().hex}.previous")
     try:
@@ -155,7 +164,8 @@ def atomic_folder(folder: Path, *, replace: bool) -> Iterator[Path]:
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete a folder; renamed first, so that a deletion that is cut off leaves nothing under its name.
+    """Delete a folder; renamed first, so that a deletion that is cut off leaves nothing under its
+    name.
 
     Raises NotADirectoryError where it is a file, which is left as it is.
     """

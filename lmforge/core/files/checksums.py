@@ -1,8 +1,9 @@
-"""Files that are verified as they are read: block by block, against the xxh3 that was recorded when they were written.
+"""Files that are verified as they are read: block by block, against the xxh3 that was recorded when
+they were written.
 
-Otherwise a flipped bit on a disk would not be detected. Token shards (core/data/shards/folder.py) and checkpoints
-(core/checkpoint/storage.py) read through this module; each decides how a file is opened, what it retries, and what an error is
-called. No torch here.
+Otherwise a flipped bit on a disk would not be detected. Token shards (core/data/shards/folder.py)
+and checkpoints (core/checkpoint/storage.py) read through this module; each decides how a file is
+opened, what it retries, and what an error is called. No torch here.
 """
 
 import errno
@@ -47,14 +48,16 @@ class Checksums(Protocol):
 
 
 class ChecksummedFile(ABC):
-    """Reads by position, and returns bytes only after their block has been verified. Safe for several threads.
+    """Reads by position, and returns bytes only after their block has been verified.
+
+    Safe for several threads.
 
     A subclass says how bytes are read (`_pread`, `_current_size`).
 
     Args:
-        size: bytes of the file as it was written.
-        checksums: xxh3-64 of each block, as integers; read when a block is verified.
-        remember: verify each block only the first time that it is read. Otherwise it is verified on each read.
+        size: bytes of the file as it was written. checksums: xxh3-64 of each block, as integers;
+        read when a block is verified. remember: verify each block only the first time that it is
+        read. Otherwise it is verified on each read.
 
     Raises DamagedFile where the checksums cannot be those of a file of this size.
     """
@@ -63,21 +66,26 @@ class ChecksummedFile(ABC):
         self._size, self._block_bytes, self._remember, self._checksums = size, block_bytes, remember, checksums
         if len(checksums) != (blocks := -(-size // block_bytes)):
             raise DamagedFile(errno.EIO, f"{len(checksums):,} checksums were recorded for its {blocks:,} blocks")
-        # One bit per block: a large corpus has hundreds of millions. A bit lost in a race between threads means that the block
-        # is verified again.
+        # One bit per block: a large corpus has hundreds of millions. A bit lost in a race between
+        # threads means that the block is verified again.
         self._verified = bytearray(-(-blocks // 8) if remember else 0)
         self._last_block: tuple[int, bytearray] = (-1, bytearray())
 
     @abstractmethod
     def _pread(self, out: memoryview, offset: int) -> int:
-        """Fill `out` from a byte position, and return how many bytes were read: perhaps fewer, 0 at the end of the file."""
+        """Fill `out` from a byte position, and return how many bytes were read: perhaps fewer, 0 at
+        the end of the file.
+        """
 
     @abstractmethod
     def _current_size(self) -> int:
         """Bytes of the file as it is now."""
 
     def _read_verified(self, out: memoryview, offset: int) -> None:
-        """Fill `out` from `offset`. Raises DamagedFile where the file ends early or a block does not match its checksum."""
+        """Fill `out` from `offset`.
+
+        Raises DamagedFile where the file ends early or a block does not match its checksum.
+        """
         done = 0
         while done < len(out):
             block, skip = divmod(offset + done, self._block_bytes)
@@ -118,7 +126,8 @@ class ChecksummedFile(ABC):
 
     def _fill(self, out: memoryview, offset: int) -> None:
         done = 0
-        # One call reads at most 2 GiB on Linux, and on a network file system sometimes less than was asked.
+        # One call reads at most 2 GiB on Linux, and on a network file system sometimes less than
+        # was asked.
         while done < len(out):
             count = self._pread(out[done:], offset + done)
             if not count:

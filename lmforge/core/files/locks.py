@@ -1,8 +1,11 @@
-"""A lock that one process holds at a time, on any file system: filelock's. This module does not import torch.
+"""A lock that one process holds at a time, on any file system: filelock's.
 
-`flock` where the file system has it: the kernel releases it with the process, however that ends. Lustre and NFS may be mounted
-without it. There the lock is a second file, which its holder touches repeatedly; one that has not been touched for a while
-belongs to a host that is gone. A holder that was only suspended, or cut off, learns that it has lost the lock (`is_lost`).
+This module does not import torch.
+
+`flock` where the file system has it: the kernel releases it with the process, however that ends.
+Lustre and NFS may be mounted without it. There the lock is a second file, which its holder touches
+repeatedly; one that has not been touched for a while belongs to a host that is gone. A holder that
+was only suspended, or cut off, learns that it has lost the lock (`is_lost`).
 """
 
 import errno
@@ -24,10 +27,13 @@ HEARTBEATS = 18  # in that time; after two that fail a lock is lost
 
 
 def try_lock(path: Path, is_done: Callable[[], bool] | None = None) -> "BaseFileLock | None":
-    """Lock a file, which is created if missing and stays. The lock may be released by any thread. Raises OSError.
+    """Lock a file, which is created if missing and stays.
 
-    Waits until another process releases it, or `is_done`: then, and at once without `is_done`, the result is None. Without
-    `flock` it also waits until a holder on another host has had LEASE_SECONDS to touch its lock.
+    The lock may be released by any thread. Raises OSError.
+
+    Waits until another process releases it, or `is_done`: then, and at once without `is_done`, the
+    result is None. Without `flock` it also waits until a holder on another host has had
+    LEASE_SECONDS to touch its lock.
     """
     from filelock import FileLock, SoftFileLease
 
@@ -44,7 +50,10 @@ def try_lock(path: Path, is_done: Callable[[], bool] | None = None) -> "BaseFile
 
 
 def is_lost(lock: "BaseFileLock") -> bool:
-    """Whether a lock that `try_lock` gave may have another holder by now. Only one without `flock` can be lost."""
+    """Whether a lock that `try_lock` gave may have another holder by now.
+
+    Only one without `flock` can be lost.
+    """
     return getattr(lock, "compromise", None) is not None
 
 

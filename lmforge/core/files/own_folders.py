@@ -1,8 +1,8 @@
 """Folders in places where others may prepare names, such as /dev/shm and a host's own disk.
 
-A folder whose name can be computed may be a link to something of the user's, or another user's, before it is made. So one for
-a process has a random name and a token, by which a later process knows it again; and one that is shared by name is used only
-if its owner can be trusted.
+A folder whose name can be computed may be a link to something of the user's, or another user's,
+before it is made. So one for a process has a random name and a token, by which a later process
+knows it again; and one that is shared by name is used only if its owner can be trusted.
 """
 
 import os
@@ -17,7 +17,9 @@ TOKEN_NAME = ".lmforge-token"
 
 
 def make_own_folder(parent: Path, prefix: str) -> tuple[Path, str]:
-    """A new folder that only this user can open, in a folder that is made if missing, and its token. Raises OSError."""
+    """A new folder that only this user can open, in a folder that is made if missing, and its
+    token. Raises OSError.
+    """
     parent.mkdir(parents=True, exist_ok=True)
     folder, token = Path(tempfile.mkdtemp(prefix=prefix, dir=parent)), uuid4().hex
     (folder / TOKEN_NAME).write_text(token, encoding="ascii")
@@ -25,8 +27,9 @@ def make_own_folder(parent: Path, prefix: str) -> tuple[Path, str]:
 
 
 def remove_own_folder(folder: Path, token: str) -> bool:
-    """Delete a folder that `make_own_folder` has made, and nothing else: a link, a folder of another user, and one without the
-    token stay. Returns whether it was deleted."""
+    """Delete a folder that `make_own_folder` has made, and nothing else: a link, a folder of
+    another user, and one without the token stay. Returns whether it was deleted.
+    """
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
@@ -45,7 +48,8 @@ def remove_own_folder(folder: Path, token: str) -> bool:
                     shutil.rmtree(entry.name, dir_fd=descriptor)
                 else:
                     os.unlink(entry.name, dir_fd=descriptor)
-            # The token last: what an interrupted deletion leaves can be deleted, also where a file server keeps open files.
+            # The token last: what an interrupted deletion leaves can be deleted, also where a file
+            # server keeps open files.
             if os.listdir(descriptor) == [TOKEN_NAME]:
                 os.unlink(TOKEN_NAME, dir_fd=descriptor)
                 os.rmdir(folder)
@@ -56,7 +60,9 @@ def remove_own_folder(folder: Path, token: str) -> bool:
 
 
 def is_trusted_folder(folder: Path) -> bool:
-    """Whether there is a folder, no link, of this user, of root, or of the owner of the folder that it is in."""
+    """Whether there is a folder, no link, of this user, of root, or of the owner of the folder that
+    it is in.
+    """
     try:
         found, parent = folder.lstat(), folder.parent.stat()
     except OSError:

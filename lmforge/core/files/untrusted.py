@@ -1,9 +1,10 @@
 """The one reader of content from outside: JSON and TOML from a user, a disk or the network.
 
-`read_json`, `parse_json`, `read_toml` and `parse_toml` bound the size of the content; pydantic parses JSON, bounds its nesting,
-and checks it against a declared schema. They fail in one line that names the file and the field. A schema is anything that
-pydantic can check: a model, a dataclass, a TypedDict, or a type such as `dict[str, str]`. Binary headers are bounded by
-their readers and parsed here. Messages between our own processes are parsed where they arrive. No torch here.
+`read_json`, `parse_json`, `read_toml` and `parse_toml` bound the size of the content; pydantic
+parses JSON, bounds its nesting, and checks it against a declared schema. They fail in one line that
+names the file and the field. A schema is anything that pydantic can check: a model, a dataclass, a
+TypedDict, or a type such as `dict[str, str]`. Binary headers are bounded by their readers and
+parsed here. Messages between our own processes are parsed where they arrive. No torch here.
 """
 
 import errno
@@ -74,8 +75,9 @@ def read_json(
 ) -> T:
     """The content of a JSON file as a `schema`.
 
-    Raises UserError with one line, `PATH: FIELD: expected …, got …; HINT`, where the file is too large, nested too deeply, not
-    JSON or not of the schema. OSError passes: only the caller knows what a missing file means.
+    Raises UserError with one line, `PATH: FIELD: expected …, got …; HINT`, where the file is too
+    large, nested too deeply, not JSON or not of the schema. OSError passes: only the caller knows
+    what a missing file means.
     """
     content = read_bounded(path, max_bytes)
     return parse_json(content, schema, str(path), max_bytes=max_bytes, hint=hint, allow_nan=allow_nan)
@@ -91,7 +93,9 @@ def parse_json(
     hint: str = "",
     allow_nan: bool = False,
 ) -> T:
-    """JSON `content` as a `schema`; `source` names it in messages. Raises `error` as `read_json` does.
+    """JSON `content` as a `schema`; `source` names it in messages.
+
+    Raises `error` as `read_json` does.
 
     `allow_nan`: NaN and Infinity, which JSON lacks and some programs write, are taken as numbers.
     """
@@ -114,7 +118,10 @@ def parse_json(
 
 
 def check_content(value: Any, schema: type[T], source: str, error: Callable[[str], Exception] = UserError) -> T:
-    """What `parse_json` has parsed as a narrower `schema`. Raises `error` as that does; lenient: "1" is taken as a number."""
+    """What `parse_json` has parsed as a narrower `schema`.
+
+    Raises `error` as that does; lenient: "1" is taken as a number.
+    """
     try:
         return cast(T, _adapter(cast(Any, schema)).validate_python(value))
     except ValidationError as problem:
@@ -122,8 +129,11 @@ def check_content(value: Any, schema: type[T], source: str, error: Callable[[str
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The nested table of a TOML file. Raises UserError in one line where it is too large, not UTF-8 or not TOML, or an empty
-    pipe; OSError passes."""
+    """The nested table of a TOML file.
+
+    Raises UserError in one line where it is too large, not UTF-8 or not TOML, or an empty pipe;
+    OSError passes.
+    """
     content = read_bounded(path)
     if not content and path.is_fifo():
         raise UserError(f"{path}: nothing came through this pipe; write to it before it is read, or name a file")
@@ -152,13 +162,18 @@ def describe(problem: ValidationError) -> str:
 
 
 def _field_name(parts: Iterable[int | str]) -> str:
-    """Keys and places in lists, from the outside, as `key[0].key`, without the types of a union, which pydantic puts there."""
+    """Keys and places in lists, from the outside, as `key[0].key`, without the types of a union,
+    which pydantic puts there.
+    """
     first, *rest = [f"[{part}]" if isinstance(part, int) else f".{cut(part)}" for part in parts] or [""]
     return "".join([first, *(part for part in rest if not UNION_TYPE.fullmatch(part))]).removeprefix(".")
 
 
 def first_error(problem: ValidationError) -> dict[str, Any]:
-    """The error to report. If a required key is misspelt, the unknown key is reported rather than the missing one."""
+    """The error to report.
+
+    If a required key is misspelt, the unknown key is reported rather than the missing one.
+    """
     return dict(min(problem.errors(), key=lambda error: error["type"] == "missing"))
 
 
@@ -189,7 +204,9 @@ def quoted(value: Any) -> str:
 
 
 def cut(text: str, limit: int = MAX_QUOTED) -> str:
-    """`text` with what exceeds `limit` characters left out: for values that came from outside, in messages."""
+    """`text` with what exceeds `limit` characters left out: for values that came from outside, in
+    messages.
+    """
     return text if len(text) <= limit else f"{text[:limit]}… ({len(text):,} characters)"
 
 
@@ -208,7 +225,10 @@ def name_problem(name: str) -> str | None:
 
 
 def compile_pattern(pattern: Any, field: str) -> re.Pattern[str]:
-    """A regular expression from outside; `field` names it in messages. Raises UserError where it is none, or is too large."""
+    """A regular expression from outside; `field` names it in messages.
+
+    Raises UserError where it is none, or is too large.
+    """
     if not isinstance(pattern, str):
         raise UserError(f"{field}: not a regular expression: {quoted(pattern)}")
     try:
@@ -227,7 +247,9 @@ def expand_home(path: str | Path) -> Path:
 
 
 def describe_os_error(problem: OSError, path: str | Path) -> str:
-    """`PATH: REASON` of the file that the problem names, else of `path`; cut where it is too long for one."""
+    """`PATH: REASON` of the file that the problem names, else of `path`; cut where it is too long
+    for one.
+    """
     name = str(problem.filename or path)
     return f"{quoted(name) if problem.errno == errno.ENAMETOOLONG else name}: {problem.strerror or problem}"
 
@@ -242,8 +264,8 @@ def read_bounded(path: Path, max_bytes: int = MAX_BYTES, error: Callable[[str], 
 def open_file(path: Path) -> Iterator[BinaryIO]:
     """A file to be read. The error of a read names it, too.
 
-    A named pipe that nobody writes to counts as empty, where `open` would wait forever for a writer. Devices can be endless or
-    make a reader wait, so only /dev/null is read.
+    A named pipe that nobody writes to counts as empty, where `open` would wait forever for a
+    writer. Devices can be endless or make a reader wait, so only /dev/null is read.
     """
     try:
         if path.is_char_device() and str(path) != os.devnull:
@@ -274,7 +296,9 @@ class _TooLarge(ValueError):
 
 
 def _check_numbers(content: Any, allow_infinity: bool) -> None:
-    """Refuse numbers beyond those of floats: 1e999, which is parsed as infinity, and whole numbers of hundreds of digits."""
+    """Refuse numbers beyond those of floats: 1e999, which is parsed as infinity, and whole numbers
+    of hundreds of digits.
+    """
     for path, value in _iter_values(content):
         is_infinite = isinstance(value, float) and math.isinf(value) and not allow_infinity
         if is_infinite or (isinstance(value, int) and value.bit_length() > MAX_INT_BITS):
@@ -283,7 +307,9 @@ def _check_numbers(content: Any, allow_infinity: bool) -> None:
 
 
 def _iter_values(content: Any) -> Iterator[tuple[tuple[int | str, ...], Any]]:
-    """Each value in content that was parsed, with its keys and places in lists from the outside; without recursion."""
+    """Each value in content that was parsed, with its keys and places in lists from the outside;
+    without recursion.
+    """
     values: list[tuple[tuple[int | str, ...], Any]] = [((), content)]
     while values:
         path, value = values.pop()
@@ -299,7 +325,8 @@ def _adapter(schema: Any) -> TypeAdapter[Any]:
 
 
 def read_lines(file: BinaryIO, longest: int) -> Iterator[bytes]:
-    """The lines of a file that a run appends records to, in pieces of at most `longest` bytes, MAX_RECORDS_BYTES in all.
+    """The lines of a file that a run appends records to, in pieces of at most `longest` bytes,
+    MAX_RECORDS_BYTES in all.
 
     Where a disk was damaged, the file may be a hole of any size.
     """
@@ -320,7 +347,9 @@ def words_problem(text: str) -> str | None:
 
 
 def check_text(arguments: Sequence[str]) -> None:
-    """Refuse words of a command line that cannot be written into a file or a message, as names of files may be."""
+    """Refuse words of a command line that cannot be written into a file or a message, as names of
+    files may be.
+    """
     for word in arguments:
         try:
             word.encode()

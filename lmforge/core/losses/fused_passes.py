@@ -1,7 +1,8 @@
 """Passes over the logits of a chunk that are compiled into one kernel each, by Triton on a GPU.
 
-Logits stay in the dtype of the head's product, bf16 in mixed precision, and are read twice and written once: by the
-statistics, with an online logsumexp in fp32, and by the gradient, which takes their place.
+Logits stay in the dtype of the head's product, bf16 in mixed precision, and are read twice and
+written once: by the statistics, with an online logsumexp in fp32, and by the gradient, which takes
+their place.
 """
 
 import torch
@@ -18,7 +19,10 @@ def chunk_class(scoring: Scoring) -> type[HeadChunk]:
 
 
 class FusedHeadChunk(HeadChunk):
-    """HeadChunk with compiled passes. They keep logits in the dtype of the hidden states, and compute exponentials twice."""
+    """HeadChunk with compiled passes.
+
+    They keep logits in the dtype of the hidden states, and compute exponentials twice.
+    """
 
     def _score(self, logits: Tensor) -> Tensor:
         self._logits, scoring, vocab_shard = logits, self._scoring, self._scoring.vocab_shard
@@ -56,7 +60,8 @@ class FusedHeadChunk(HeadChunk):
 def logit_statistics(
     logits: Tensor, bias: Tensor | None, local_labels: Tensor, softcap: float | None, temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The largest final logit of each token, the sum of exp(logit − largest), and that of its label: [n, 1] each.
+    """The largest final logit of each token, the sum of exp(logit − largest), and that of its
+    label: [n, 1] each.
 
     `local_labels` int64 [n, 1] are columns of `logits`.
     """
@@ -85,9 +90,11 @@ def write_logit_gradient(
     softcap: float | None,
     temperature: float,
 ) -> None:
-    """softmax_scales · softmax − label_scales · one-hot, back through soft-capping, in place of `logits`.
+    """softmax_scales · softmax − label_scales · one-hot, back through soft-capping, in place of
+    `logits`.
 
-    `local_labels`, `logsumexps` and the scales are [n, 1]; a label below 0 or above the columns is in another shard.
+    `local_labels`, `logsumexps` and the scales are [n, 1]; a label below 0 or above the columns is
+    in another shard.
     """
     values = final_logits(logits, bias, softcap, temperature)
     columns = torch.arange(logits.shape[1], device=logits.device)

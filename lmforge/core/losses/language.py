@@ -1,10 +1,12 @@
-"""Next-token prediction, the objective of pretraining and fine-tuning: from hidden states to the loss.
+"""Next-token prediction, the objective of pretraining and fine-tuning: from hidden states to the
+loss.
 
-Output head and cross-entropy are computed together, a chunk of tokens at a time, so that the full logits never exist. With a
-vocabulary of 128,000, the fp32 logits of 8,192 tokens take 4 GiB, and their gradient as much again. Here the gradient of a
-chunk is computed while its logits exist, and both are freed before the next chunk. logprobs.py goes through the same chunks
-where the gradient of each token's log-probability is known only later. The passes over a chunk are torch's own operators, or
-compiled: on GPUs those of fused_passes.py, on CPUs those of stored_passes.py.
+Output head and cross-entropy are computed together, a chunk of tokens at a time, so that the full
+logits never exist. With a vocabulary of 128,000, the fp32 logits of 8,192 tokens take 4 GiB, and
+their gradient as much again. Here the gradient of a chunk is computed while its logits exist, and
+both are freed before the next chunk. logprobs.py goes through the same chunks where the gradient of
+each token's log-probability is known only later. The passes over a chunk are torch's own operators,
+or compiled: on GPUs those of fused_passes.py, on CPUs those of stored_passes.py.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +26,8 @@ from lmforge.core.model.layers import PLAIN_HEAD, HeadOptions, LanguageModel, ca
 class NextTokenObjective:
     """Cross-entropy of every label, as a sum; with `z_loss` above 0 also the z-loss of that weight.
 
-    `source_names` are those of a mixture's sources: each has a metric of its own for batches with `source_ids`.
+    `source_names` are those of a mixture's sources: each has a metric of its own for batches with
+    `source_ids`.
     """
 
     def __init__(self, z_loss: float = 0.0, source_names: Sequence[str] = ()) -> None:
@@ -35,9 +38,12 @@ class NextTokenObjective:
         return (batch.labels != IGNORE_INDEX).sum().float()
 
     def loss(self, model: LanguageModel, batch: Batch) -> tuple[Tensor, Metrics]:
-        """(sum of losses in nats, metrics as (sum, count) pairs). A batch without labels gives 0, not NaN.
+        """(sum of losses in nats, metrics as (sum, count) pairs).
 
-        The metric "loss" is the cross-entropy alone, so that runs compare; "z_loss" is what the z-loss adds to it.
+        A batch without labels gives 0, not NaN.
+
+        The metric "loss" is the cross-entropy alone, so that runs compare; "z_loss" is what the
+        z-loss adds to it.
         """
         by_source = batch.source_ids is not None and bool(self._source_names)
         hidden = model(
@@ -71,15 +77,17 @@ def cross_entropy_and_z_loss(
     head: HeadOptions = PLAIN_HEAD,
     with_token_losses: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Sums over the tokens with a label: −log p(label) in nats plus the z-loss, and the z-loss alone, not differentiable.
+    """Sums over the tokens with a label: −log p(label) in nats plus the z-loss, and the z-loss
+    alone, not differentiable.
 
-    Both are scalars in fp32 (fp64 if `hidden` is), 0 where no token has a label. `hidden` [sequences, length, width], `weight`
-    [vocab, width], `labels` int64 [sequences, length], IGNORE_INDEX where a token is not scored; `head` says what else makes
-    logits. With a sharded head (sharded_head.py) every rank gets the full sums. With `with_token_losses` also the
+    Both are scalars in fp32 (fp64 if `hidden` is), 0 where no token has a label. `hidden`
+    [sequences, length, width], `weight` [vocab, width], `labels` int64 [sequences, length],
+    IGNORE_INDEX where a token is not scored; `head` says what else makes logits. With a sharded
+    head (sharded_head.py) every rank gets the full sums. With `with_token_losses` also the
     cross-entropy of each token [sequences, length], not differentiable, 0 without a label.
 
-    The z-loss is `z_loss` · logsumexp(logits)², summed over the tokens with a label; it keeps logits from drifting away
-    from normalised log-probabilities (PaLM, arXiv 2204.02311, section 5).
+    The z-loss is `z_loss` · logsumexp(logits)², summed over the tokens with a label; it keeps
+    logits from drifting away from normalised log-probabilities (PaLM, arXiv 2204.02311, section 5).
     """
     sharded = ShardedHead.from_weight(hidden, weight, labels, head)
     inputs = sharded.inputs()
@@ -129,21 +137,26 @@ def loss_dtype(hidden: Tensor) -> torch.dtype:
 
 
 class HeadGradients:
-    """Gradients of hidden states [tokens, width], weight [vocab, width] and bias [vocab], to which each chunk contributes.
+    """Gradients of hidden states [tokens, width], weight [vocab, width] and bias [vocab], to which
+    each chunk contributes.
 
-    `needs_input_grad` is that of a function whose first inputs these are; None of those that need none.
+    `needs_input_grad` is that of a function whose first inputs these are; None of those that need
+    none.
     """
 
     def __init__(self, needs_input_grad: tuple[bool, ...], hidden: Tensor, bias: Tensor | None) -> None:
         _, self._needs_weight, needs_bias, *_ = needs_input_grad
-        # In `loss_dtype`: in bf16, the small contributions of late chunks would be lost in the sum of the early ones.
+        # In `loss_dtype`: in bf16, the small contributions of late chunks would be lost in the sum
+        # of the early ones.
         self._sum_dtype = loss_dtype(hidden)
         self.hidden = torch.empty_like(hidden)
         self.weight: Tensor | None = None
         self.bias = torch.zeros_like(bias, dtype=self._sum_dtype) if bias is not None and needs_bias else None
 
     def add_chunk(self, tokens: slice, logit_gradient: Tensor, hidden: Tensor, weight: Tensor) -> None:
-        """Add what the gradient of a chunk's logits [n, vocab] gives, from its hidden states [n, width] and the weight."""
+        """Add what the gradient of a chunk's logits [n, vocab] gives, from its hidden states [n,
+        width] and the weight.
+        """
         torch.mm(logit_gradient, weight, out=self.hidden[tokens])
         if self.bias is not None:
             self.bias += logit_gradient.sum(0, dtype=self.bias.dtype)
@@ -164,7 +177,9 @@ class HeadGradients:
 
 
 def final_logits(logits: Tensor, bias: Tensor | None, softcap: float | None, temperature: float) -> Tensor:
-    """What the softmax is taken of, in fp32 (fp64 if `logits` are), from the head's product [n, vocab] and `bias` [vocab]."""
+    """What the softmax is taken of, in fp32 (fp64 if `logits` are), from the head's product [n,
+    vocab] and `bias` [vocab].
+    """
     values = logits.to(torch.promote_types(logits.dtype, torch.float32))
     values = cap_logits(values if bias is None else values + bias, softcap)
     return values if temperature == 1 else values / temperature
@@ -178,8 +193,8 @@ def softcap_slopes(values: Tensor, softcap: float, temperature: float) -> Tensor
 class HeadChunk:
     """The losses of n tokens, and what their gradients need, in `loss_dtype`.
 
-    tokens: their slice of all tokens. is_scored: bool [n], whether a token has a label. losses: −log p(label) [n], 0 where
-    it has none. logsumexps: of the logits of the full vocabulary [n, 1].
+    tokens: their slice of all tokens. is_scored: bool [n], whether a token has a label. losses:
+    −log p(label) [n], 0 where it has none. logsumexps: of the logits of the full vocabulary [n, 1].
     """
 
     def __init__(
@@ -199,19 +214,24 @@ class HeadChunk:
         self.logsumexps = self._largest + self._sums.log()
 
     def _score(self, logits: Tensor) -> Tensor:
-        """Set `_largest` and `_sums` [n, 1] of the full vocabulary; return the logits of the labels [n, 1]."""
+        """Set `_largest` and `_sums` [n, 1] of the full vocabulary; return the logits of the labels
+        [n, 1].
+        """
         scoring, vocab_shard = self._scoring, self._scoring.vocab_shard
         logits = final_logits(logits, self._bias, scoring.softcap, scoring.temperature)
         self._slopes = None if scoring.softcap is None else softcap_slopes(logits, scoring.softcap, scoring.temperature)
         label_logits = logits.gather(1, self._local_labels) * self._is_local
         self._largest = vocab_shard.all_reduce_max(logits.amax(-1, keepdim=True))
-        # Computed once, for the losses and for their gradients: on a CPU it costs more than any other pass over the logits.
+        # Computed once, for the losses and for their gradients: on a CPU it costs more than any
+        # other pass over the logits.
         self._exponentials = logits.sub_(self._largest).exp_()
         self._sums, label_logits = vocab_shard.all_reduce_sum(self._exponentials.sum(-1, keepdim=True), label_logits)
         return label_logits
 
     def _logit_gradient(self, softmax_scales: Tensor, label_scales: Tensor) -> Tensor:
-        """softmax_scales · softmax − label_scales · one-hot [n, vocab], in the dtype of the hidden states. Called once."""
+        """softmax_scales · softmax − label_scales · one-hot [n, vocab], in the dtype of the hidden
+        states. Called once.
+        """
         gradient = self._final_logit_gradient(softmax_scales, label_scales)
         if self._slopes is not None:
             gradient.mul_(self._slopes)
@@ -226,7 +246,10 @@ class HeadChunk:
         return torch.xlogy(self._exponentials, self._exponentials).sum(-1, keepdim=True)
 
     def entropies(self) -> Tensor:
-        """The entropy of p at every token [n], in nats, 0 where it is not scored. Before `add_gradients`."""
+        """The entropy of p at every token [n], in nats, 0 where it is not scored.
+
+        Before `add_gradients`.
+        """
         (weighted,) = self._scoring.vocab_shard.all_reduce_sum(self._negative_entropies())
         return torch.where(self.is_scored, (self._sums.log() - weighted / self._sums).squeeze(1), 0.0)
 
@@ -235,7 +258,9 @@ class HeadChunk:
         return torch.where(self.is_scored, weight * self.logsumexps.square().squeeze(1), 0.0)
 
     def add_gradients(self, upstream: Tensor | float, gradients: HeadGradients, z_loss: float = 0.0) -> None:
-        """Add the gradients of `losses` and of `z_losses(z_loss)`. Overwrites what is kept of the logits.
+        """Add the gradients of `losses` and of `z_losses(z_loss)`.
+
+        Overwrites what is kept of the logits.
 
         `upstream` is the gradient of each loss [n], ignored where there is no label.
         """
@@ -253,7 +278,8 @@ def _chunk_class(scoring: Scoring) -> type[HeadChunk]:
 
 
 def head_chunks(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, scoring: Scoring) -> Iterator[HeadChunk]:
-    """Score `hidden` [tokens, width] by `weight` [vocab of this shard, width] and `bias`, a chunk of tokens at a time.
+    """Score `hidden` [tokens, width] by `weight` [vocab of this shard, width] and `bias`, a chunk
+    of tokens at a time.
 
     `labels` [tokens] are ids of the full vocabulary, IGNORE_INDEX where there is none.
     """

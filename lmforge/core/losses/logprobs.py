@@ -1,7 +1,9 @@
-"""Log-probabilities of single tokens, and their sums over documents: what preference and policy objectives are made of.
+"""Log-probabilities of single tokens, and their sums over documents: what preference and policy
+objectives are made of.
 
-The full logits never exist here either, but a backward pass computes those of each chunk again, which costs one more matrix
-product. Next-token prediction therefore uses the cheaper `cross_entropy_and_z_loss` (language.py).
+The full logits never exist here either, but a backward pass computes those of each chunk again,
+which costs one more matrix product. Next-token prediction therefore uses the cheaper
+`cross_entropy_and_z_loss` (language.py).
 """
 
 from functools import partial
@@ -36,7 +38,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
             if with_entropy:
                 entropy[chunk.tokens] = chunk.entropies()
             del chunk  # and its logits, before there are those of the next
-        # The weight itself and no copy: a sharded weight is freed after the forward pass and gathered again for this one.
+        # The weight itself and no copy: a sharded weight is freed after the forward pass and
+        # gathered again for this one.
         ctx.save_for_backward(hidden, weight, bias, labels)
         ctx.scoring = scoring
         ctx.mark_non_differentiable(entropy)
@@ -63,7 +66,10 @@ def token_logprobs_and_entropy(
     with_entropy: bool = True,
     head: HeadOptions = PLAIN_HEAD,
 ) -> tuple[Tensor, Tensor]:
-    """`token_logprobs`, and the entropy of p at every token in nats, 0 where not scored. The entropy is not differentiable."""
+    """`token_logprobs`, and the entropy of p at every token in nats, 0 where not scored.
+
+    The entropy is not differentiable.
+    """
     sharded = ShardedHead.from_weight(hidden, weight, labels, head)
     inputs = sharded.inputs(temperature)
     with torch.autocast(hidden.device.type, enabled=False):
@@ -74,12 +80,14 @@ def token_logprobs_and_entropy(
 def token_logprobs(
     hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float = 1.0, head: HeadOptions = PLAIN_HEAD
 ) -> Tensor:
-    """log p(label) of every token in nats: fp32 (fp64 if `hidden` is) of the shape of `labels`, 0 where not scored.
+    """log p(label) of every token in nats: fp32 (fp64 if `hidden` is) of the shape of `labels`, 0
+    where not scored.
 
-    `hidden` [sequences, length, width], `weight` [vocab, width], `labels` int64 [sequences, length], IGNORE_INDEX where a
-    token is not scored; `head` says what else makes logits. p is the softmax of the logits divided by `temperature`.
-    Differentiable in `hidden`, `weight` and the head's bias.
-    With a sharded head (sharded_head.py) every rank gets the values of all tokens, and must use them as the others do.
+    `hidden` [sequences, length, width], `weight` [vocab, width], `labels` int64 [sequences,
+    length], IGNORE_INDEX where a token is not scored; `head` says what else makes logits. p is the
+    softmax of the logits divided by `temperature`. Differentiable in `hidden`, `weight` and the
+    head's bias. With a sharded head (sharded_head.py) every rank gets the values of all tokens, and
+    must use them as the others do.
     """
     return token_logprobs_and_entropy(hidden, weight, labels, temperature, with_entropy=False, head=head)[0]
 
@@ -92,10 +100,12 @@ def token_losses(hidden: Tensor, weight: Tensor, labels: Tensor, head: HeadOptio
 
 @torch.no_grad()
 def score_text(model: LanguageModel, batch: Batch, token_bytes: Tensor) -> Tensor:
-    """Sums over each sequence of a batch for evaluation, fp64 [sequences, 4]: nats, labels, nats of text, bytes of text.
+    """Sums over each sequence of a batch for evaluation, fp64 [sequences, 4]: nats, labels, nats of
+    text, bytes of text.
 
-    `token_bytes` int32 [vocab] on the batch's device: the UTF-8 bytes of each token, 0 for special tokens. These are no text,
-    so that bits per byte compare across tokenizers. There is no dropout, whatever the batch brings.
+    `token_bytes` int32 [vocab] on the batch's device: the UTF-8 bytes of each token, 0 for special
+    tokens. These are no text, so that bits per byte compare across tokenizers. There is no dropout,
+    whatever the batch brings.
     """
     hidden = model(batch.tokens, batch.positions, batch.document_ids, document_starts=batch.document_starts)
     losses = model.lm_head(hidden, partial(token_losses, labels=batch.labels)).double()
@@ -106,12 +116,14 @@ def score_text(model: LanguageModel, batch: Batch, token_bytes: Tensor) -> Tenso
 
 
 def document_sums(values: Tensor, document_ids: Tensor, context_parallel: ContextParallel | None = None) -> Tensor:
-    """Sum of `values` [sequences, length] over each document: [sequences, length], at [s, d] that of document d in sequence s.
+    """Sum of `values` [sequences, length] over each document: [sequences, length], at [s, d] that
+    of document d in sequence s.
 
-    `document_ids` int32 [sequences, length] as in Batch; padding (−1) belongs to no document. There is an entry for each
-    token, 0 where there is no such document, so that shapes are static and the host need not wait for the device.
-    With context parallelism the tensors are this rank's parts, and the result is of full sequences, the same on all ranks. Each
-    must use it as the others do, and has the gradient of its own tokens.
+    `document_ids` int32 [sequences, length] as in Batch; padding (−1) belongs to no document. There
+    is an entry for each token, 0 where there is no such document, so that shapes are static and the
+    host need not wait for the device. With context parallelism the tensors are this rank's parts,
+    and the result is of full sequences, the same on all ranks. Each must use it as the others do,
+    and has the gradient of its own tokens.
     """
     ranks = 1 if context_parallel is None else context_parallel.group.size()
     values = torch.where(document_ids >= 0, values, 0)
@@ -125,5 +137,7 @@ def document_label_counts(labels: Tensor, document_ids: Tensor, context_parallel
 
 
 def broadcast_to_tokens(values: Tensor, document_ids: Tensor) -> Tensor:
-    """The inverse: for each token the value of its document, from `values` by document [sequences, length]; 0 on padding."""
+    """The inverse: for each token the value of its document, from `values` by document [sequences,
+    length]; 0 on padding.
+    """
     return torch.where(document_ids >= 0, values.gather(1, document_ids.clamp(min=0).long()), 0)

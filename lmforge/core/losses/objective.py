@@ -12,20 +12,29 @@ from lmforge.core.model.layers import LanguageModel
 
 
 class Objective(Protocol):
-    """The loss of a batch as a sum, which is divided once (parallel_model.py) by the number of items of the global batch."""
+    """The loss of a batch as a sum, which is divided once (parallel_model.py) by the number of
+    items of the global batch.
+    """
 
     def num_items(self, batch: Batch) -> Tensor:
-        """The number of scored tokens, pairs or completions of a batch: an fp32 scalar on its device.
+        """The number of scored tokens, pairs or completions of a batch: an fp32 scalar on its
+        device.
 
-        The loop sums it over micro-batches and ranks; the loss of the global batch is divided by the result.
+        The loop sums it over micro-batches and ranks; the loss of the global batch is divided by
+        the result.
         """
 
     def loss(self, model: Any, batch: Batch) -> tuple[Tensor, Metrics]:
-        """(sum, metrics as (sum, count) pairs). With nothing to score the sum is 0, not NaN, and differentiable."""
+        """(sum, metrics as (sum, count) pairs).
+
+        With nothing to score the sum is 0, not NaN, and differentiable.
+        """
 
 
 def apply_head(model: LanguageModel, batch: Batch, head_fn: Callable[..., Any] | None = None) -> Any:
-    """Run the model on a batch: what `head_fn(hidden, weight, head=…)` returns (LMHead), or the logits without one."""
+    """Run the model on a batch: what `head_fn(hidden, weight, head=…)` returns (LMHead), or the
+    logits without one.
+    """
     hidden = model(
         batch.tokens,
         batch.positions,
@@ -38,13 +47,16 @@ def apply_head(model: LanguageModel, batch: Batch, head_fn: Callable[..., Any] |
 
 
 def replayed_experts(batch: Batch) -> dict[str, Tensor]:
-    """The argument of a model by which it takes the experts that sampled a batch, where the batch has them."""
+    """The argument of a model by which it takes the experts that sampled a batch, where the batch
+    has them.
+    """
     extras = batch.extras.tensors if batch.extras else {}
     return {name: extras[name] for name in ("routed_experts",) if name in extras}
 
 
 def label_logprobs(model: LanguageModel, batch: Batch) -> Tensor:
-    """Run the model on a batch: log p(label) of every token in nats, fp32 [sequences, length], 0 where not scored.
+    """Run the model on a batch: log p(label) of every token in nats, fp32 [sequences, length], 0
+    where not scored.
 
     Differentiable. The logits never exist as a whole (logprobs.py).
     """

@@ -1,9 +1,10 @@
-"""An output head that tensor parallel shards over ranks, and how the ranks' results become one loss.
+"""An output head that tensor parallel shards over ranks, and how the ranks' results become one
+loss.
 
-Hidden states come sharded by sequence: rank r of T holds the r-th of T equal parts of each sequence. If T divides the
-vocabulary, the head's weight is sharded over it, and each rank scores all tokens against its part of the vocabulary
-(Megatron-LM, arXiv 1909.08053, section 3): no rank ever holds the full logits. Otherwise every rank has the full weight and
-scores its own tokens.
+Hidden states come sharded by sequence: rank r of T holds the r-th of T equal parts of each
+sequence. If T divides the vocabulary, the head's weight is sharded over it, and each rank scores
+all tokens against its part of the vocabulary (Megatron-LM, arXiv 1909.08053, section 3): no rank
+ever holds the full logits. Otherwise every rank has the full weight and scores its own tokens.
 """
 
 from dataclasses import dataclass
@@ -19,7 +20,10 @@ from lmforge.core.model.layers import HeadOptions, Passes
 
 @dataclass(frozen=True)
 class VocabShard:
-    """This rank's part of the vocabulary: from token `start` on. `group` holds the other parts; None if this is all."""
+    """This rank's part of the vocabulary: from token `start` on.
+
+    `group` holds the other parts; None if this is all.
+    """
 
     start: int = 0
     group: dist.ProcessGroup | None = None
@@ -41,7 +45,9 @@ class VocabShard:
 
 @dataclass(frozen=True)
 class Scoring:
-    """How hidden states are scored: HeadOptions' `softcap` and `passes`; logits are divided by `temperature`."""
+    """How hidden states are scored: HeadOptions' `softcap` and `passes`; logits are divided by
+    `temperature`.
+    """
 
     vocab_shard: VocabShard = VocabShard()
     softcap: float | None = None
@@ -65,7 +71,8 @@ class ShardedHead:
     def from_weight(cls, hidden: Tensor, weight: Tensor, labels: Tensor, head: HeadOptions) -> "ShardedHead":
         """From `hidden` [sequences, length, width] and `labels` [sequences, length].
 
-        With a sharded `weight` (a DTensor), `hidden` is this rank's [sequences, length / T, width]; `labels` are always full.
+        With a sharded `weight` (a DTensor), `hidden` is this rank's [sequences, length / T, width];
+        `labels` are always full.
         """
         if not isinstance(weight, DTensor):
             return cls(hidden, weight, labels, head)
@@ -83,8 +90,10 @@ class ShardedHead:
         return cls(full_hidden, local_weight, labels, head, VocabShard(group.rank() * len(local_weight), group))
 
     def inputs(self, temperature: float = 1.0) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Scoring]:
-        """Hidden states [tokens, width], weight, bias, labels [tokens] and how they are scored, for a function that is called
-        outside of autocast: under it, the hidden states are cast here, once."""
+        """Hidden states [tokens, width], weight, bias, labels [tokens] and how they are scored, for
+        a function that is called outside of autocast: under it, the hidden states are cast here,
+        once.
+        """
         hidden, device_type = self.hidden, self.hidden.device.type
         if torch.is_autocast_enabled(device_type):
             hidden = hidden.to(torch.get_autocast_dtype(device_type))
@@ -103,13 +112,17 @@ class ShardedHead:
         return local_sum if self.sequence_group is None else sum_over_ranks(local_sum, self.sequence_group)
 
     def gather_tokens(self, values: Tensor) -> Tensor:
-        """Values of all tokens [sequences, length], the same on every rank, from those of this rank's tokens [tokens]."""
+        """Values of all tokens [sequences, length], the same on every rank, from those of this
+        rank's tokens [tokens].
+        """
         values = values.view(self.labels.shape)
         return values if self.sequence_group is None else _GatherTokens.apply(values, self.sequence_group)
 
 
 def sum_over_ranks(local_sum: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over ranks, with which all must go on alike: its gradient is the same on all of them, and is not summed again."""
+    """The sum over ranks, with which all must go on alike: its gradient is the same on all of them,
+    and is not summed again.
+    """
     total: Tensor = _SumOverRanks.apply(local_sum, group)
     return total
 
@@ -127,7 +140,9 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def sum_gradients(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Values that are the same on all ranks, each of which uses them for a part of the loss: their gradients are summed."""
+    """Values that are the same on all ranks, each of which uses them for a part of the loss: their
+    gradients are summed.
+    """
     same: Tensor = _SumGradients.apply(values, group)
     return same
 
@@ -146,7 +161,10 @@ class _SumGradients(torch.autograd.Function):
 
 
 class _GatherTokens(torch.autograd.Function):
-    """All-gather along the sequence. Every rank continues with the same values, so each takes its part of the gradient."""
+    """All-gather along the sequence.
+
+    Every rank continues with the same values, so each takes its part of the gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, local_values: Tensor, group: dist.ProcessGroup) -> Tensor:

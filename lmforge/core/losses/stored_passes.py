@@ -1,5 +1,7 @@
-"""Passes over the logits of a chunk that are compiled for CPUs, where exponentials cost more than anything else that is done to
-logits, and memory less: those of all logits are computed once and kept for the gradient."""
+"""Passes over the logits of a chunk that are compiled for CPUs, where exponentials cost more than
+anything else that is done to logits, and memory less: those of all logits are computed once and
+kept for the gradient.
+"""
 
 import torch
 from torch import Tensor
@@ -11,13 +13,17 @@ from lmforge.core.model.attention import compiled
 
 
 def chunk_class(scoring: Scoring) -> type[HeadChunk]:
-    """What scores a chunk with this head: these passes neither cap logits nor see a part of the vocabulary."""
+    """What scores a chunk with this head: these passes neither cap logits nor see a part of the
+    vocabulary.
+    """
     group = scoring.vocab_shard.group
     return StoredHeadChunk if stores_exponentials(scoring.softcap, 1 if group is None else group.size()) else HeadChunk
 
 
 class StoredHeadChunk(HeadChunk):
-    """HeadChunk with two compiled passes that compute the exponentials of all logits once, without soft-capping."""
+    """HeadChunk with two compiled passes that compute the exponentials of all logits once, without
+    soft-capping.
+    """
 
     def _score(self, logits: Tensor) -> Tensor:
         dtype = loss_dtype(logits)
@@ -37,7 +43,9 @@ class StoredHeadChunk(HeadChunk):
 def store_exponentials(
     logits: Tensor, bias: Tensor | None, local_labels: Tensor, temperature: float, exponentials: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `logit_statistics` returns; exp(logit − largest) goes to `exponentials` [n, vocab], which may be `logits`."""
+    """What `logit_statistics` returns; exp(logit − largest) goes to `exponentials` [n, vocab],
+    which may be `logits`.
+    """
     values = final_logits(logits, bias, None, temperature)
     largest = values.amax(-1, keepdim=True)
     shifted = (values - largest).exp()
@@ -49,7 +57,8 @@ def store_exponentials(
 def write_stored_gradient(
     exponentials: Tensor, local_labels: Tensor, softmax_scales: Tensor, label_scales: Tensor, gradient: Tensor
 ) -> None:
-    """softmax_scales · exponentials − label_scales · one-hot, to `gradient` [n, vocab], which may be `exponentials`.
+    """softmax_scales · exponentials − label_scales · one-hot, to `gradient` [n, vocab], which may
+    be `exponentials`.
 
     `local_labels` and the scales are [n, 1]; a label below 0 is none.
     """

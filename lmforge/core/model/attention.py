@@ -1,13 +1,14 @@
 """Attention: which tokens attend to which, the computation of attention, and the KV cache.
 
-A mask is made once per forward from the document ids of a batch and passed to every block. A token sees itself and the earlier
-tokens of its own document, at most `window` of them. Padding is treated as a document with id -1 that sees itself, so that no
-row of scores is empty, which would give NaN.
+A mask is made once per forward from the document ids of a batch and passed to every block. A token
+sees itself and the earlier tokens of its own document, at most `window` of them. Padding is treated
+as a document with id -1 that sees itself, so that no row of scores is empty, which would give NaN.
 
-Context parallelism: each rank has a part of every sequence, and attention gathers keys and values of the other ranks.
-All-gather rather than a ring: with grouped heads keys and values are few, documents and windows need no special case,
-and it is one collective a block (Llama 3, arXiv 2407.21783, section 3.3.2). A sequence is cut into twice as many pieces as
-there are ranks; rank r gets the r-th from either end. Under a causal mask that is equal work for all ranks.
+Context parallelism: each rank has a part of every sequence, and attention gathers keys and values
+of the other ranks. All-gather rather than a ring: with grouped heads keys and values are few,
+documents and windows need no special case, and it is one collective a block (Llama 3, arXiv
+2407.21783, section 3.3.2). A sequence is cut into twice as many pieces as there are ranks; rank r
+gets the r-th from either end. Under a causal mask that is equal work for all ranks.
 """
 
 import math
@@ -39,18 +40,26 @@ class ContextParallel:
     group: dist.ProcessGroup
 
     def shard_batch(self, batch: Batch) -> Batch:
-        """This rank's tokens of each sequence: [sequences, length / ranks]. The length divides by twice the ranks."""
+        """This rank's tokens of each sequence: [sequences, length / ranks].
+
+        The length divides by twice the ranks.
+        """
         ranges = self.local_ranges(batch.sequence_length // self.group.size())
         full = replace(batch, document_starts=None)  # they describe full sequences
         return full.map(lambda tensor: torch.cat([tensor[:, first : first + count] for first, count in ranges], dim=1))
 
     def local_ranges(self, local_length: int) -> list[tuple[int, int]]:
-        """(index of the first token in the full sequence, number of tokens) of this rank's two pieces."""
+        """(index of the first token in the full sequence, number of tokens) of this rank's two
+        pieces.
+        """
         piece, rank = local_length // 2, self.group.rank()
         return [(rank * piece, piece), ((2 * self.group.size() - 1 - rank) * piece, piece)]
 
     def all_gather_sequence(self, local: Tensor, dim: int) -> Tensor:
-        """The `local` tensors of all ranks along `dim`, in the order of the full sequence. Gradients are summed over ranks."""
+        """The `local` tensors of all ranks along `dim`, in the order of the full sequence.
+
+        Gradients are summed over ranks.
+        """
         gathered = _all_gather(local.contiguous(), dim, self.group)
         pieces = gathered.unflatten(dim, (self.group.size(), 2, -1))
         from_start, from_end = pieces.unbind(dim + 1)
@@ -64,11 +73,12 @@ class AttentionMask:
 
     At most one of the masks is set. Without a mask, attention is causal over all tokens.
 
-    dense_mask: bool [sequences, 1, queries, keys], True where seen, for torch's scaled_dot_product_attention.
-    block_mask: the same for FlexAttention on CUDA, which skips blocks of scores that are masked throughout.
-    cu_seqlens: for variable-length flash attention, as of `cumulative_lengths`; a token sees at most `window` of its document.
-    context_parallel: set where only the keys and values of this rank's tokens are local.
-    groups: (sequences, slots) of the keys that are read for them, where those of other slots are masked; () reads all.
+    dense_mask: bool [sequences, 1, queries, keys], True where seen, for torch's
+    scaled_dot_product_attention. block_mask: the same for FlexAttention on CUDA, which skips blocks
+    of scores that are masked throughout. cu_seqlens: for variable-length flash attention, as of
+    `cumulative_lengths`; a token sees at most `window` of its document. context_parallel: set where
+    only the keys and values of this rank's tokens are local. groups: (sequences, slots) of the keys
+    that are read for them, where those of other slots are masked; () reads all.
     """
 
     dense_mask: Tensor | None = None
@@ -91,10 +101,10 @@ def create_attention_mask(
     """The mask of one batch, to be made once per forward and window.
 
     Args:
-        document_ids: int32 [sequences, queries], equal within a document, -1 on padding.
-        window: how many tokens back a token sees, itself included; None is all of its document.
-        context_parallel: set where the queries are a part of each sequence, and the keys are all of it.
-        document_starts: as in Batch; without them variable-length flash attention is not used.
+        document_ids: int32 [sequences, queries], equal within a document, -1 on padding. window:
+        how many tokens back a token sees, itself included; None is all of its document.
+        context_parallel: set where the queries are a part of each sequence, and the keys are all of
+        it. document_starts: as in Batch; without them variable-length flash attention is not used.
         dtype, head_dim: of the queries and keys that it is for, which decide the backend on a GPU.
     """
     backend = attention_backend(document_ids.device, dtype, head_dim, context_parallel=context_parallel is not None).name
@@ -113,10 +123,12 @@ def create_attention_mask(
 
 
 def cumulative_lengths(document_starts: Tensor, length: int) -> Tensor:
-    """Where the documents of a batch begin among all its tokens, then their number: int32 [sequences · documents + 1].
+    """Where the documents of a batch begin among all its tokens, then their number: int32
+    [sequences · documents + 1].
 
-    `document_starts` int32 [sequences, documents], as in Batch; `length` of the sequences. What pads a sequence's starts
-    becomes empty documents at its end, so that the length depends on the shape alone: nothing is recompiled for a batch.
+    `document_starts` int32 [sequences, documents], as in Batch; `length` of the sequences. What
+    pads a sequence's starts becomes empty documents at its end, so that the length depends on the
+    shape alone: nothing is recompiled for a batch.
     """
     sequences = len(document_starts)
     firsts = torch.arange(0, sequences * length, length, dtype=torch.int32, device=document_starts.device)
@@ -127,13 +139,17 @@ def cumulative_lengths(document_starts: Tensor, length: int) -> Tensor:
 
 
 def causal_mask(queries: Tensor, slots: Tensor, window: int | None) -> Tensor:
-    """bool [..., queries, slots]: a token in slot `queries` [...] sees the `slots` [slots] up to its own, at most `window`."""
+    """bool [..., queries, slots]: a token in slot `queries` [...] sees the `slots` [slots] up to
+    its own, at most `window`.
+    """
     seen = slots <= queries[..., None]
     return seen if window is None else seen & (slots > queries[..., None] - window)
 
 
 def _query_ranges(num_queries: int, num_keys: int, context_parallel: ContextParallel | None) -> list[tuple[int, int]]:
-    """The slots of the queries as ranges (first, count): the last of all keys, or with context parallel some of them."""
+    """The slots of the queries as ranges (first, count): the last of all keys, or with context
+    parallel some of them.
+    """
     return [(num_keys - num_queries, num_queries)] if context_parallel is None else context_parallel.local_ranges(num_queries)
 
 
@@ -141,8 +157,8 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask, s
     """softmax(scale · q kᵀ, where the mask allows) v; by default `scale` is 1 / sqrt(head_dim).
 
     Args:
-        queries: [sequences, heads, queries, head_dim].
-        keys, values: [sequences, key_value_heads, keys, head_dim]; query head h reads key head h // (heads / key_value_heads).
+        queries: [sequences, heads, queries, head_dim]. keys, values: [sequences, key_value_heads,
+        keys, head_dim]; query head h reads key head h // (heads / key_value_heads).
 
     Returns: [sequences, heads, queries, head_dim].
     """
@@ -168,7 +184,8 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask, s
     if mask.context_parallel is not None:
         keys, values = mask.context_parallel.all_gather_sequence(torch.stack((keys, values)), 3)
     if mask.block_mask is not None:
-        # Without compilation FlexAttention materializes all scores; compiled blocks inline the plain function.
+        # Without compilation FlexAttention materializes all scores; compiled blocks inline the
+        # plain function.
         compute = flex_attention if torch.compiler.is_compiling() else compiled(flex_attention)
         return compute(queries, keys, values, block_mask=mask.block_mask, scale=scale, enable_gqa=grouped)
     if mask.groups and mask.dense_mask is not None:
@@ -188,7 +205,8 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask, s
         seen = mask.dense_mask.expand(-1, -1, folded.shape[2], -1)
         return scaled_dot_product_attention(folded, keys, values, attn_mask=seen, scale=scale).reshape(queries.shape)
     if grouped and queries.is_cuda and (mask.dense_mask is not None or queries.dtype == torch.float32):
-        # The fused CUDA kernels that take a mask, or fp32, need as many key heads as query heads; on a CPU grouping is faster.
+        # The fused CUDA kernels that take a mask, or fp32, need as many key heads as query heads;
+        # on a CPU grouping is faster.
         copies, grouped = queries.shape[1] // keys.shape[1], False
         keys, values = (each.repeat_interleave(copies, dim=1) for each in (keys, values))
     if mask.dense_mask is None:
@@ -200,10 +218,12 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: AttentionMask, s
 def attend_in_chunks(
     queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor, ranges: Sequence[tuple[int, int]], scale: float | None
 ) -> Tensor:
-    """As `attend` on a CPU, where `seen` bool [sequences, 1, queries, keys]; `ranges` are the slots of the queries.
+    """As `attend` on a CPU, where `seen` bool [sequences, 1, queries, keys]; `ranges` are the slots
+    of the queries.
 
-    The kernel does not know that the upper triangle is masked. With chunks of queries, each with the keys up to its end, most
-    of it is skipped: a third of the time at 1,024 tokens on a CPU. Chunks below 256 queries are not faster.
+    The kernel does not know that the upper triangle is masked. With chunks of queries, each with
+    the keys up to its end, most of it is skipped: a third of the time at 1,024 tokens on a CPU.
+    Chunks below 256 queries are not faster.
     """
     grouped, compiling = queries.shape[1] != keys.shape[1], torch.compiler.is_compiling()
     stores_weights = stores_attention_weights(queries.dtype, keys.shape[2], on_gpu=queries.is_cuda, compiled=compiling)
@@ -224,15 +244,19 @@ def attend_in_chunks(
 
 
 def fold_heads(queries: Tensor, num_key_heads: int) -> Tensor:
-    """The query heads of a key head as queries of one head: [sequences, key_value_heads, heads of each · queries, head_dim]."""
+    """The query heads of a key head as queries of one head: [sequences, key_value_heads, heads of
+    each · queries, head_dim].
+    """
     return queries.reshape(len(queries), num_key_heads, -1, queries.shape[3])
 
 
 class _AttendStoringWeights(torch.autograd.Function):
-    """softmax(q kᵀ · scale, where seen) v, with the weights in bf16 stored for the backward pass: a product less than flash.
+    """softmax(q kᵀ · scale, where seen) v, with the weights in bf16 stored for the backward pass: a
+    product less than flash.
 
-    Queries as of `fold_heads`; keys and values [sequences, key_value_heads, keys, head_dim]; `seen` [sequences, 1, queries,
-    keys]. Scores are rounded to bf16, by no more than rounding queries and keys has changed them.
+    Queries as of `fold_heads`; keys and values [sequences, key_value_heads, keys, head_dim]; `seen`
+    [sequences, 1, queries, keys]. Scores are rounded to bf16, by no more than rounding queries and
+    keys has changed them.
     """
 
     @staticmethod
@@ -255,7 +279,9 @@ class _AttendStoringWeights(torch.autograd.Function):
 def document_mask_mod(
     query_document_ids: Tensor, key_document_ids: Tensor, query_slots: Tensor, window: int | None
 ) -> Callable[..., Tensor]:
-    """The rule of `create_attention_mask` as FlexAttention takes it; `query_slots` [queries] are the slots of the queries."""
+    """The rule of `create_attention_mask` as FlexAttention takes it; `query_slots` [queries] are
+    the slots of the queries.
+    """
 
     def seen(sequence: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         same_document = query_document_ids[sequence, query] == key_document_ids[sequence, key]
@@ -282,9 +308,11 @@ class DecodeGroup:
 
 
 class LayerKVCache:
-    """One layer's keys and values of the sequences of a forward pass: a view [2, sequences, key_value_heads, slots, head_dim].
+    """One layer's keys and values of the sequences of a forward pass: a view [2, sequences,
+    key_value_heads, slots, head_dim].
 
-    A plain object: FSDP's mixed precision casts the tensors of dataclasses, and `update` must write into the cache itself.
+    A plain object: FSDP's mixed precision casts the tensors of dataclasses, and `update` must write
+    into the cache itself.
     """
 
     def __init__(self, key_values: Tensor, sequences: Tensor, positions: Tensor, groups: Sequence[DecodeGroup]) -> None:
@@ -292,8 +320,10 @@ class LayerKVCache:
         self._sequences, self._positions, self._groups = sequences, positions, groups
 
     def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store keys and values of new tokens, [sequences, key_value_heads, length, head_dim]. Returns views of all tokens so
-        far."""
+        """Store keys and values of new tokens, [sequences, key_value_heads, length, head_dim].
+
+        Returns views of all tokens so far.
+        """
         for kept, new in ((self._keys, keys), (self._values, values)):
             kept[self._sequences, :, self._positions] = new.transpose(1, 2).to(kept.dtype)
         return self._keys, self._values
@@ -315,9 +345,10 @@ class LayerKVCache:
 class KVCache:
     """Keys and values of earlier tokens, so that generation computes each token once.
 
-    `max_length` slots for each of `batch_size` sequences, allocated at once and filled by the model's forward: keys and values
-    of the token at position p are in slot p. Sequences have different lengths, and those in use are always the first ones, so
-    that a decoding step reads and writes one block of memory. Raises UserError where the model cannot compute that many tokens
+    `max_length` slots for each of `batch_size` sequences, allocated at once and filled by the
+    model's forward: keys and values of the token at position p are in slot p. Sequences have
+    different lengths, and those in use are always the first ones, so that a decoding step reads and
+    writes one block of memory. Raises UserError where the model cannot compute that many tokens
     (learned positions), or the device has no memory for them.
     """
 
@@ -340,11 +371,13 @@ class KVCache:
         self.max_length = max_length
 
     def view(self, first: int, positions: Tensor, end: int, groups: Sequence[DecodeGroup] = ()) -> list[LayerKVCache]:
-        """For a forward pass over tokens at `positions` int64 [sequences, length] of the sequences from `first` on.
+        """For a forward pass over tokens at `positions` int64 [sequences, length] of the sequences
+        from `first` on.
 
-        One LayerKVCache for each block. `end` is one more than the largest position. The positions of a sequence are
-        consecutive; what pads a shorter one at the right is written to slots that its later tokens overwrite. `groups`, if any,
-        are all sequences: attention reads the keys of each up to its longest only.
+        One LayerKVCache for each block. `end` is one more than the largest position. The positions
+        of a sequence are consecutive; what pads a shorter one at the right is written to slots that
+        its later tokens overwrite. `groups`, if any, are all sequences: attention reads the keys of
+        each up to its longest only.
         """
         if end > self.max_length:
             raise ValueError(f"the cache has {self.max_length} slots and {end} tokens")

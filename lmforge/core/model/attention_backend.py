@@ -1,7 +1,10 @@
-"""Which kernel computes attention over full sequences, and why. It depends on the device, the dtype and the model.
+"""Which kernel computes attention over full sequences, and why.
 
-Variable-length flash attention computes only the scores within documents, and needs no mask. FlexAttention takes any mask and
-any dtype. Dense SDPA is used on CPUs, where FlexAttention has no backward pass, and for heads too small for the others.
+It depends on the device, the dtype and the model.
+
+Variable-length flash attention computes only the scores within documents, and needs no mask.
+FlexAttention takes any mask and any dtype. Dense SDPA is used on CPUs, where FlexAttention has no
+backward pass, and for heads too small for the others.
 """
 
 import inspect
@@ -18,17 +21,19 @@ FLEX_MIN_HEAD_DIM = 16
 FLASH_HEAD_DIM_MULTIPLE, FLASH_MAX_HEAD_DIM = 8, 256
 # Maximum keys per query for which compiled blocks on a CPU store all attention weights in bf16.
 MAX_STORED_KEYS = 1024
-# The arguments that torch's function must have, and one that grouped heads need where it is known: they are from different
-# versions, and earlier ones group heads unasked.
+# The arguments that torch's function must have, and one that grouped heads need where it is known:
+# they are from different versions, and earlier ones group heads unasked.
 _ARGUMENTS, _FOR_GROUPS = {"scale", "window_size"}, "enable_gqa"
 VARLEN_OPTIONS: dict[str, Any] = {}
-# By the first number of a GPU's compute capability: flash attention's own packages have faster kernels than torch.
+# By the first number of a GPU's compute capability: flash attention's own packages have faster
+# kernels than torch.
 _FLASH_IMPLEMENTATIONS = {9: "FA3", 10: "FA4"}
 
 
 @cache
 def load_varlen_attn() -> Any:
-    """torch's varlen_attn, to be called with VARLEN_OPTIONS; None where it is missing or cannot do all that is needed.
+    """torch's varlen_attn, to be called with VARLEN_OPTIONS; None where it is missing or cannot do
+    all that is needed.
 
     It is imported on demand: it imports torch._dynamo, which takes over a second.
     """
@@ -43,7 +48,9 @@ def load_varlen_attn() -> Any:
 
 @dataclass(frozen=True)
 class AttentionBackend:
-    """`name` is VARLEN, FLEX or DENSE; `reason` says why an earlier one of these was not chosen, and is empty for VARLEN."""
+    """`name` is VARLEN, FLEX or DENSE; `reason` says why an earlier one of these was not chosen,
+    and is empty for VARLEN.
+    """
 
     name: str
     reason: str = ""
@@ -52,7 +59,9 @@ class AttentionBackend:
 def choose_attention_backend(
     device_type: str, capability: tuple[int, int], dtype: torch.dtype, head_dim: int, *, context_parallel: bool
 ) -> AttentionBackend:
-    """The backend for queries of this dtype and head_dim on a device of this compute capability ((0, 0) of a CPU)."""
+    """The backend for queries of this dtype and head_dim on a device of this compute capability
+    ((0, 0) of a CPU).
+    """
     if device_type != "cuda":
         return AttentionBackend(DENSE, f"on {device_type}")
     if head_dim < FLEX_MIN_HEAD_DIM:
@@ -82,7 +91,9 @@ def attention_backend(device: torch.device, dtype: torch.dtype, head_dim: int, *
 
 @cache
 def flash_implementation(capability_major: int) -> str:
-    """Activate flash attention 3 or 4 where its package is installed and made for this GPU: "FA2" is torch's own."""
+    """Activate flash attention 3 or 4 where its package is installed and made for this GPU: "FA2"
+    is torch's own.
+    """
     implementation = _FLASH_IMPLEMENTATIONS.get(capability_major)
     if implementation is None or not hasattr(torch_attention, "activate_flash_attention_impl"):
         return "FA2"
@@ -96,7 +107,8 @@ def flash_implementation(capability_major: int) -> str:
 def stores_attention_weights(dtype: torch.dtype, num_keys: int, *, on_gpu: bool, compiled: bool) -> bool:
     """Whether dense attention keeps its weights for the backward pass.
 
-    The bf16 kernel of SDPA on a CPU takes twice as long as plain products (torch 2.13, AVX512-BF16).
+    The bf16 kernel of SDPA on a CPU takes twice as long as plain products (torch 2.13,
+    AVX512-BF16).
     """
     return dtype == torch.bfloat16 and not on_gpu and compiled and num_keys <= MAX_STORED_KEYS
 

@@ -11,7 +11,9 @@ FP32_BYTES = 4
 
 
 def build_model(config: ModelConfig, device: str | torch.device = "cpu") -> LanguageModel:
-    """A model of this config in fp32. Its weights are allocated, not filled: `init_weights` or `load_folder` does that.
+    """A model of this config in fp32.
+
+    Its weights are allocated, not filled: `init_weights` or `load_folder` does that.
 
     Raises UserError where the device has no memory for them.
     """

@@ -1,7 +1,9 @@
-"""The config of a model: its fields, and which values are valid together. It does not import torch, so reading a config is
-fast. What the families have is described in family.py, the modules that take these numbers are in modules/,
-their spelling in a config.json is in core/model/config_json.py, where a recipe gets them from is in hf/resolve.py, and what a
-model costs is in flops.py.
+"""The config of a model: its fields, and which values are valid together.
+
+It does not import torch, so reading a config is fast. What the families have is described in
+family.py, the modules that take these numbers are in modules/, their spelling in a config.json is
+in core/model/config_json.py, where a recipe gets them from is in hf/resolve.py, and what a model
+costs is in flops.py.
 """
 
 import math
@@ -19,13 +21,16 @@ from lmforge.core.options.ranges import MODEL_RANGES, ROPE_SCALING_RANGES
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched beyond the sequence length that a model was first trained on.
+    """How rotary frequencies are stretched beyond the sequence length that a model was first
+    trained on.
 
-    `linear` divides every frequency by `factor`. `llama3` (Llama 3.1) divides the low frequencies, keeps the high ones and
-    interpolates between; its bounds are the wavelengths original_max_position_embeddings / low_ and high_freq_factor.
-    `yarn` (arXiv 2309.00071) does so between channel pairs that turn beta_fast and beta_slow times within
-    original_max_position_embeddings, at whole pairs if `truncate`, and multiplies cosines and sines by attention_factor: where
-    that is not given, by the paper's 0.1 ln(factor) + 1, or a ratio of two of these with mscale and mscale_all_dim.
+    `linear` divides every frequency by `factor`. `llama3` (Llama 3.1) divides the low frequencies,
+    keeps the high ones and interpolates between; its bounds are the wavelengths
+    original_max_position_embeddings / low_ and high_freq_factor. `yarn` (arXiv 2309.00071) does so
+    between channel pairs that turn beta_fast and beta_slow times within
+    original_max_position_embeddings, at whole pairs if `truncate`, and multiplies cosines and sines
+    by attention_factor: where that is not given, by the paper's 0.1 ln(factor) + 1, or a ratio of
+    two of these with mscale and mscale_all_dim.
     """
 
     rope_type: str
@@ -51,31 +56,38 @@ class Rope:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The config of a model, in Hugging Face's field names. Raises UserError for a model that cannot be built.
+    """The config of a model, in Hugging Face's field names.
 
-    Fields that are left out are derived: num_key_value_heads is num_attention_heads, head_dim is hidden_size /
-    num_attention_heads, others are what the family has. rope_scaling may be a table as in a config.json.
+    Raises UserError for a model that cannot be built.
 
-    model_type decides which options exist, since a config must survive the trip through transformers: see family.Family.
+    Fields that are left out are derived: num_key_value_heads is num_attention_heads, head_dim is
+    hidden_size / num_attention_heads, others are what the family has. rope_scaling may be a table
+    as in a config.json.
 
-    layer_types: "full_attention" or "sliding_attention" of each layer; the latter has the window, and its rotary positions
-    have the base rope_local_base_freq, if there is one. query_pre_attn_scalar: attention scores are divided by its root
-    instead of head_dim's. final_logit_softcapping: logits become c · tanh(logits / c).
+    model_type decides which options exist, since a config must survive the trip through
+    transformers: see family.Family.
 
-    num_experts: of each mixture; a token goes to num_experts_per_tok of them, with weights that sum to 1 if norm_topk_prob.
-    Every decoder_sparse_step-th layer is a mixture, but for mlp_only_layers. An expert has moe_intermediate_size channels, or
-    intermediate_size where that is 0. Training adds an auxiliary loss (mixture/balance.py) of weight router_aux_loss_coef where
+    layer_types: "full_attention" or "sliding_attention" of each layer; the latter has the window,
+    and its rotary positions have the base rope_local_base_freq, if there is one.
+    query_pre_attn_scalar: attention scores are divided by its root instead of head_dim's.
+    final_logit_softcapping: logits become c · tanh(logits / c).
+
+    num_experts: of each mixture; a token goes to num_experts_per_tok of them, with weights that sum
+    to 1 if norm_topk_prob. Every decoder_sparse_step-th layer is a mixture, but for
+    mlp_only_layers. An expert has moe_intermediate_size channels, or intermediate_size where that
+    is 0. Training adds an auxiliary loss (mixture/balance.py) of weight router_aux_loss_coef where
     output_router_logits is true, as transformers does.
 
-    The first first_k_dense_replace layers are dense, too. n_shared_experts more experts are for each token. A token chooses
-    among the experts of the best topk_group of n_group groups; its weights are multiplied by routed_scaling_factor.
-    With latent attention, head_dim is derived: the wider of queries (qk_nope_head_dim channels and qk_rope_head_dim rotated
-    ones, neighbours paired if rope_interleave) and values (v_head_dim); the narrower are padded. q_lora_rank 0: queries do not
-    come from a latent.
+    The first first_k_dense_replace layers are dense, too. n_shared_experts more experts are for
+    each token. A token chooses among the experts of the best topk_group of n_group groups; its
+    weights are multiplied by routed_scaling_factor. With latent attention, head_dim is derived: the
+    wider of queries (qk_nope_head_dim channels and qk_rope_head_dim rotated ones, neighbours paired
+    if rope_interleave) and values (v_head_dim); the narrower are padded. q_lora_rank 0: queries do
+    not come from a latent.
 
-    With `reward` the head returns one number for a text, its reward, instead of one for each token: transformers calls
-    this sequence classification with one label. Such a head is never tied nor capped, and no end-of-text token is its
-    padding token.
+    With `reward` the head returns one number for a text, its reward, instead of one for each token:
+    transformers calls this sequence classification with one label. Such a head is never tied nor
+    capped, and no end-of-text token is its padding token.
     """
 
     vocab_size: int
@@ -170,7 +182,8 @@ class ModelConfig:
         if self.reward:
             self._set("tie_word_embeddings", False)
             self._set("final_logit_softcapping", None)
-            # transformers reads the reward at the last token that is not padding, so padding must not be an end-of-text token.
+            # transformers reads the reward at the last token that is not padding, so padding must
+            # not be an end-of-text token.
             ends = self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
             if self.pad_token_id in ends:
                 self._set("pad_token_id", None)
@@ -187,7 +200,9 @@ class ModelConfig:
 
     @property
     def end_token_ids(self) -> frozenset[int]:
-        """The ids that end a text, as transformers reads them: generation_config.json's, else config.json's."""
+        """The ids that end a text, as transformers reads them: generation_config.json's, else
+        config.json's.
+        """
         ids = self.eos_token_id if self.generation_config is None else self.generation_config.get("eos_token_id")
         return frozenset(id for id in ([ids] if isinstance(ids, int) else ids or ()) if 0 <= id < self.vocab_size)
 
@@ -220,7 +235,9 @@ class ModelConfig:
 
     @property
     def layer_kinds(self) -> tuple[tuple[str | None, bool], ...]:
-        """For each layer its entry of layer_types, None where there are none, and whether it is a mixture of experts."""
+        """For each layer its entry of layer_types, None where there are none, and whether it is a
+        mixture of experts.
+        """
         return tuple(zip(self.layer_types or (None,) * self.num_hidden_layers, self.sparse_layers, strict=True))
 
     def with_layers(self, count: int, layer_type: str | None = None, *, sparse: bool) -> Self:
@@ -245,7 +262,9 @@ class ModelConfig:
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
-        """For each layer, how many tokens back attention reaches, the token itself included; None is all of them."""
+        """For each layer, how many tokens back attention reaches, the token itself included; None
+        is all of them.
+        """
         if self.layer_types is None:
             return (self.sliding_window,) * self.num_hidden_layers
         return tuple(self.sliding_window if each == "sliding_attention" else None for each in self.layer_types)
@@ -267,12 +286,16 @@ class ModelConfig:
 
     @property
     def max_sequence_length(self) -> int | None:
-        """The longest sequence that this model can compute, in tokens; None where there is no bound (rotary positions)."""
+        """The longest sequence that this model can compute, in tokens; None where there is no bound
+        (rotary positions).
+        """
         return self.max_position_embeddings if self.family.learned_positions else None
 
     @property
     def rotary_positions(self) -> int | None:
-        """For how many tokens its rotary positions are made; None where positions are of another kind."""
+        """For how many tokens its rotary positions are made; None where positions are of another
+        kind.
+        """
         return None if self.family.learned_positions else self.max_position_embeddings
 
     def check_length(self, num_tokens: int) -> None:
@@ -289,17 +312,25 @@ class ModelConfig:
         return registry.get("model_family", self.model_type).build(self)
 
     def counted_parameters(self) -> tuple[int, int, int, int] | None:
-        """flops.ParameterCount's fields where they can only be counted from the modules; None where flops.py derives them."""
+        """flops.ParameterCount's fields where they can only be counted from the modules; None where
+        flops.py derives them.
+        """
         return None
 
 
 def base_model_type(model_type: str) -> str:
-    """The model_type whose config.json a registered one has. Raises UserError for one that is not registered."""
+    """The model_type whose config.json a registered one has.
+
+    Raises UserError for one that is not registered.
+    """
     return str(registry.get("model_family", model_type).facts["like"])
 
 
 def get_preset(name: str) -> ModelConfig:
-    """A ready-made config by its name in presets.py. Raises UserError, with the nearest name, when there is none."""
+    """A ready-made config by its name in presets.py.
+
+    Raises UserError, with the nearest name, when there is none.
+    """
     if name not in PRESETS:
         hint = did_you_mean(name, PRESETS) or ";"
         raise UserError(f'"{cut(name)}" is neither a preset nor a folder{hint} presets: {", ".join(PRESETS)}')

@@ -28,7 +28,9 @@ _OR_ZERO = (
 
 
 def number_problem(value: Any, bounds: Range, whole: bool) -> str | None:
-    """What is wrong with a number that is to be above zero and within `bounds`, in words; None where nothing is."""
+    """What is wrong with a number that is to be above zero and within `bounds`, in words; None
+    where nothing is.
+    """
     kinds = int if whole else int | float
     kind = "a whole number" if whole else "a number"
     if not isinstance(value, kinds) or isinstance(value, bool) or not value > 0:
@@ -92,7 +94,8 @@ def check_options(config: ModelConfig) -> None:
     if config.reward and not family.classifier:
         raise UserError(f"reward: transformers has no classifier of type {model_type}; use a model of another type")
     heads, groups = config.num_attention_heads, config.num_key_value_heads
-    # transformers refuses some models whose heads do not divide their width even where head_dim is given.
+    # transformers refuses some models whose heads do not divide their width even where head_dim is
+    # given.
     if config.head_dim is None or (family.heads_divide_width and config.hidden_size % heads):
         advice = "change one of the two" + (", or use model_type mistral with a head_dim" if family.grouped_heads else "")
         raise UserError(f"num_attention_heads: {heads} heads do not divide hidden_size {config.hidden_size}; {advice}")

@@ -1,8 +1,8 @@
 """Between ModelConfig and the content of a Hugging Face config.json.
 
-Reads the spelling of transformers 4 (`rope_theta`, `rope_scaling`) and of transformers 5 (`rope_parameters`); writes the
-former, which both read. Refuses by name what lmforge cannot compute. core/model/config.py checks which values are valid
-together.
+Reads the spelling of transformers 4 (`rope_theta`, `rope_scaling`) and of transformers 5
+(`rope_parameters`); writes the former, which both read. Refuses by name what lmforge cannot
+compute. core/model/config.py checks which values are valid together.
 """
 
 import re
@@ -36,7 +36,8 @@ _COMMON_FIELDS = (
     "eos_token_id",
     "pad_token_id",
 )
-# Of which null is a value, as in transformers: none at all, or one to be derived. A flag is then off, as the weights must say.
+# Of which null is a value, as in transformers: none at all, or one to be derived. A flag is then
+# off, as the weights must say.
 _NULLABLE = (
     "intermediate_size", "num_key_value_heads", "head_dim", "sliding_window", "bos_token_id", "eos_token_id", "pad_token_id",
     "mlp_only_layers", "attention_bias", "mlp_bias", "q_lora_rank", *REQUIRED_FIELDS,
@@ -45,7 +46,8 @@ _CLASSIFIER_SUFFIX = "ForSequenceClassification"
 
 
 TokenIds = Annotated[int, Field(ge=0)] | list[Annotated[int, Field(ge=0)]]
-# How transformers samples, and the values that leave the model's distribution as it is. Further ones are not computed here.
+# How transformers samples, and the values that leave the model's distribution as it is. Further
+# ones are not computed here.
 NEUTRAL_SAMPLING: dict[str, Any] = {
     "num_beams": 1, "min_length": 0, "min_new_tokens": 0, "max_time": None, "typical_p": 1.0, "top_h": None,
     "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "encoder_repetition_penalty": 1.0, "no_repeat_ngram_size": 0,
@@ -57,7 +59,10 @@ NEUTRAL_SAMPLING: dict[str, Any] = {
 
 
 class GenerationConfig(BaseModel, strict=True, extra="allow", allow_inf_nan=False):
-    """What is used of a generation_config.json; null is a field left out. Its other fields are kept."""
+    """What is used of a generation_config.json; null is a field left out.
+
+    Its other fields are kept.
+    """
 
     eos_token_id: TokenIds | None = None
     do_sample: bool | None = None
@@ -102,8 +107,10 @@ class _ConfigJson(BaseModel, strict=True):
 
 
 def read_config_json(path: Path) -> dict[str, Any]:
-    """The content of a config.json, and in `generation_config` that of the file beside it. Raises UserError where it cannot be
-    read."""
+    """The content of a config.json, and in `generation_config` that of the file beside it.
+
+    Raises UserError where it cannot be read.
+    """
     if not path.is_file():
         raise UserError(f"{path}: no such file; give a folder in Hugging Face's layout, or the name of a preset")
     # Infinity is refused later, with the name of its field.
@@ -122,8 +129,9 @@ def read_config_json(path: Path) -> dict[str, Any]:
 
 
 def to_config_json(config: ModelConfig) -> dict[str, Any]:
-    """A model config as the content of a config.json that transformers 4 and 5 both read; under `generation_config` that of the
-    file beside it, if there was one."""
+    """A model config as the content of a config.json that transformers 4 and 5 both read; under
+    `generation_config` that of the file beside it, if there was one.
+    """
     generation = {} if config.generation_config is None else {"generation_config": config.generation_config}
     if config.implementation == "transformers":
         return config.config_dict | generation  # type: ignore[attr-defined]
@@ -142,7 +150,10 @@ def to_config_json(config: ModelConfig) -> dict[str, Any]:
 
 
 def config_fields_from_json(content: dict[str, Any]) -> dict[str, Any]:
-    """ModelConfig's fields out of a config.json. Raises UserError, naming the field, for what lmforge cannot compute."""
+    """ModelConfig's fields out of a config.json.
+
+    Raises UserError, naming the field, for what lmforge cannot compute.
+    """
     name = str(content.get("model_type"))
     _reject_unsupported(content, name)
     if registry.find("model_family", name) is None:
@@ -179,7 +190,9 @@ def config_fields_from_json(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def reject_extreme_sizes(content: dict[str, Any]) -> None:
-    """Raise UserError, naming the field, for more layers or experts than any model has: each of them is built one by one."""
+    """Raise UserError, naming the field, for more layers or experts than any model has: each of
+    them is built one by one.
+    """
     most = MODEL_RANGES["num_hidden_layers"]["le"]
     for name, value in content.items():
         if isinstance(value, dict):
@@ -199,7 +212,9 @@ def _is_reward_model(content: dict[str, Any]) -> bool:
 
 
 def is_supported_family(content: dict[str, Any]) -> bool:
-    """Whether a config.json is of a family that lmforge computes itself; other fields may still be refused."""
+    """Whether a config.json is of a family that lmforge computes itself; other fields may still be
+    refused.
+    """
     if registry.find("model_family", name := str(content.get("model_type"))) is None:
         return False
     return bool(load_family(base_model_type(name)).stored_experts) or not any(content.get(each) for each in NUM_EXPERTS_FIELDS)
@@ -216,7 +231,9 @@ def _reject_unsupported(content: dict[str, Any], model_type: str) -> None:
 
 
 def fp8_block(content: dict[str, Any]) -> tuple[int, int] | None:
-    """(rows, columns) with one scale in a folder in DeepSeek-V3's float8, which is dequantized; None of any other folder."""
+    """(rows, columns) with one scale in a folder in DeepSeek-V3's float8, which is dequantized;
+    None of any other folder.
+    """
     quantization = content.get("quantization_config")
     if not isinstance(quantization, dict) or quantization.get("quant_method") != "fp8":
         return None

@@ -1,8 +1,9 @@
-"""What a model family is, said once and without torch: the matrices and norms of a block, the names of its modules, which
-options its configs have, and how its config.json spells them.
+"""What a model family is, said once and without torch: the matrices and norms of a block, the names
+of its modules, which options its configs have, and how its config.json spells them.
 
-Everything else follows from that: numbers of parameters and FLOPs (flops.py), the modules (decoder.py), the checks of configs
-(config.py), the split of tensor parallelism (core/parallel/tensor_parallel.py), and the translation of a config.json
+Everything else follows from that: numbers of parameters and FLOPs (flops.py), the modules
+(decoder.py), the checks of configs (config.py), the split of tensor parallelism
+(core/parallel/tensor_parallel.py), and the translation of a config.json
 (core/model/config_json.py). The families themselves are in families/, a file for each model_type.
 """
 
@@ -46,9 +47,12 @@ STORED_EXPERTS = {
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer of a block by its name there. A `residual` one writes into the residual stream: it starts with smaller
-    weights, and tensor parallelism splits its inputs; of the others it splits the outputs, but for a `whole` one. `experts` of
-    them may be stacked."""
+    """A linear layer of a block by its name there.
+
+    A `residual` one writes into the residual stream: it starts with smaller weights, and tensor
+    parallelism splits its inputs; of the others it splits the outputs, but for a `whole` one.
+    `experts` of them may be stacked.
+    """
 
     name: str
     inputs: int
@@ -61,9 +65,10 @@ class Linear:
 
 @dataclass(frozen=True)
 class Norm:
-    """A norm of a block by its name there, with `size` weights, and `eps` if it is not that of the model. `over` says what
-    tensor parallelism has split before it: the sequence of hidden states, the heads of queries and keys, or their channels,
-    over which the norm goes; nothing of latents."""
+    """A norm of a block by its name there, with `size` weights, and `eps` if it is not that of the
+    model. `over` says what tensor parallelism has split before it: the sequence of hidden states,
+    the heads of queries and keys, or their channels, over which the norm goes; nothing of latents.
+    """
 
     name: str
     size: int
@@ -88,8 +93,9 @@ def gated_linears(config: ModelConfig) -> tuple[Linear, ...]:
 
 
 def latent_linears(config: ModelConfig) -> tuple[Linear, ...]:
-    """Latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values, and queries if q_lora_rank, come from a few channels.
-    The feed-forward is gated."""
+    """Latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values, and queries if
+    q_lora_rank, come from a few channels. The feed-forward is gated.
+    """
     width, heads, bias = config.hidden_size, config.num_attention_heads, config.attention_bias
     keys, queries, latents = config.kv_lora_rank, heads * config.qk_head_dim, config.q_lora_rank
     down = (Linear("self_attn.q_a_proj", width, latents, bias, whole=True),) if latents else ()
@@ -121,9 +127,11 @@ def mixture_linears(config: ModelConfig) -> tuple[Linear, ...]:
 
 
 def read_rope(content: dict[str, Any], table: Any = None) -> dict[str, Any]:
-    """rope_scaling and rope_theta of a ModelConfig, from `table` or, as transformers chooses them, tables of a config.json.
+    """rope_scaling and rope_theta of a ModelConfig, from `table` or, as transformers chooses them,
+    tables of a config.json.
 
-    `rope_scaling`, which transformers 4 writes, replaces `rope_parameters` of transformers 5, which has rope_theta too.
+    `rope_scaling`, which transformers 4 writes, replaces `rope_parameters` of transformers 5, which
+    has rope_theta too.
     """
     name = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
     if table is None:
@@ -148,40 +156,42 @@ class Family:
     """One model_type. The defaults are those of Llama.
 
     Modules:
-        module: "module:class" that computes it.
-        linears: the linear layers of a block, in the order of the forward pass.
-        attention_norms, mlp_norms: names of the norms of a block: of what attention and feed-forward are given, and of what
+        module: "module:class" that computes it. linears: the linear layers of a block, in the order
+        of the forward pass. attention_norms, mlp_norms: names of the norms of a block: of what
+        attention and feed-forward are given, and of what
             they return; None where there is none.
-        layer_norm: norms subtract the mean and have biases. norm_offset: of an RMSNorm, as in layers.RMSNorm.
-        qk_norm: what queries and keys are normalized over: the channels of each head, or all channels; None: they are not.
-        latent_attention: `linears` are those of `latent_linears`. sigmoid_router: a router scores experts by sigmoids, and
+        layer_norm: norms subtract the mean and have biases. norm_offset: of an RMSNorm, as in
+        layers.RMSNorm. qk_norm: what queries and keys are normalized over: the channels of each
+        head, or all channels; None: they are not. latent_attention: `linears` are those of
+        `latent_linears`. sigmoid_router: a router scores experts by sigmoids, and
             chooses by scores with a bias, and by groups, as DeepSeek-V3's (arXiv 2412.19437).
-        activations: values of hidden_act; the first is the default.
-        scaled_embeddings: they are multiplied by sqrt(hidden_size).
-        learned_positions: instead of rotary ones.
-        transposed: weights of linear layers are stored [inputs, outputs].
-        why_not_split: why tensor parallelism cannot split it; empty where it can.
-        stored_experts: of a mixture of experts; the names on disk of the tensors of a block that are stored in pieces, in their
+        activations: values of hidden_act; the first is the default. scaled_embeddings: they are
+        multiplied by sqrt(hidden_size). learned_positions: instead of rotary ones. transposed:
+        weights of linear layers are stored [inputs, outputs]. why_not_split: why tensor parallelism
+        cannot split it; empty where it can. stored_experts: of a mixture of experts; the names on
+        disk of the tensors of a block that are stored in pieces, in their
             order along the rows, with a number for {} where each expert has its own.
     Options of a config:
-        attention_biases: possible (attention_bias, attention_output_bias); the first is the default.
-        mlp_biases: whether mlp_bias may be true.
-        intermediate_ratio: intermediate_size / hidden_size where it is not given; 0: it must be.
-        grouped_heads: num_key_value_heads and head_dim may be chosen. heads_divide_width: transformers requires that.
-        windows: sliding_window: none, one for all layers, or for those that layer_types names.
-        default_window: of sliding_window. window_pattern: every how many layers one sees everything, where layer_types is not
+        attention_biases: possible (attention_bias, attention_output_bias); the first is the
+        default. mlp_biases: whether mlp_bias may be true. intermediate_ratio: intermediate_size /
+        hidden_size where it is not given; 0: it must be. grouped_heads: num_key_value_heads and
+        head_dim may be chosen. heads_divide_width: transformers requires that. windows:
+        sliding_window: none, one for all layers, or for those that layer_types names.
+        default_window: of sliding_window. window_pattern: every how many layers one sees
+        everything, where layer_types is not
             given; 0: none does.
-        local_rope_theta: the default of rope_local_base_freq; None: it has none. scales_scores: it has query_pre_attn_scalar.
-        caps_logits: final_logit_softcapping is an option of transformers, too.
+        local_rope_theta: the default of rope_local_base_freq; None: it has none. scales_scores: it
+        has query_pre_attn_scalar. caps_logits: final_logit_softcapping is an option of
+        transformers, too.
     config.json:
-        architecture, classifier: transformers' classes.
-        fields: those of ModelConfig besides the common ones. names: by our names, where they differ.
-        defaults: what transformers assumes for fields that are left out. required_values: others are refused.
-        dropouts: written as zero.
-        read, write: fields of ModelConfig from a config.json, and the reverse, which are more than names; the former reads the
+        architecture, classifier: transformers' classes. fields: those of ModelConfig besides the
+        common ones. names: by our names, where they differ. defaults: what transformers assumes for
+        fields that are left out. required_values: others are refused. dropouts: written as zero.
+        read, write: fields of ModelConfig from a config.json, and the reverse, which are more than
+        names; the former reads the
             rotary positions, too.
-        optional_prefix: of tensor names on disk, which may leave it out.
-        unread_layers: the field, and its default, of how many layers after the last one a folder may have that nothing reads.
+        optional_prefix: of tensor names on disk, which may leave it out. unread_layers: the field,
+        and its default, of how many layers after the last one a folder may have that nothing reads.
     """
 
     architecture: str
@@ -241,7 +251,9 @@ class Family:
 
 
 def name_layer_types(num_layers: int, every: int) -> tuple[str, ...]:
-    """The layer_types of a model in which every `every`-th layer sees everything (0: none does); the others have a window."""
+    """The layer_types of a model in which every `every`-th layer sees everything (0: none does);
+    the others have a window.
+    """
     return tuple(
         "full_attention" if every and layer % every == 0 else "sliding_attention" for layer in range(1, num_layers + 1)
     )

@@ -1,7 +1,7 @@
 """What a model costs: parameters, and floating-point operations per token.
 
-Arithmetic on a ModelConfig, without torch. What a run needs in memory, and how fast it will be, is estimated in plan/, which
-has the peak FLOP/s of GPUs too (lab/plan/hardware.py).
+Arithmetic on a ModelConfig, without torch. What a run needs in memory, and how fast it will be, is
+estimated in plan/, which has the peak FLOP/s of GPUs too (lab/plan/hardware.py).
 """
 
 from dataclasses import dataclass
@@ -19,10 +19,12 @@ FLOPS_CONVENTION = (
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """Parameters of a model: all, those of its input embeddings, and those in matrix products with each token.
+    """Parameters of a model: all, those of its input embeddings, and those in matrix products with
+    each token.
 
-    `active_matmul` leaves out the input embeddings, which are looked up; a tied one is also the head and is counted. It has the
-    fraction of the experts that one token is routed to. `block_matrices` counts the 2-D parameters of the blocks.
+    `active_matmul` leaves out the input embeddings, which are looked up; a tied one is also the
+    head and is counted. It has the fraction of the experts that one token is routed to.
+    `block_matrices` counts the 2-D parameters of the blocks.
     """
 
     total: int
@@ -32,7 +34,10 @@ class ParameterCount:
 
 
 def parameter_count(config: ModelConfig) -> ParameterCount:
-    """The parameters of a model, a tied embedding counted once. Those of a wrapped model are counted from its modules."""
+    """The parameters of a model, a tied embedding counted once.
+
+    Those of a wrapped model are counted from its modules.
+    """
     counted = config.counted_parameters()
     if counted is not None:
         return ParameterCount(*counted)
@@ -50,14 +55,18 @@ def parameter_count(config: ModelConfig) -> ParameterCount:
 
 
 def active_parameters(config: ModelConfig) -> int:
-    """The parameters that a token uses, of experts those that it goes to; with the input embedding, which is looked up."""
+    """The parameters that a token uses, of experts those that it goes to; with the input embedding,
+    which is looked up.
+    """
     count = parameter_count(config)
     tied = config.num_outputs * config.hidden_size if config.tie_word_embeddings else 0
     return count.active_matmul + count.input_embedding - tied
 
 
 def describe_experts(config: ModelConfig) -> str:
-    """How many experts of a mixture a token goes to, in which layers, and the parameters that it uses."""
+    """How many experts of a mixture a token goes to, in which layers, and the parameters that it
+    uses.
+    """
     layers = format_count(sum(config.sparse_layers), "layer")
     each = f"{config.num_experts_per_tok} of {config.num_experts} for each token"
     return f"{each}, in {layers}, so {active_parameters(config):,} parameters are active"
@@ -80,19 +89,22 @@ def norm_parameters(config: ModelConfig, size: int) -> int:
 
 
 def adapted_flops_per_token(config: ModelConfig, sequence_length: int, total: int, trained: int) -> int:
-    """`flops_per_token` less the gradients of frozen weights, of a model whose parameters are `total` with its adapters.
+    """`flops_per_token` less the gradients of frozen weights, of a model whose parameters are
+    `total` with its adapters.
 
-    A weight takes two FLOPs in the forward pass, two for the gradient of its input, and two for its own.
+    A weight takes two FLOPs in the forward pass, two for the gradient of its input, and two for its
+    own.
     """
     count = parameter_count(config)
     return flops_per_token(config, sequence_length) - 2 * count.active_matmul + 4 * (total - count.total) + 2 * trained
 
 
 def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
-    """Floating-point operations of training per token, forward and backward, of sequences of `sequence_length` tokens.
+    """Floating-point operations of training per token, forward and backward, of sequences of
+    `sequence_length` tokens.
 
-    By FLOPS_CONVENTION; docs/tuning.md says how it is used. Packed sequences and sliding windows do less attention than it
-    counts.
+    By FLOPS_CONVENTION; docs/tuning.md says how it is used. Packed sequences and sliding windows do
+    less attention than it counts.
     """
     channels = config.qk_head_dim + (config.v_head_dim or config.head_dim)
     attention = 6 * config.num_hidden_layers * config.num_attention_heads * channels * sequence_length

@@ -1,12 +1,14 @@
-"""Incremental decoding: several sequences that grow by a token at a time, with each token computed once.
+"""Incremental decoding: several sequences that grow by a token at a time, with each token computed
+once.
 
-Sequences join and leave while others continue; they are numbered 0, 1, … in the order in which they joined. Sampling the next
-token is in serve/decoding/.
+Sequences join and leave while others continue; they are numbered 0, 1, … in the order in which they
+joined. Sampling the next token is in serve/decoding/.
 
-On a GPU a decoding step is a CUDA graph: recorded once for a shape, then started by one call instead of hundreds. It computes
-one token of each sequence: so little that the host, which launches kernels one by one, takes longer than the GPU. A graph has
-fixed shapes and addresses, so sequences are padded to a power of two, and the slots of the cache that are read to a power of
-two from MIN_SLOTS on. What pads reads token 0 at position 0 of sequences that are not in use.
+On a GPU a decoding step is a CUDA graph: recorded once for a shape, then started by one call
+instead of hundreds. It computes one token of each sequence: so little that the host, which launches
+kernels one by one, takes longer than the GPU. A graph has fixed shapes and addresses, so sequences
+are padded to a power of two, and the slots of the cache that are read to a power of two from
+MIN_SLOTS on. What pads reads token 0 at position 0 of sequences that are not in use.
 """
 
 import sys
@@ -21,13 +23,16 @@ from torch.nn.utils.rnn import pad_sequence
 from lmforge.core.model.attention import DecodeGroup, KVCache
 from lmforge.core.model.init_weights import named_tensors
 
-# Sequences are computed together where the shortest has at least this fraction of the longest one's tokens.
+# Sequences are computed together where the shortest has at least this fraction of the longest one's
+# tokens.
 MIN_LENGTH_RATIO = 0.75
-# With more tokens at once, activations take more memory than keys and values, and the speed does not increase.
+# With more tokens at once, activations take more memory than keys and values, and the speed does
+# not increase.
 MAX_GROUP_TOKENS = 1 << 14
 # Attention in more groups than this is slower than attention over empty slots, on a CPU.
 MAX_GROUPS = 8
-# (tokens int64 [sequences], positions int64 [sequences], slots) → hidden states [sequences, hidden_size].
+# (tokens int64 [sequences], positions int64 [sequences], slots) → hidden states [sequences,
+# hidden_size].
 DecodeStep = Callable[[Tensor, Tensor, int], Tensor]
 Recorder = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 
@@ -50,7 +55,9 @@ class IncrementalDecoder:
         dtype: torch.dtype,
         records_experts: bool = False,
     ) -> None:
-        """`records_experts`: of what it computes, `take_experts` returns the experts; without CUDA graphs, slower."""
+        """`records_experts`: of what it computes, `take_experts` returns the experts; without CUDA
+        graphs, slower.
+        """
         self._is_sharded, autocast = is_sharded(model), torch.is_autocast_enabled(device.type)
         self._model = model if self._is_sharded or (is_plain(model) and not autocast) else _plain_copy(model, dtype)
         # What autocast still casts must not stay in its cache: a recorded step has its own memory.
@@ -68,7 +75,8 @@ class IncrementalDecoder:
         self._positions = torch.zeros(0, dtype=torch.long, device=device)
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Compute prompts as new sequences after the others; hidden states of each last token [prompts, hidden_size].
+        """Compute prompts as new sequences after the others; hidden states of each last token
+        [prompts, hidden_size].
 
         Prompts sorted by length are computed with little padding.
         """
@@ -90,7 +98,9 @@ class IncrementalDecoder:
         return hidden[torch.arange(sequences, device=self._device), last]
 
     def decode_step(self, tokens: Tensor) -> Tensor:
-        """Compute the next token of every sequence, int64 [sequences]; returns hidden states [sequences, hidden_size]."""
+        """Compute the next token of every sequence, int64 [sequences]; returns hidden states
+        [sequences, hidden_size].
+        """
         longest = max(self._lengths)
         if self._graphs is not None and self._sees_all(self._graphs.shape(len(tokens), longest)[1]):
             hidden = self._graphs.step(self._padded_step, tokens, self._positions, longest)
@@ -106,13 +116,17 @@ class IncrementalDecoder:
         return hidden
 
     def _sees_all(self, slots: int) -> bool:
-        """Whether a token may see this many slots in every layer. A recorded step reads all of them, while a window limits
-        them."""
+        """Whether a token may see this many slots in every layer.
+
+        A recorded step reads all of them, while a window limits them.
+        """
         return all(window is None or window >= slots for window in self._model.config.layer_windows)
 
     def _padded_step(self, tokens: Tensor, positions: Tensor, slots: int) -> Tensor:
-        """One token of each of the first sequences, which see at most `slots`. The computation does not depend on their
-        lengths."""
+        """One token of each of the first sequences, which see at most `slots`.
+
+        The computation does not depend on their lengths.
+        """
         return self._forward(0, tokens[:, None], positions[:, None], slots)[:, 0]
 
     def _forward(self, first: int, tokens: Tensor, positions: Tensor, end: int, groups: Sequence[DecodeGroup] = ()) -> Tensor:
@@ -136,7 +150,8 @@ class IncrementalDecoder:
         self._experts.append(experts.cpu())
 
     def take_experts(self) -> list[Tensor]:
-        """int32 [tokens, layers, experts of a token] of each sequence, in the order of the hidden states since the last call.
+        """int32 [tokens, layers, experts of a token] of each sequence, in the order of the hidden
+        states since the last call.
 
         0 in layers without a mixture. Empty unless it `records_experts`.
         """
@@ -153,7 +168,9 @@ class IncrementalDecoder:
 
 
 def group_by_length(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(start, stop) of consecutive sequences to be computed together: with similar lengths, and not too many tokens."""
+    """(start, stop) of consecutive sequences to be computed together: with similar lengths, and not
+    too many tokens.
+    """
     start, shortest, longest = 0, lengths[0], lengths[0]
     for index, length in enumerate(lengths):
         shortest, longest = min(shortest, length), max(longest, length)
@@ -164,8 +181,10 @@ def group_by_length(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _plain_copy(model: Any, dtype: torch.dtype) -> Any:
-    """Modules without hooks, compilation or checkpointing that share the parameters of `model`, unsharded. The matrices of its
-    blocks are in `dtype`, as autocast would cast them for each token. Later changes of the model's weights may not be seen."""
+    """Modules without hooks, compilation or checkpointing that share the parameters of `model`,
+    unsharded. The matrices of its blocks are in `dtype`, as autocast would cast them for each
+    token. Later changes of the model's weights may not be seen.
+    """
     with torch.device("meta"):
         copy = model.config.new_module()
     if model.lora_config is not None:
@@ -180,12 +199,14 @@ def _plain_copy(model: Any, dtype: torch.dtype) -> Any:
 
 
 class DecodeGraphs:
-    """A step, recorded for each shape when it comes for the second time: the first prepares what a recording needs.
+    """A step, recorded for each shape when it comes for the second time: the first prepares what a
+    recording needs.
 
-    What computes the step is not kept: it holds the KV cache and this object, and both would wait for the garbage collector.
+    What computes the step is not kept: it holds the KV cache and this object, and both would wait
+    for the garbage collector.
 
-    At most `batch_size` sequences of `max_length` tokens. Where recording fails, steps are computed as they would be without
-    it, and one line says why.
+    At most `batch_size` sequences of `max_length` tokens. Where recording fails, steps are computed
+    as they would be without it, and one line says why.
     """
 
     def __init__(self, batch_size: int, max_length: int, device: torch.device, record: Recorder | None = None) -> None:
@@ -197,12 +218,15 @@ class DecodeGraphs:
         self._failed = False
 
     def shape(self, sequences: int, longest: int) -> tuple[int, int]:
-        """(sequences, slots) to compute where the longest sequence has `longest` tokens before this step."""
+        """(sequences, slots) to compute where the longest sequence has `longest` tokens before this
+        step.
+        """
         slots = max(MIN_SLOTS, _power_of_two(longest + 1))
         return min(self._batch_size, _power_of_two(sequences)), min(self._max_length, slots)
 
     def step(self, decode: DecodeStep, tokens: Tensor, positions: Tensor, longest: int) -> Tensor:
-        """Hidden states [sequences, hidden_size] of the next token of each sequence; both tensors int64 [sequences].
+        """Hidden states [sequences, hidden_size] of the next token of each sequence; both tensors
+        int64 [sequences].
 
         `decode` is the same function each time.
         """
@@ -254,7 +278,9 @@ def is_sharded(model: Any) -> bool:
 
 
 def is_plain(model: Any) -> bool:
-    """Whether its modules do no more than compute: no hooks, as FSDP's, no compiled and no checkpointed blocks."""
+    """Whether its modules do no more than compute: no hooks, as FSDP's, no compiled and no
+    checkpointed blocks.
+    """
     blocks = (block._compiled_call_impl is None and "forward" not in vars(block) for block in model.blocks)
     return all(blocks) and not any(each._forward_pre_hooks for each in model.modules())
 

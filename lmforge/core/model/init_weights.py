@@ -1,8 +1,8 @@
 """First values of the weights.
 
-Each number of a tensor is drawn as a function of the run's seed, the tensor's name and the number's index in it. So values do
-not depend on the order of construction, the device, the number of ranks, or other tensors, and a rank draws only its own part.
-How they are drawn is in weight_rng.py.
+Each number of a tensor is drawn as a function of the run's seed, the tensor's name and the number's
+index in it. So values do not depend on the order of construction, the device, the number of ranks,
+or other tensors, and a rank draws only its own part. How they are drawn is in weight_rng.py.
 """
 
 import math
@@ -35,7 +35,10 @@ class InitialValue:
     scale: float = 1.0
 
     def scaled(self, factor: float, offset: float = 0.0) -> "InitialValue":
-        """With `factor` times the random numbers, or the constant. `offset` is what is added to a constant where it is used."""
+        """With `factor` times the random numbers, or the constant.
+
+        `offset` is what is added to a constant where it is used.
+        """
         if self.distribution is not None:
             return replace(self, scale=factor * self.scale)
         return replace(self, loc=factor * (self.loc + offset) - offset)
@@ -43,7 +46,9 @@ class InitialValue:
 
 @dataclass(frozen=True)
 class FlatShard:
-    """An FSDP1 rank's part of a parameter with this name and shape: numbers from `start` on of the flattened tensor."""
+    """An FSDP1 rank's part of a parameter with this name and shape: numbers from `start` on of the
+    flattened tensor.
+    """
 
     name: str
     shape: torch.Size
@@ -54,8 +59,9 @@ class FlatShard:
 class HeldPart:
     """This rank's part of a parameter.
 
-    values: [runs, length], sharing its memory; the numbers of a row are contiguous in the flattened full tensor. starts: int64
-    [runs]: the index of each row's first number in the flattened full tensor.
+    values: [runs, length], sharing its memory; the numbers of a row are contiguous in the flattened
+    full tensor. starts: int64 [runs]: the index of each row's first number in the flattened full
+    tensor.
     """
 
     shape: torch.Size
@@ -63,7 +69,9 @@ class HeldPart:
     starts: Tensor
 
     def fill(self, value: InitialValue | Tensor, key: int) -> None:
-        """Set the first value, in the part's own dtype; from a full tensor it copies this rank's part."""
+        """Set the first value, in the part's own dtype; from a full tensor it copies this rank's
+        part.
+        """
         if isinstance(value, Tensor):
             for start, row in zip(self.starts.tolist(), self.values, strict=True):
                 row.copy_(value.flatten()[start : start + len(row)])
@@ -87,10 +95,11 @@ def initial_value(
 ) -> InitialValue:
     """The first value of one tensor, of this full shape.
 
-    Norms multiply by one and biases are zero. The rest is normal(0, initializer_range), divided by sqrt(2 * layers) for the
-    projections that add to the residual stream, so that its variance does not grow with depth (GPT-2, section 2.3).
-    `embedding_std` replaces initializer_range. In a low-rank adapter's pair, A is uniform in
-    ±1/sqrt(inputs) (Kaiming with a slope of sqrt(5)) and B zero: at first an adapter adds nothing.
+    Norms multiply by one and biases are zero. The rest is normal(0, initializer_range), divided by
+    sqrt(2 * layers) for the projections that add to the residual stream, so that its variance does
+    not grow with depth (GPT-2, section 2.3). `embedding_std` replaces initializer_range. In a
+    low-rank adapter's pair, A is uniform in ±1/sqrt(inputs) (Kaiming with a slope of sqrt(5)) and B
+    zero: at first an adapter adds nothing.
     """
     if name.endswith(("bias", LORA_SUFFIXES[1])):
         return InitialValue(loc=0.0)
@@ -109,8 +118,8 @@ def initial_value(
 def init_weights(model: Model, seed: int, embedding_std: float | None = None) -> Model:
     """Give every parameter of a model its first value, in place, and return the model.
 
-    Each rank draws its part of a sharded parameter, and nothing is sent between ranks. A wrapped model of transformers is
-    initialised as transformers does it.
+    Each rank draws its part of a sharded parameter, and nothing is sent between ranks. A wrapped
+    model of transformers is initialised as transformers does it.
     """
     parts, quantized = _held_parts(model), quantized_matrices(model)
     shapes = {name: quantized.get(name, part).shape for name, part in parts.items()}
@@ -126,7 +135,9 @@ def init_weights(model: Model, seed: int, embedding_std: float | None = None) ->
 
 @torch.no_grad()
 def init_adapters(model: nn.Module, seed: int, ends: Collection[str] = LORA_SUFFIXES) -> None:
-    """As `init_weights`, but only the tensors whose names end so: for a model whose other weights are loaded."""
+    """As `init_weights`, but only the tensors whose names end so: for a model whose other weights
+    are loaded.
+    """
     for name, part in _held_parts(model).items():
         if name.endswith(tuple(ends)):
             config: ModelConfig = model.config  # type: ignore[assignment]
@@ -151,8 +162,11 @@ def _held_parts(model: nn.Module) -> dict[str, HeldPart]:
 
 
 def part_runs(part: tuple[slice, ...], shape: torch.Size) -> tuple[Tensor, int]:
-    """The contiguous rows of a part of a tensor: where each begins in the flattened tensor, and their length."""
-    # From this dimension on, numbers of the part are contiguous: it has all of each later dimension.
+    """The contiguous rows of a part of a tensor: where each begins in the flattened tensor, and
+    their length.
+    """
+    # From this dimension on, numbers of the part are contiguous: it has all of each later
+    # dimension.
     first = max((dim for dim, each in enumerate(part) if each != slice(0, shape[dim])), default=0)
     starts, length = torch.zeros(1, dtype=torch.int64), 1
     for dim, (each, size) in enumerate(zip(part, shape, strict=True)):
@@ -163,7 +177,9 @@ def part_runs(part: tuple[slice, ...], shape: torch.Size) -> tuple[Tensor, int]:
 
 
 def local_part(parameter: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
-    """This rank's part of a parameter, sharing its memory, and which slices of the full tensor that is."""
+    """This rank's part of a parameter, sharing its memory, and which slices of the full tensor that
+    is.
+    """
     if not isinstance(parameter, DTensor):
         return parameter.detach(), tuple(slice(0, size) for size in parameter.shape)
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)

@@ -44,7 +44,9 @@ class Conv1D(nn.Module):
 
 
 def add_linears(module: nn.Module, owner: str, config: ModelConfig, sparse: bool = False) -> None:
-    """Give `module`, which a block calls `owner`, the linear layers that the family describes there."""
+    """Give `module`, which a block calls `owner`, the linear layers that the family describes
+    there.
+    """
     for each in config.block_linears(sparse):
         prefix, _, name = each.name.rpartition(".")
         if prefix == owner:
@@ -53,7 +55,9 @@ def add_linears(module: nn.Module, owner: str, config: ModelConfig, sparse: bool
 
 
 def apply_linear(layer: nn.Module, x: Tensor, token_rng: TokenRng | None) -> Tensor:
-    """`layer(x)`; a layer with an adapter (lora.py) has its own dropout, and is given the `token_rng` for it."""
+    """`layer(x)`; a layer with an adapter (lora.py) has its own dropout, and is given the
+    `token_rng` for it.
+    """
     return layer(x) if token_rng is None or not hasattr(layer, "lora_A") else layer(x, token_rng)
 
 
@@ -75,8 +79,10 @@ class GatedMLP(nn.Module):
 
 
 def to_autocast_dtype(hidden: Tensor) -> Tensor:
-    """Embeddings in the dtype of autocast, where it is on. Autocast does not cast embeddings, so the residual stream would stay
-    fp32. FSDP computes in bf16 from the embedding on; with this class the other engines do, too.
+    """Embeddings in the dtype of autocast, where it is on.
+
+    Autocast does not cast embeddings, so the residual stream would stay fp32. FSDP computes in bf16
+    from the embedding on; with this class the other engines do, too.
     """
     device_type = hidden.device.type
     if hidden.is_meta or not torch.is_autocast_enabled(device_type):  # torch has no autocast on the meta device
@@ -92,8 +98,9 @@ def add_residual(hidden: Tensor, x: Tensor, token_rng: TokenRng | None, site: in
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x²) + eps) * weight (arXiv 1910.07467), over the last dimension.
 
-    Computed in fp32 whatever the dtype of the input, and returned in that dtype, as transformers does. Llama multiplies by
-    the weight after rounding to that dtype; with an `offset`, which is added to the weight, it is multiplied before.
+    Computed in fp32 whatever the dtype of the input, and returned in that dtype, as transformers
+    does. Llama multiplies by the weight after rounding to that dtype; with an `offset`, which is
+    added to the weight, it is multiplied before.
     """
 
     def __init__(self, hidden_size: int, eps: float, offset: float | None = None) -> None:
@@ -116,8 +123,9 @@ Passes = Literal["operators", "fused", "stored"]
 class HeadOptions:
     """Options of an output head besides its matrix product.
 
-    bias: [vocab], added to the logits. softcap: logits become softcap · tanh(logits / softcap) (Gemma 2, arXiv 2408.00118).
-    passes: what computes losses from logits. "operators" are torch's; others are compiled, those of a file NAME_passes.py in
+    bias: [vocab], added to the logits. softcap: logits become softcap · tanh(logits / softcap)
+    (Gemma 2, arXiv 2408.00118). passes: what computes losses from logits. "operators" are torch's;
+    others are compiled, those of a file NAME_passes.py in
         core/losses/.
     """
 
@@ -135,7 +143,9 @@ def cap_logits(logits: Tensor, softcap: float | None) -> Tensor:
 
 
 class LMHead(nn.Module):
-    """The output projection: weight [vocab, width], or [1, width] of a reward model; bias [vocab], if any."""
+    """The output projection: weight [vocab, width], or [1, width] of a reward model; bias [vocab],
+    if any.
+    """
 
     passes: Passes = "operators"  # as in HeadOptions
 
@@ -146,10 +156,11 @@ class LMHead(nn.Module):
         self.softcap = softcap
 
     def forward(self, hidden: Tensor, head_fn: Callable[..., Any] | None = None) -> Any:
-        """Logits [..., vocab] of hidden [..., width]; or head_fn(hidden, weight, head=HeadOptions), whatever that returns.
+        """Logits [..., vocab] of hidden [..., width]; or head_fn(hidden, weight, head=HeadOptions),
+        whatever that returns.
 
-        Objectives use `head_fn`: called through the module, so that hooks which gather a sharded weight run, it may go
-        through the weight in chunks, so that the full logits never exist.
+        Objectives use `head_fn`: called through the module, so that hooks which gather a sharded
+        weight run, it may go through the weight in chunks, so that the full logits never exist.
         """
         if head_fn is None:
             return cap_logits(nn.functional.linear(hidden, self.weight, self.bias), self.softcap)
@@ -159,23 +170,28 @@ class LMHead(nn.Module):
 class LanguageModel(nn.Module):
     """What every model offers.
 
-    `forward(tokens, positions, document_ids, cache, rng_keys)` returns hidden states, which `lm_head` scores; `embeddings`,
-    `blocks`, `final_norm` and `lm_head` are the units that sharding wraps. Forward has three parts, so that a pipeline
-    stage can run its own: `embed`, `run_blocks`, `final_norm`.
+    `forward(tokens, positions, document_ids, cache, rng_keys)` returns hidden states, which
+    `lm_head` scores; `embeddings`, `blocks`, `final_norm` and `lm_head` are the units that sharding
+    wraps. Forward has three parts, so that a pipeline stage can run its own: `embed`, `run_blocks`,
+    `final_norm`.
     """
 
-    # Names of modules: the token embedding and then the others, the list of blocks, the norm after them.
+    # Names of modules: the token embedding and then the others, the list of blocks, the norm after
+    # them.
     embedding_names: tuple[str, ...]
     blocks_name: str
     final_norm_name: str
     lm_head: LMHead
-    # Set where a rank has only a part of each sequence: how attention gets the keys of the other parts.
+    # Set where a rank has only a part of each sequence: how attention gets the keys of the other
+    # parts.
     context_parallel: ContextParallel | None = None
-    # Fraction of the numbers that dropout zeroes where a batch has rng keys: after the embedding, and in what attention and
-    # feed-forward add to the hidden states. Attention probabilities are never dropped.
+    # Fraction of the numbers that dropout zeroes where a batch has rng keys: after the embedding,
+    # and in what attention and feed-forward add to the hidden states. Attention probabilities are
+    # never dropped.
     dropout: float = 0.0
     has_dropout: bool = True  # False for models without any, whose adapters have none either
-    # Strength of the noise that NEFTune adds to embeddings (token_rng.py), where a batch has rng keys.
+    # Strength of the noise that NEFTune adds to embeddings (token_rng.py), where a batch has rng
+    # keys.
     neftune_noise_alpha: float = 0.0
     balance: Any = None  # mixture.balance.Balance, of a model with mixtures of experts
     activation_offload: Any = None  # parallel.activation_offload.ActivationOffload
@@ -183,7 +199,8 @@ class LanguageModel(nn.Module):
     parametrization: Parametrization = STANDARD  # how first values and learning rates follow from those of a base model
     # With tensor parallel, hidden states are a part of the sequence: (which one, of how many).
     sequence_parallel_shard: tuple[int, int] = (0, 1)
-    # With FSDP1, by their names in `named_parameters()`: what this rank holds of them, which their shapes do not say.
+    # With FSDP1, by their names in `named_parameters()`: what this rank holds of them, which their
+    # shapes do not say.
     flat_shards: Mapping[str, FlatShard] = MappingProxyType({})
 
     def __init__(self, config: ModelConfig) -> None:
@@ -200,16 +217,19 @@ class LanguageModel(nn.Module):
         document_starts: Tensor | None = None,
         routed_experts: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states after the final norm: [sequences, length, hidden_size], ready for `lm_head`.
+        """Hidden states after the final norm: [sequences, length, hidden_size], ready for
+        `lm_head`.
 
         Args:
             tokens, positions: int64 [sequences, length]; positions restart at each document.
-            document_ids: int32 [sequences, length], equal within a document, -1 on padding.
-            cache: keys and values of earlier tokens, to which the new ones are added (`KVCache.view`); each sequence is
+            document_ids: int32 [sequences, length], equal within a document, -1 on padding. cache:
+            keys and values of earlier tokens, to which the new ones are added (`KVCache.view`);
+            each sequence is
                 one document then.
-            rng_keys: int64 [sequences, length], what dropout and NEFTune draw from; None turns both off.
-            document_starts: as in Batch, or None; with them attention may take a faster kernel.
-            routed_experts: as in Extras, or None: the experts of each token, in place of what routers choose.
+            rng_keys: int64 [sequences, length], what dropout and NEFTune draw from; None turns both
+            off. document_starts: as in Batch, or None; with them attention may take a faster
+            kernel. routed_experts: as in Extras, or None: the experts of each token, in place of
+            what routers choose.
         """
         token_rng = self.make_token_rng(rng_keys, document_ids)
         hidden = self.embed(tokens, positions, token_rng)
@@ -225,7 +245,9 @@ class LanguageModel(nn.Module):
         return self.final_norm(hidden)
 
     def make_token_rng(self, rng_keys: Tensor | None, document_ids: Tensor) -> TokenRng | None:
-        """The random numbers of dropout and NEFTune on this rank for tokens with these keys; None where both are off."""
+        """The random numbers of dropout and NEFTune on this rank for tokens with these keys; None
+        where both are off.
+        """
         drops = self.dropout or (self.lora_config is not None and self.lora_config.dropout)
         if rng_keys is None or not (drops or self.neftune_noise_alpha):
             return None
@@ -241,7 +263,8 @@ class LanguageModel(nn.Module):
         return batch if self.context_parallel is None else self.context_parallel.shard_batch(batch)
 
     def embed(self, tokens: Tensor, positions: Tensor, token_rng: TokenRng | None = None) -> Tensor:
-        """The input of the first block: [sequences, length, hidden_size], in the compute dtype, as the residual stream is.
+        """The input of the first block: [sequences, length, hidden_size], in the compute dtype, as
+        the residual stream is.
 
         Raises UserError for sequences longer than the learned positions.
         """
@@ -266,7 +289,9 @@ class LanguageModel(nn.Module):
         document_starts: Tensor | None = None,
         routed_experts: Tensor | None = None,
     ) -> Tensor:
-        """`hidden` after the blocks of `layer_indices`, all of them by default; the same shape and dtype."""
+        """`hidden` after the blocks of `layer_indices`, all of them by default; the same shape and
+        dtype.
+        """
         blocks, windows, ropes = self.blocks, self.config.layer_windows, self.config.layer_ropes
         if cache is None:
             make_mask = partial(
@@ -300,7 +325,8 @@ class LanguageModel(nn.Module):
     def incremental_decoder(
         self, batch_size: int, max_length: int, *, device: torch.device, dtype: torch.dtype, records_experts: bool = False
     ) -> Any:
-        """An incremental decoder of at most `batch_size` sequences of `max_length` tokens, with its cache in `dtype`.
+        """An incremental decoder of at most `batch_size` sequences of `max_length` tokens, with its
+        cache in `dtype`.
 
         Raises UserError where the model cannot compute that many tokens.
         """
@@ -309,7 +335,9 @@ class LanguageModel(nn.Module):
     def initial_values(
         self, shapes: Mapping[str, torch.Size], seed: int, embedding_std: float | None = None
     ) -> Iterator[tuple[str, InitialValue | Tensor]]:
-        """(name, first value) of the parameters of these names and full shapes; see init_weights.py."""
+        """(name, first value) of the parameters of these names and full shapes; see
+        init_weights.py.
+        """
         for name, shape in shapes.items():
             is_embedding = name == f"{self.embedding_names[0]}.weight"
             value = initial_value(name, shape, self.config, embedding_std if is_embedding else None)
@@ -326,7 +354,10 @@ class LanguageModel(nn.Module):
         return self.parametrization.scale(name, shape, place, self.config)
 
     def tie_weights(self) -> None:
-        """Tie the head's weight to the embedding's, where the config says so. Repeat after `to_empty`, which unties them."""
+        """Tie the head's weight to the embedding's, where the config says so.
+
+        Repeat after `to_empty`, which unties them.
+        """
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.embeddings[0].weight  # type: ignore[assignment]
 

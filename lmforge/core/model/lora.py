@@ -1,11 +1,13 @@
-"""Low-rank adapters (LoRA; Hu et al., arXiv 2106.09685): a small number of trained weights besides the frozen ones.
+"""Low-rank adapters (LoRA; Hu et al., arXiv 2106.09685): a small number of trained weights besides
+the frozen ones.
 
-An adapted layer computes W x + scaling · B A x. W keeps its name, `….q_proj.weight`; A and B are called
-`….q_proj.lora_A.weight` and `….q_proj.lora_B.weight`, as in PEFT. Their first values are in init_weights.py, PEFT's folders
-and merging in merge_adapters.py.
+An adapted layer computes W x + scaling · B A x. W keeps its name, `….q_proj.weight`; A and B are
+called `….q_proj.lora_A.weight` and `….q_proj.lora_B.weight`, as in PEFT. Their first values are in
+init_weights.py, PEFT's folders and merging in merge_adapters.py.
 
-The matrices of a mixture of experts are parameters of modules of their own: that of `….experts.gate_up_proj` is called
-`….experts.adapters.gate_up_proj.lora_A.weight`, [experts, rank, inputs], and B is [experts, outputs, rank].
+The matrices of a mixture of experts are parameters of modules of their own: that of
+`….experts.gate_up_proj` is called `….experts.adapters.gate_up_proj.lora_A.weight`, [experts, rank,
+inputs], and B is [experts, outputs, rank].
 """
 
 import math
@@ -35,13 +37,15 @@ ALL_LINEAR = "all-linear"
 class LoraConfig:
     """Which layers of the blocks are adapted, and how. Its numbers are checked by `LoraOptions`.
 
-    target_modules: each is the end of layer names (`q_proj`, `mlp.up_proj`), a regular expression that matches full names,
+    target_modules: each is the end of layer names (`q_proj`, `mlp.up_proj`), a regular expression
+    that matches full names,
         or "all-linear".
-    target_parameters: each is the end of the names of parameters of mixtures of experts (`experts.gate_up_proj`,
+    target_parameters: each is the end of the names of parameters of mixtures of experts
+    (`experts.gate_up_proj`,
         `gate.weight`). These have no dropout, as in PEFT.
-    dropout: of the input of A, in training; a function of rng keys as all dropout is.
-    use_rslora: scale by alpha / sqrt(rank) (arXiv 2312.03732) instead of alpha / rank.
-    base_dtype: "nf4" or "int8": all linear layers of the blocks are stored so, those without adapters too (QLoRA, arXiv
+    dropout: of the input of A, in training; a function of rng keys as all dropout is. use_rslora:
+    scale by alpha / sqrt(rank) (arXiv 2312.03732) instead of alpha / rank. base_dtype: "nf4" or
+    "int8": all linear layers of the blocks are stored so, those without adapters too (QLoRA, arXiv
         2305.14314), and with double_quant the scales of NF4 in 8 bits. None: as they are.
     """
 
@@ -69,7 +73,10 @@ class LoraConfig:
 
 
 class LoraLinear(nn.Module):
-    """A linear layer with an adapter. It takes over the parameters of `layer`; a quantized weight is the bytes of it."""
+    """A linear layer with an adapter.
+
+    It takes over the parameters of `layer`; a quantized weight is the bytes of it.
+    """
 
     quantized: Mapping[str, QuantizedMatrix] = MappingProxyType({})
 
@@ -104,7 +111,10 @@ class LoraLinear(nn.Module):
 
 
 class QuantizedLinear(nn.Module):
-    """A frozen linear layer whose weight is quantized; it takes over the bias of `layer`. `weight`: the bytes."""
+    """A frozen linear layer whose weight is quantized; it takes over the bias of `layer`.
+
+    `weight`: the bytes.
+    """
 
     quantized: Mapping[str, QuantizedMatrix]
 
@@ -129,7 +139,9 @@ class ParameterAdapter(nn.Module):
         self.scaling, self.enabled = config.scaling, True
 
     def forward(self, out: Tensor, rows: Tensor, ends: Tensor | None = None) -> Tensor:
-        """out [rows, outputs] of the parameter for rows [rows, inputs]; `ends` of a stack is as in `multiply_groups`."""
+        """out [rows, outputs] of the parameter for rows [rows, inputs]; `ends` of a stack is as in
+        `multiply_groups`.
+        """
         if not self.enabled:
             return out
         a, b = (local_weight(each.weight) for each in (self.lora_A, self.lora_B))  # type: ignore[arg-type]
@@ -144,20 +156,23 @@ def adapted_name(adapter: str) -> str:
 
 
 def lora_delta(scaling: float, lora_a: Tensor, lora_b: Tensor, transposed: bool) -> Tensor:
-    """What an adapter adds to a weight: scaling · B A of A [rank, inputs] and B [outputs, rank], or stacks of them, [outputs,
-    inputs] or transposed; in fp32, or fp64 where the adapter is."""
+    """What an adapter adds to a weight: scaling · B A of A [rank, inputs] and B [outputs, rank], or
+    stacks of them, [outputs, inputs] or transposed; in fp32, or fp64 where the adapter is.
+    """
     dtype = torch.promote_types(lora_a.dtype, torch.float32)
     product = scaling * (lora_b.to(dtype) @ lora_a.to(dtype))
     return product.t() if transposed else product
 
 
 def add_lora(model: LanguageModel, config: LoraConfig) -> None:
-    """Give layers of the blocks adapters, in place, and freeze everything else but the head of a reward model.
+    """Give layers of the blocks adapters, in place, and freeze everything else but the head of a
+    reward model.
 
     With a `base_dtype` the linear layers of the blocks are quantized, those without adapters too.
 
-    On any device, meta too, and before the model is checkpointed, compiled or sharded. The adapters are allocated, not
-    filled (init_weights.init_adapters). Raises UserError where a target module matches no layer.
+    On any device, meta too, and before the model is checkpointed, compiled or sharded. The adapters
+    are allocated, not filled (init_weights.init_adapters). Raises UserError where a target module
+    matches no layer.
     """
     if model.lora_config is not None:
         raise ValueError("the model has adapters already")
@@ -203,7 +218,9 @@ def _check_stacks(model: LanguageModel, config: LoraConfig) -> None:
 
 
 def _linear_layers(model: LanguageModel) -> dict[str, tuple[nn.Linear | Conv1D, int]]:
-    """The linear layers of the blocks by name, each with a site for dropout that is unique in its block."""
+    """The linear layers of the blocks by name, each with a site for dropout that is unique in its
+    block.
+    """
     layers: dict[str, tuple[nn.Linear | Conv1D, int]] = {}
     for index, block in enumerate(model.blocks):
         prefix = f"{model.blocks_name}.{index}."
@@ -239,8 +256,9 @@ def adapter_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 @contextmanager
 def disable_adapters(model: nn.Module) -> Iterator[None]:
-    """A context in which `model` computes without its adapters, for forward passes without gradients: the reference of
-    alignment."""
+    """A context in which `model` computes without its adapters, for forward passes without
+    gradients: the reference of alignment.
+    """
     layers = [module for module in model.modules() if isinstance(module, LoraLinear | ParameterAdapter)]
     for layer in layers:
         layer.enabled = False

@@ -24,10 +24,12 @@ def copy_part(parameter: Tensor, whole: Tensor) -> None:
 
 @torch.no_grad()
 def merge_adapters(model: LanguageModel, lora_config: LoraConfig, tensors: Mapping[str, Tensor], source: str) -> None:
-    """Add low-rank adapters, full tensors by our names, to the weights of a model in place; other tensors replace its own.
+    """Add low-rank adapters, full tensors by our names, to the weights of a model in place; other
+    tensors replace its own.
 
-    In a sharded model each rank adds to its own part; a pipeline stage may lack layers; adapters that the model has itself stay
-    as they are. Raises UserError, beginning with `source` (where they come from), unless each fits the model.
+    In a sharded model each rank adds to its own part; a pipeline stage may lack layers; adapters
+    that the model has itself stay as they are. Raises UserError, beginning with `source` (where
+    they come from), unless each fits the model.
     """
     local = dict(model.named_parameters())
     full_model = full_model_of(model)
@@ -63,5 +65,7 @@ def _check_shape(source: str, name: str, shapes: Mapping[str, list[int]], sizes:
 
 
 def full_model_of(model: Any) -> Any:
-    """The full model, for names and shapes, of which `model` may be a pipeline stage; a wrapped model is never one."""
+    """The full model, for names and shapes, of which `model` may be a pipeline stage; a wrapped
+    model is never one.
+    """
     return model if model.config.implementation == "transformers" else build_model(model.config, "meta")

@@ -1,13 +1,15 @@
-"""How first values, learning rates, weight decay and epsilon of a model follow from those of a narrower, shallower base model:
-settings which were found with the base model are then right for it.
+"""How first values, learning rates, weight decay and epsilon of a model follow from those of a
+narrower, shallower base model: settings which were found with the base model are then right for it.
 
-`mup` is the maximal update parametrization for AdamW (Yang et al., arXiv 2203.03466); with `completep` depth transfers too (Dey
-et al., arXiv 2505.01618). Both are usually written with multipliers of activations: 1/width before the head, 1/depth before
-the residual stream. AdamW and Muon take the same steps where a tensor's first value and its learning rate have the multiplier
-instead, and epsilon has the gradient's scale. That form is used here: the forward pass, checkpoints and exported folders are
-those of a plain model, and there is nothing to fold.
+`mup` is the maximal update parametrization for AdamW (Yang et al., arXiv 2203.03466); with
+`completep` depth transfers too (Dey et al., arXiv 2505.01618). Both are usually written with
+multipliers of activations: 1/width before the head, 1/depth before the residual stream. AdamW and
+Muon take the same steps where a tensor's first value and its learning rate have the multiplier
+instead, and epsilon has the gradient's scale. That form is used here: the forward pass, checkpoints
+and exported folders are those of a plain model, and there is nothing to fold.
 
-All that grows with a model (hidden and feed-forward sizes, numbers of heads, latents) is taken to grow as its hidden size does.
+All that grows with a model (hidden and feed-forward sizes, numbers of heads, latents) is taken to
+grow as its hidden size does.
 """
 
 import math
@@ -23,8 +25,10 @@ Place = Literal["embedding", "block", "final norm", "head"]
 
 
 class TensorScale(NamedTuple):
-    """A tensor's kind, and its factors: of its first value (loc and scale), of learning rates under AdamW and Muon, and of
-    epsilon. A matrix decays by as much in a step whatever its learning rate: the factor of its weight decay is 1 / lr."""
+    """A tensor's kind, and its factors: of its first value (loc and scale), of learning rates under
+    AdamW and Muon, and of epsilon. A matrix decays by as much in a step whatever its learning rate:
+    the factor of its weight decay is 1 / lr.
+    """
 
     kind: Literal["input", "hidden", "output", "vector"]
     init: float = 1.0
@@ -35,14 +39,18 @@ class TensorScale(NamedTuple):
 
 @dataclass(frozen=True)
 class Parametrization:
-    """width, depth: of a model, relative to its base model. head_dim: of the base model's heads, relative to this one's."""
+    """width, depth: of a model, relative to its base model. head_dim: of the base model's heads,
+    relative to this one's.
+    """
 
     width: float
     depth: float = 1.0
     head_dim: float = 1.0
 
     def scale(self, name: str, shape: tuple[int, ...], place: Place, config: ModelConfig) -> TensorScale:
-        """The factors of the tensor `name`, of this full shape, relative to a model in the standard parametrization."""
+        """The factors of the tensor `name`, of this full shape, relative to a model in the standard
+        parametrization.
+        """
         width, tied = self.width, config.tie_word_embeddings
         # Some families multiply embeddings by the root of the width, which would make them grow.
         root = math.sqrt(width) if config.family.scaled_embeddings else 1.0
@@ -60,7 +68,8 @@ class Parametrization:
         module = re.sub(r"(\.lora_[AB])?\.(weight|bias)$", "", name)
         linears = {*config.block_linears(False), *config.block_linears(any(config.sparse_layers))}
         residual = module.endswith(tuple(each.name for each in linears if each.residual))
-        # What a block adds to the residual stream is divided by the depth in the last tensor that it passes.
+        # What a block adds to the residual stream is divided by the depth in the last tensor that
+        # it passes.
         norms_of_outputs = tuple(name for _, name in (family.attention_norms, family.mlp_norms) if name)
         last = module.endswith(norms_of_outputs) if norms_of_outputs else residual
         branch, inside = (1 / depth, 1.0) if last else (1.0, 1 / depth)
@@ -74,13 +83,15 @@ class Parametrization:
             return TensorScale("vector", factor, factor, factor, eps)
         if module.endswith("mlp.gate"):  # a router scores experts, whose number does not grow
             return TensorScale("output", 1 / width, 1 / width, 1 / width, inside)
-        # The standard first value of these has the root of the depth, which the base model has of its own depth.
+        # The standard first value of these has the root of the depth, which the base model has of
+        # its own depth.
         init = factor / math.sqrt(width) * (math.sqrt(depth) if residual else 1.0)
         return TensorScale("hidden", init, factor / width, factor / math.sqrt(width), eps)
 
     def _attention_factor(self, module: str, config: ModelConfig) -> float:
-        """The factor of attention's scores, which is that of one module's output: heads divide them by the root of their width,
-        or by a number that does not grow."""
+        """The factor of attention's scores, which is that of one module's output: heads divide them
+        by the root of their width, or by a number that does not grow.
+        """
         names = ("q_norm",) if config.family.qk_norm else ("q_b_proj",) if config.q_lora_rank else ("q_proj",)
         if self.head_dim == 1.0 or not module.endswith(names):
             return 1.0
@@ -93,7 +104,10 @@ UNSCALED = TensorScale("hidden")
 
 
 def relative_to_base(options: ModelOptions, config: ModelConfig) -> Parametrization:
-    """The parametrization that a recipe's options say, of its model. Raises UserError where the model has none."""
+    """The parametrization that a recipe's options say, of its model.
+
+    Raises UserError where the model has none.
+    """
     kind = options.parametrization
     if kind == "standard":
         return STANDARD

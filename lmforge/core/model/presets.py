@@ -1,6 +1,7 @@
 """Ready-made model configs, as fields of ModelConfig.
 
-Presets named after a published model have its config, so its weights can be loaded; `nano` and `124m` are ours.
+Presets named after a published model have its config, so its weights can be loaded; `nano` and
+`124m` are ours.
 """
 
 from typing import Any

@@ -1,4 +1,7 @@
-"""Smaller and larger models of the proportions of one: for the coordinate check and for ladders. No torch here."""
+"""Smaller and larger models of the proportions of one: for the coordinate check and for ladders.
+
+No torch here.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -8,8 +11,9 @@ from lmforge.core.options.batch_plan import divisors
 
 
 def in_proportion(config: ModelConfig, width: int, heads: int, head_dim: int, layers: int) -> ModelConfig:
-    """A model of this kind, hidden size and depth: feed-forward sizes and latents grow with the width, and as many query heads
-    share a key. Raises UserError where the family has no such model."""
+    """A model of this kind, hidden size and depth: feed-forward sizes and latents grow with the
+    width, and as many query heads share a key. Raises UserError where the family has no such model.
+    """
     ratio = width / config.hidden_size
 
     def grown(size: int | None) -> int | None:

@@ -1,5 +1,6 @@
-"""The model config of a recipe that begins from nothing, and of a checkpoint. That of a folder or of a name on the hub is
-read in hf/resolve.py. No torch here.
+"""The model config of a recipe that begins from nothing, and of a checkpoint.
+
+That of a folder or of a name on the hub is read in hf/resolve.py. No torch here.
 """
 
 from dataclasses import fields
@@ -15,7 +16,9 @@ from lmforge.core.records.manifests import Manifest
 
 
 def preset_model_config(options: ModelOptions, vocab_size: int | None = None) -> ModelConfig:
-    """The model config of options that name no source: a preset, nano by default, with their overrides. Raises UserError."""
+    """The model config of options that name no source: a preset, nano by default, with their
+    overrides. Raises UserError.
+    """
     preset = options.preset or "nano"
     multiple = vocabulary_multiple(options)
     if options.implementation == "transformers":
@@ -40,8 +43,9 @@ def build_model_config(
     *,
     keeps_vocabulary: bool = False,
 ) -> ModelConfig:
-    """The config of `chosen` fields and `overrides`, for a tokenizer of `vocab_size` entries, whose size it takes unless it
-    `keeps_vocabulary`. Raises UserError, beginning with `where`."""
+    """The config of `chosen` fields and `overrides`, for a tokenizer of `vocab_size` entries, whose
+    size it takes unless it `keeps_vocabulary`. Raises UserError, beginning with `where`.
+    """
     chosen = with_overrides(chosen, overrides)
     if vocab_size is not None and not keeps_vocabulary and "vocab_size" not in overrides:
         chosen["vocab_size"] = vocab_size
@@ -99,7 +103,10 @@ def model_config_from_json(content: dict[str, Any], source: str, implementation:
 
 
 def build_from_json(content: dict[str, Any], source: str) -> ModelConfig:
-    """The config of a model that lmforge computes itself. Raises UserError, beginning with `source`."""
+    """The config of a model that lmforge computes itself.
+
+    Raises UserError, beginning with `source`.
+    """
     with prefix_errors(source):
         return ModelConfig(**config_fields_from_json(content))
 
@@ -111,7 +118,10 @@ def stored_model_config(manifest: Manifest) -> ModelConfig:
 
 
 def fit_vocabulary(where: str, model_size: Any, tokenizer_size: int | None, multiple: int | None) -> Any:
-    """The size of the vocabulary, grown if it may. Raises UserError where the tokenizer does not fit it."""
+    """The size of the vocabulary, grown if it may.
+
+    Raises UserError where the tokenizer does not fit it.
+    """
     if tokenizer_size is None or not isinstance(model_size, int):
         return model_size
     if multiple is not None:

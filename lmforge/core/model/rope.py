@@ -1,7 +1,8 @@
-"""Rotary position embeddings (RoFormer, arXiv 2104.09864): the angle of each pair of channels, and their rotation.
+"""Rotary position embeddings (RoFormer, arXiv 2104.09864): the angle of each pair of channels, and
+their rotation.
 
-Angles are computed from positions in each forward, in fp32. The model stores nothing, so nothing is lost when it is built
-on the meta device or cast to a 16-bit dtype.
+Angles are computed from positions in each forward, in fp32. The model stores nothing, so nothing is
+lost when it is built on the meta device or cast to a 16-bit dtype.
 """
 
 import math
@@ -15,8 +16,8 @@ from lmforge.core.model.config import Rope, RopeScaling
 class RotaryEmbedding:
     """Cosine and sine of the angles of each position: fp32 [sequences, length, 1, head_dim / 2].
 
-    A plain object: FSDP's mixed precision casts the tensors among a block's arguments to bf16, also inside of tuples,
-    dictionaries and dataclasses, and angles must stay fp32.
+    A plain object: FSDP's mixed precision casts the tensors among a block's arguments to bf16, also
+    inside of tuples, dictionaries and dataclasses, and angles must stay fp32.
     """
 
     def __init__(self, cos: Tensor, sin: Tensor) -> None:
@@ -24,9 +25,11 @@ class RotaryEmbedding:
         self.sin = sin
 
     def apply_rotary(self, heads: Tensor, interleaved: bool = False) -> Tensor:
-        """Rotate [sequences, length, heads, head_dim]; channel i pairs with channel i + head_dim / 2, as in transformers.
+        """Rotate [sequences, length, heads, head_dim]; channel i pairs with channel i + head_dim /
+        2, as in transformers.
 
-        interleaved: neighbours are paired, but the result has the first of all pairs before the second ones.
+        interleaved: neighbours are paired, but the result has the first of all pairs before the
+        second ones.
         """
         first, second = (heads[..., 0::2], heads[..., 1::2]) if interleaved else heads.chunk(2, dim=-1)
         rotated = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
@@ -43,7 +46,8 @@ def rotary_frequencies(rope: Rope, head_dim: int, device: torch.device | str = "
     if scaling.rope_type == "linear":
         return base / scaling.factor
     assert scaling.original_max_position_embeddings
-    # How much of the unscaled frequency is kept: of those with many full rotations within the original length all of it.
+    # How much of the unscaled frequency is kept: of those with many full rotations within the
+    # original length all of it.
     if scaling.rope_type == "yarn":
 
         def pair(rotations: float) -> float:
@@ -78,14 +82,18 @@ def attention_factor(scaling: RopeScaling | None) -> float:
 
 
 def yarn_mscale(scaling: RopeScaling | None, weight: float | None) -> float:
-    """1 + 0.1 · weight · ln(factor) of yarn, or 1: what attention scores are multiplied by the square of."""
+    """1 + 0.1 · weight · ln(factor) of yarn, or 1: what attention scores are multiplied by the
+    square of.
+    """
     if scaling is None or scaling.rope_type != "yarn" or weight is None:
         return 1.0
     return 0.1 * math.log(max(1.0, scaling.factor)) * weight + 1
 
 
 def rotary_embedding(positions: Tensor, rope: Rope | None, head_dim: int) -> RotaryEmbedding | None:
-    """The rotations of positions int64 [sequences, length], computed once per forward; None where positions are learned."""
+    """The rotations of positions int64 [sequences, length], computed once per forward; None where
+    positions are learned.
+    """
     if rope is None:
         return None
     angles = positions.float()[:, :, None, None] * rotary_frequencies(rope, head_dim, positions.device)

@@ -1,4 +1,7 @@
-"""Bytes of weights and optimizer states, from the options and the numbers of parameters. Without torch."""
+"""Bytes of weights and optimizer states, from the options and the numbers of parameters.
+
+Without torch.
+"""
 
 from dataclasses import dataclass
 
@@ -13,10 +16,12 @@ STATE_8BIT_BYTES = 1 + 4 / 256  # of a number in 8 bits, with its part of a scal
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Numbers of parameters: all, adapters included; those that are trained; and of these the matrices of the blocks.
+    """Numbers of parameters: all, adapters included; those that are trained; and of these the
+    matrices of the blocks.
 
-    The last are the two-dimensional ones, which Muon treats differently. quantized, quantized_bytes: those stored in 4 or 8
-    bits (lora.base_dtype), which are among all, and the bytes they take.
+    The last are the two-dimensional ones, which Muon treats differently. quantized,
+    quantized_bytes: those stored in 4 or 8 bits (lora.base_dtype), which are among all, and the
+    bytes they take.
     """
 
     total: int
@@ -37,10 +42,11 @@ def count_all(model: ModelConfig) -> ParameterCounts:
 
 
 def optimizer_state_bytes(optimizer: OptimizerOptions, master_dtype: str, counts: ParameterCounts) -> int:
-    """Bytes of the optimizer's states, over all ranks that share them; without its step counters, 4 bytes a tensor.
+    """Bytes of the optimizer's states, over all ranks that share them; without its step counters, 4
+    bytes a tensor.
 
-    AdamW has two moments; Muon has a momentum of each matrix of the blocks, and AdamW's moments of the other parameters.
-    `OptimizerOptions.uses_state_dtype` says which dtype they have.
+    AdamW has two moments; Muon has a momentum of each matrix of the blocks, and AdamW's moments of
+    the other parameters. `OptimizerOptions.uses_state_dtype` says which dtype they have.
     """
     entry = registry.find("optimizer", optimizer.name)
     facts = entry.facts if entry else {}
@@ -54,5 +60,7 @@ def optimizer_state_bytes(optimizer: OptimizerOptions, master_dtype: str, counts
 
 
 def checkpoint_bytes(optimizer: OptimizerOptions, master_dtype: str, counts: ParameterCounts) -> int:
-    """Bytes of a checkpoint, which holds what training keeps between steps: master weights and optimizer states."""
+    """Bytes of a checkpoint, which holds what training keeps between steps: master weights and
+    optimizer states.
+    """
     return counts.weight_bytes(master_dtype) + optimizer_state_bytes(optimizer, master_dtype, counts)

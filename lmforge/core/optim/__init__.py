@@ -2,6 +2,6 @@
 
 Begin with `optimizer.py` (`build_optimizer`).
 
-For others: `build_optimizer`, `build_schedule`. Not here: which steps are bad (core/steps/bad_steps.py), and the
-bytes of states (core/model/state_bytes.py).
+For others: `build_optimizer`, `build_schedule`. Not here: which steps are bad
+(core/steps/bad_steps.py), and the bytes of states (core/model/state_bytes.py).
 """

@@ -1,7 +1,7 @@
 """AdamW whose moments may be kept in bf16, which halves the optimizer's memory.
 
-With fp32 moments torch's own fused AdamW does the same in one pass, and is what a run uses. With fp32 moments this class is
-used for the parameters that Muon does not update (muon.py).
+With fp32 moments torch's own fused AdamW does the same in one pass, and is what a run uses. With
+fp32 moments this class is used for the parameters that Muon does not update (muon.py).
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,24 +17,28 @@ from lmforge.core.options.sections import UPDATE_CHUNK_NUMEL
 from lmforge.core.parallel.parallel_model import local_tensor
 
 MAX_CHUNK_NUMEL = UPDATE_CHUNK_NUMEL
-# An odd number near 2^16 divided by the golden ratio: its multiples modulo 2^16 are spread evenly, however many.
+# An odd number near 2^16 divided by the golden ratio: its multiples modulo 2^16 are spread evenly,
+# however many.
 STEP_NOISE = 40_503
-# What belongs to a parameter, and this rank's parts of tensors of its shape, flat, of which the last is the gradient.
+# What belongs to a parameter, and this rank's parts of tensors of its shape, flat, of which the
+# last is the gradient.
 Part = tuple[Any, tuple[Tensor | Stored8Bit | StochasticBF16, ...]]
 
 
 class AdamW(torch.optim.Optimizer):
-    """AdamW (arXiv 1711.05101) on fp32 or bf16 parameters, plain or DTensor, with moments of `state_dtype`: fp32, bf16, or
-    uint8 for 8 bits (arXiv 2110.02861) of the parameters in groups that have `stores_8bit`, and fp32 of others.
+    """AdamW (arXiv 1711.05101) on fp32 or bf16 parameters, plain or DTensor, with moments of
+    `state_dtype`: fp32, bf16, or uint8 for 8 bits (arXiv 2110.02861) of the parameters in groups
+    that have `stores_8bit`, and fp32 of others.
 
-    A step is computed in fp32, by torch's fused kernel. In bf16 the first moment is stored rounded to nearest, the second
-    stochastically: its changes are smaller than the spacing of bf16 numbers, so with rounding to nearest it could not fall once
-    beta2 is above 0.996. The noise depends on the step only, so that a resumed run draws the same.
+    A step is computed in fp32, by torch's fused kernel. In bf16 the first moment is stored rounded
+    to nearest, the second stochastically: its changes are smaller than the spacing of bf16 numbers,
+    so with rounding to nearest it could not fall once beta2 is above 0.996. The noise depends on
+    the step only, so that a resumed run draws the same.
 
     `rounding_keys`: a key for each bf16 parameter that is rounded stochastically (stored.py).
 
-    `found_inf`, set on the optimizer as for torch's fused ones (a scalar, 0 or 1, on the device of the parameters): where it
-    is 1, a step leaves parameters and state as they are, bit by bit.
+    `found_inf`, set on the optimizer as for torch's fused ones (a scalar, 0 or 1, on the device of
+    the parameters): where it is 1, a step leaves parameters and state as they are, bit by bit.
     """
 
     def __init__(
@@ -69,7 +73,10 @@ class AdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One step of every parameter that has a gradient. The host does not wait for the device."""
+        """One step of every parameter that has a gradient.
+
+        The host does not wait for the device.
+        """
         device = self.param_groups[0]["params"][0].device
         skip = getattr(self, "found_inf", torch.zeros((), device=device)).bool()
         for group in self.param_groups:
@@ -108,7 +115,10 @@ def _fused_update(
     group: dict[str, Any],
     skip: Tensor,
 ) -> None:
-    """Update values and moments (fp32) in place with torch's kernel. `steps` count the previous steps, and are overwritten."""
+    """Update values and moments (fp32) in place with torch's kernel.
+
+    `steps` count the previous steps, and are overwritten.
+    """
     (beta1, beta2), lr, weight_decay, eps = (group[name] for name in ("betas", "lr", "weight_decay", "eps"))
     numbers: dict[str, Any] = {"beta1": beta1, "beta2": beta2, "lr": lr, "weight_decay": weight_decay, "eps": eps}
     numbers |= {"amsgrad": False, "maximize": False}
@@ -116,23 +126,28 @@ def _fused_update(
 
 
 def assign_unless(skip: Tensor, tensors: Iterable[Tensor], values: Iterable[Tensor]) -> None:
-    """Give each tensor its new value, rounded to its dtype, unless `skip` (a bool scalar on their device) is true."""
+    """Give each tensor its new value, rounded to its dtype, unless `skip` (a bool scalar on their
+    device) is true.
+    """
     for tensor, value in zip(tensors, values, strict=True):
         torch.where(skip, tensor, value.to(tensor.dtype), out=tensor)
 
 
 def local_parts(parameter: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
-    """This rank's part of a parameter, of its states and of its gradient, as tensors of one dimension."""
+    """This rank's part of a parameter, of its states and of its gradient, as tensors of one
+    dimension.
+    """
     assert parameter.grad is not None
     return (*(local_tensor(each).view(-1) for each in (parameter, *states)), local_tensor(parameter.grad).reshape(-1))
 
 
 def fp32_batches(parts: Iterable[Part], skip: Tensor | None = None) -> Iterator[tuple[list[Any], list[list[Tensor]]]]:
-    """What an elementwise update computes with: of each part what belongs to it, and its tensors in fp32, a list for each kind.
+    """What an elementwise update computes with: of each part what belongs to it, and its tensors in
+    fp32, a list for each kind.
 
-    Those in fp32 are the tensors themselves. Others are rounded back when the next batch is asked for, but not gradients;
-    where `skip` is true, they keep their bits. A batch has at most MAX_CHUNK_NUMEL elements of a kind; larger
-    parts are cut, those in 8 bits between rows.
+    Those in fp32 are the tensors themselves. Others are rounded back when the next batch is asked
+    for, but not gradients; where `skip` is true, they keep their bits. A batch has at most
+    MAX_CHUNK_NUMEL elements of a kind; larger parts are cut, those in 8 bits between rows.
     """
     batch: list[Part] = []
     numel = 0
@@ -164,9 +179,10 @@ def _in_fp32(batch: list[Part], skip: Tensor | None) -> Iterator[tuple[list[Any]
 
 
 def stochastic_round_(tensors: Sequence[Tensor], step: Tensor) -> None:
-    """Round fp32 tensors in place to bf16 values stochastically: up or down at random, so that the expected value is the number
-    itself. bf16 is the upper half of fp32, and a carry out of the lower one rounds up. Each element has a random number of its
-    own, always the same one, which `step` (a scalar on the device) shifts.
+    """Round fp32 tensors in place to bf16 values stochastically: up or down at random, so that the
+    expected value is the number itself. bf16 is the upper half of fp32, and a carry out of the
+    lower one rounds up. Each element has a random number of its own, always the same one, which
+    `step` (a scalar on the device) shifts.
     """
     generator = torch.Generator(tensors[0].device).manual_seed(0)
     shift = (step.long() * STEP_NOISE) % 2**16

@@ -1,7 +1,9 @@
-"""Muon (orthogonalized momentum) for the hidden matrices and AdamW for all other parameters, in one optimizer.
+"""Muon (orthogonalized momentum) for the hidden matrices and AdamW for all other parameters, in one
+optimizer.
 
-Where matrices are sharded by rows, each matrix is gathered on one rank of the shard group, orthogonalized and scattered again.
-Ranks divide the work, and each holds only some full matrices at a time. Momentum stays sharded.
+Where matrices are sharded by rows, each matrix is gathered on one rank of the shard group,
+orthogonalized and scattered again. Ranks divide the work, and each holds only some full matrices at
+a time. Momentum stays sharded.
 """
 
 import math
@@ -19,21 +21,25 @@ from lmforge.core.optim.stored import StochasticBF16
 from lmforge.core.parallel.parallel_model import local_tensor
 from lmforge.core.parallel.precision import has_native_bf16
 
-# x → a·x + b·x³ + c·x⁵ on the singular values, five times: chosen by Keller Jordan for its slope at zero. It does not converge
-# to 1, but brings all values that are not tiny to between 0.7 and 1.2, which works as well.
+# x → a·x + b·x³ + c·x⁵ on the singular values, five times: chosen by Keller Jordan for its slope at
+# zero. It does not converge to 1, but brings all values that are not tiny to between 0.7 and 1.2,
+# which works as well.
 NS_A, NS_B, NS_C = 3.4445, -4.7750, 2.0315
 NS_STEPS = 5
-# The number of elements of a rank's shards that are sent at once, but at least one matrix per rank. It limits the memory of
-# copies.
+# The number of elements of a rank's shards that are sent at once, but at least one matrix per rank.
+# It limits the memory of copies.
 MAX_BATCH_NUMEL = 2**25
 
 
 class Muon(AdamW):
-    """Muon for the groups that have `orthogonal` true, AdamW for the others. Parameters are fp32 or bf16, plain or DTensor.
+    """Muon for the groups that have `orthogonal` true, AdamW for the others.
 
-    Momentum as in https://kellerjordan.github.io/posts/muon with Nesterov's look ahead. An update is scaled by 0.2·√max(rows,
-    columns), so that its size matches AdamW's usual updates, and lr and weight_decay have the same meaning (arXiv 2502.16982).
-    DTensors are sharded by rows on one dimension of their mesh, stacks of experts by expert too; replicas repeat the work.
+    Parameters are fp32 or bf16, plain or DTensor.
+
+    Momentum as in https://kellerjordan.github.io/posts/muon with Nesterov's look ahead. An update
+    is scaled by 0.2·√max(rows, columns), so that its size matches AdamW's usual updates, and lr and
+    weight_decay have the same meaning (arXiv 2502.16982). DTensors are sharded by rows on one
+    dimension of their mesh, stacks of experts by expert too; replicas repeat the work.
     """
 
     def __init__(self, params: Iterable[dict[str, Any]], *, momentum: float, **adamw_kwargs: Any) -> None:
@@ -97,8 +103,8 @@ class Muon(AdamW):
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
-    """Approximately the nearest orthogonal matrices, [count, rows, columns], computed in the input's dtype, which may be any
-    float dtype.
+    """Approximately the nearest orthogonal matrices, [count, rows, columns], computed in the
+    input's dtype, which may be any float dtype.
 
     Newton–Schulz iteration: U·S·Vᵀ → U·S'·Vᵀ with S' near 1. Zero stays zero.
     """
@@ -129,10 +135,11 @@ def _orthogonalize_by_shape(matrices: list[Tensor]) -> list[Tensor]:
 
 
 def _orthogonalize_sharded(shards: list[Tensor], num_rows: list[int], group: dist.ProcessGroup) -> list[Tensor]:
-    """This rank's rows of the orthogonalized matrices, from its rows of the inputs; `num_rows` are those of each full matrix.
+    """This rank's rows of the orthogonalized matrices, from its rows of the inputs; `num_rows` are
+    those of each full matrix.
 
-    Matrix i belongs to rank i modulo the size of `group`. All sizes follow from the shapes, so they are neither communicated
-    between ranks nor copied from device to host.
+    Matrix i belongs to rank i modulo the size of `group`. All sizes follow from the shapes, so they
+    are neither communicated between ranks nor copied from device to host.
     """
     ranks, rank = range(group.size()), group.rank()
     sent_sizes = [[shard.numel() for shard in shards[each :: len(ranks)]] for each in ranks]
@@ -156,7 +163,10 @@ def _orthogonalize_sharded(shards: list[Tensor], num_rows: list[int], group: dis
 def _all_to_all(
     sent: Tensor, sent_sizes: list[list[int]], received_sizes: list[list[int]], group: dist.ProcessGroup
 ) -> list[tuple[Tensor, ...]]:
-    """Send every rank its part of `sent`. Returns the tensors received from each rank. Sizes are by rank, then by tensor."""
+    """Send every rank its part of `sent`.
+
+    Returns the tensors received from each rank. Sizes are by rank, then by tensor.
+    """
     received = sent.new_empty(sum(map(sum, received_sizes)))
     totals = [sum(sizes) for sizes in received_sizes]
     dist.all_to_all_single(received, sent, totals, [sum(sizes) for sizes in sent_sizes], group=group)
@@ -164,13 +174,17 @@ def _all_to_all(
 
 
 def _shard_num_rows(num_rows: int, group_size: int) -> list[int]:
-    """The number of rows of each rank, as DTensor shards them: equal parts except for the last ranks."""
+    """The number of rows of each rank, as DTensor shards them: equal parts except for the last
+    ranks.
+    """
     part = -(-num_rows // group_size)
     return [max(0, min(part, num_rows - rank * part)) for rank in range(group_size)]
 
 
 def _group_by_mesh(parameters: list[Tensor]) -> list[tuple[dist.ProcessGroup | None, list[Tensor]]]:
-    """Parameters with the group of ranks that each is sharded over, None for those that this rank holds in full."""
+    """Parameters with the group of ranks that each is sharded over, None for those that this rank
+    holds in full.
+    """
     groups: dict[str, tuple[dist.ProcessGroup | None, list[Tensor]]] = {}
     for parameter in parameters:
         group = _shard_group(parameter) if isinstance(parameter, DTensor) else None
@@ -179,7 +193,10 @@ def _group_by_mesh(parameters: list[Tensor]) -> list[tuple[dist.ProcessGroup | N
 
 
 def _shard_group(parameter: DTensor) -> dist.ProcessGroup | None:
-    """The ranks that have rows of the same matrices. A stack that is sharded by expert has whole ones on each rank."""
+    """The ranks that have rows of the same matrices.
+
+    A stack that is sharded by expert has whole ones on each rank.
+    """
     rows = parameter.ndim - 2
     for dim, placement in enumerate(parameter.placements):
         if placement.is_shard(rows) and parameter.device_mesh.size(dim) > 1:
@@ -189,7 +206,10 @@ def _shard_group(parameter: DTensor) -> dist.ProcessGroup | None:
 
 
 def _batch_matrices(matrices: list[Tensor], group_size: int) -> Iterator[list[Tensor]]:
-    """Matrices to exchange at once. Adjacent ones have the same shape, so that ranks have equal work."""
+    """Matrices to exchange at once.
+
+    Adjacent ones have the same shape, so that ranks have equal work.
+    """
     batch: list[Tensor] = []
     for matrix in sorted(matrices, key=lambda matrix: tuple(matrix.shape), reverse=True):
         if len(batch) % group_size == 0 and sum(each.numel() for each in batch) > MAX_BATCH_NUMEL * group_size:
@@ -201,6 +221,6 @@ def _batch_matrices(matrices: list[Tensor], group_size: int) -> Iterator[list[Te
 
 
 def _compute_dtype(device: torch.device) -> torch.dtype:
-    # Five iterations tolerate the rounding of bf16. On a CPU with bf16 support it gains little, and without support it is much
-    # slower.
+    # Five iterations tolerate the rounding of bf16. On a CPU with bf16 support it gains little, and
+    # without support it is much slower.
     return torch.bfloat16 if device.type == "cuda" and has_native_bf16(device) else torch.float32

@@ -24,11 +24,14 @@ STATE_DTYPES = DTYPES | {"8bit": torch.uint8}
 def build_optimizer(
     model: LanguageModel, options: OptimizerOptions, full_shapes: Mapping[str, torch.Size] | None = None
 ) -> torch.optim.Optimizer:
-    """The optimizer of `model`'s trainable parameters. Raises UserError for a group without parameters.
+    """The optimizer of `model`'s trainable parameters.
 
-    Matrices decay; vectors (norms, biases) do not. The learning rate of input embeddings and head is `embedding_lr_ratio` times
-    that of the rest. The groups of the options override this for their parameters. `full_shapes` has the full shape of each
-    parameter by name, where parameters do not have it (FSDP1's are flat).
+    Raises UserError for a group without parameters.
+
+    Matrices decay; vectors (norms, biases) do not. The learning rate of input embeddings and head
+    is `embedding_lr_ratio` times that of the rest. The groups of the options override this for
+    their parameters. `full_shapes` has the full shape of each parameter by name, where parameters
+    do not have it (FSDP1's are flat).
     """
     parameters = dict(model.named_parameters())
     shapes = {name: parameter.shape for name, parameter in parameters.items()} | dict(full_shapes or {})
@@ -81,16 +84,17 @@ def _needs_matrices(options: OptimizerOptions) -> bool:
 def tensor_options(
     model: LanguageModel, options: OptimizerOptions, full_shapes: Mapping[str, torch.Size] | None = None
 ) -> dict[str, dict[str, Any]]:
-    """What applies to each trainable parameter, by name: `weight_decay`, `lr_ratio` (of the learning rate to the recipe's), and
-    where they are not the same for all `eps`, `orthogonal` (Muon's) and `stores_8bit`. For `full_shapes` and errors see
-    `build_optimizer`.
+    """What applies to each trainable parameter, by name: `weight_decay`, `lr_ratio` (of the
+    learning rate to the recipe's), and where they are not the same for all `eps`, `orthogonal`
+    (Muon's) and `stores_8bit`. For `full_shapes` and errors see `build_optimizer`.
     """
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()} | dict(full_shapes or {})
     marks_matrices, result = _needs_matrices(options), dict[str, dict[str, Any]]()
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     tables = {id(parameter) for module in (*model.embeddings, model.lm_head) for parameter in module.parameters()}
     hidden = {id(parameter) for parameter in model.blocks.parameters() if parameter.ndim >= 2}
-    # A pipeline rank has only some of the tensors, so a pattern may match none of them. No pattern may be for a frozen tensor.
+    # A pipeline rank has only some of the tensors, so a pattern may match none of them. No pattern
+    # may be for a frozen tensor.
     frozen = {name for name, _ in model.named_parameters()} - trainable.keys()
     chosen = assign_groups([name for name in shapes if name not in frozen], options.groups)
     for name, parameter in trainable.items():
@@ -115,8 +119,9 @@ def tensor_options(
 
 
 def assign_groups(names: Iterable[str], groups: Iterable[GroupOptions]) -> dict[str, GroupOptions]:
-    """The group of each tensor name that matches a pattern; the first, if several do. Raises UserError for a group that no
-    tensor matches.
+    """The group of each tensor name that matches a pattern; the first, if several do.
+
+    Raises UserError for a group that no tensor matches.
     """
     names = list(names)
     chosen: dict[str, GroupOptions] = {}
@@ -136,8 +141,10 @@ def assign_groups(names: Iterable[str], groups: Iterable[GroupOptions]) -> dict[
 
 
 def _closest_names(group: GroupOptions, names: list[str]) -> str:
-    """The three names that are most similar to a group's pattern, in full or in part. Names that differ only in digits count
-    once."""
+    """The three names that are most similar to a group's pattern, in full or in part.
+
+    Names that differ only in digits count once.
+    """
     kinds = {re.sub(r"\d+", "", name): name for name in reversed(names)}
 
     def likeness(name: str) -> float:
@@ -147,10 +154,11 @@ def _closest_names(group: GroupOptions, names: list[str]) -> str:
 
 
 def named_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
-    """The optimizer's state tensors under the names of their parameters, as a checkpoint keeps them.
+    """The optimizer's state tensors under the names of their parameters, as a checkpoint keeps
+    them.
 
-    State that does not exist yet (before the first step, or before loading) is created as zeros. The tensors are the
-    optimizer's own, so loading fills them in place.
+    State that does not exist yet (before the first step, or before loading) is created as zeros.
+    The tensors are the optimizer's own, so loading fills them in place.
     """
     groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     present = {parameter: bool(optimizer.state.get(parameter)) for parameter in groups}

@@ -1,8 +1,10 @@
-"""The learning rate of a step, and its schedules: the fraction of the way from the final rate up to the peak, after warm-up.
+"""The learning rate of a step, and its schedules: the fraction of the way from the final rate up to
+the peak, after warm-up.
 
-Each schedule is called as `(step, steps, schedule, options)`: the 0-based step, the steps of the whole run, the section
-`[schedule]`, and the schedule's own options, of which these have none. It returns 1 at the peak and would return 0, the final
-rate, at step `steps`: as in transformers, so that no step is taken at a rate of 0.
+Each schedule is called as `(step, steps, schedule, options)`: the 0-based step, the steps of the
+whole run, the section `[schedule]`, and the schedule's own options, of which these have none. It
+returns 1 at the peak and would return 0, the final rate, at step `steps`: as in transformers, so
+that no step is taken at a rate of 0.
 """
 
 import math
@@ -15,11 +17,11 @@ from lmforge.core.options.sections import ScheduleOptions
 
 
 def build_schedule(options: ScheduleOptions, steps: int, peak_lr: float) -> Callable[[int], float]:
-    """The learning rate of a step (from 0) in a run of `steps`: linear warm-up, then the schedule's shape down to its final
-    ratio.
+    """The learning rate of a step (from 0) in a run of `steps`: linear warm-up, then the schedule's
+    shape down to its final ratio.
 
-    The peak is reached after the warm-up. The function raises UserError for a schedule of a plugin that returns no finite
-    number from 0 on.
+    The peak is reached after the warm-up. The function raises UserError for a schedule of a plugin
+    that returns no finite number from 0 on.
     """
     warmup, entry = options.warmup(steps), registry.get("schedule", options.name)
     own_options = entry_options(options, entry)

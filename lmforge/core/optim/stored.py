@@ -1,8 +1,9 @@
-"""What an optimizer keeps between steps in fewer bits than it computes with: states in 8 bits, and bf16 weights that are
-rounded stochastically.
+"""What an optimizer keeps between steps in fewer bits than it computes with: states in 8 bits, and
+bf16 weights that are rounded stochastically.
 
-Both are parts of full tensors: how a number is stored depends on its tensor, its place in it and the step, and so is the same
-on any number of ranks. Blocks of 8-bit states end with a row (core/model/quantization/blocks.py), which no strategy cuts.
+Both are parts of full tensors: how a number is stored depends on its tensor, its place in it and
+the step, and so is the same on any number of ranks. Blocks of 8-bit states end with a row
+(core/model/quantization/blocks.py), which no strategy cuts.
 """
 
 from collections.abc import Iterator
@@ -19,7 +20,9 @@ from lmforge.core.parallel.parallel_model import local_tensor
 
 
 def zeros_8bit(parameter: Tensor) -> Tensor:
-    """A state of zeros for a matrix, or a stack of them, in 8 bits: uint8 [..., rows, row bytes], sharded as it is."""
+    """A state of zeros for a matrix, or a stack of them, in 8 bits: uint8 [..., rows, row bytes],
+    sharded as it is.
+    """
     *rows, columns = parameter.shape
     local = local_tensor(parameter)
     packed = torch.zeros(*local.shape[:-1], row_bytes(columns), dtype=torch.uint8, device=local.device)
@@ -32,7 +35,9 @@ def zeros_8bit(parameter: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Stored8Bit:
-    """A state in 8 bits, uint8 [rows, row bytes], of a matrix with so many columns, as a flat tensor of fp32."""
+    """A state in 8 bits, uint8 [rows, row bytes], of a matrix with so many columns, as a flat
+    tensor of fp32.
+    """
 
     packed: Tensor
     columns: int
@@ -61,11 +66,13 @@ class Stored8Bit:
 
 @dataclass(frozen=True)
 class StochasticBF16:
-    """This rank's part of a bf16 weight, flat. What is stored is rounded up or down at random, with the number itself as the
-    expected value: a step that is smaller than half the spacing of bf16 is not lost, but taken with its probability.
+    """This rank's part of a bf16 weight, flat.
 
-    key: of the tensor, 64 bits. step: steps done, a scalar on the device. starts, length: as in HeldPart. first: the place of
-    the first of these numbers in the part.
+    What is stored is rounded up or down at random, with the number itself as the expected value: a
+    step that is smaller than half the spacing of bf16 is not lost, but taken with its probability.
+
+    key: of the tensor, 64 bits. step: steps done, a scalar on the device. starts, length: as in
+    HeldPart. first: the place of the first of these numbers in the part.
     """
 
     weight: Tensor

@@ -1,7 +1,8 @@
-"""The modes of `parallel.activation_checkpointing`: what each keeps of a block for its backward pass, which computes the rest
-again.
+"""The modes of `parallel.activation_checkpointing`: what each keeps of a block for its backward
+pass, which computes the rest again.
 
-Without torch. core/parallel/activation_checkpointing.py carries a mode out, and plan/ traces what it saves and what it costs.
+Without torch. core/parallel/activation_checkpointing.py carries a mode out, and plan/ traces what
+it saves and what it costs.
 """
 
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -10,10 +11,10 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 class NoCheckpointing:
     """Blocks keep all that their backward pass needs.
 
-    summary: the mode in the help of the option. keeps_operators: whether blocks that are recomputed keep the output of
-    attention and of the products of `keeps_product`; if not, they keep their input only. host_margin: so many times the
-    activations may be needed on a CPU, whose C library fragments memory between saved and recomputed tensors (up to 1.35, 1.9
-    and 2.9 were measured).
+    summary: the mode in the help of the option. keeps_operators: whether blocks that are recomputed
+    keep the output of attention and of the products of `keeps_product`; if not, they keep their
+    input only. host_margin: so many times the activations may be needed on a CPU, whose C library
+    fragments memory between saved and recomputed tensors (up to 1.35, 1.9 and 2.9 were measured).
     """
 
     name: ClassVar[str] = "none"
@@ -22,16 +23,22 @@ class NoCheckpointing:
     host_margin: ClassVar[float] = 1.4
 
     def recomputes_block(self, number: int, every: int) -> bool:
-        """Whether block `number`, counted from 1, is recomputed; `every` is `activation_checkpointing_every`."""
+        """Whether block `number`, counted from 1, is recomputed; `every` is
+        `activation_checkpointing_every`.
+        """
         return False
 
     def keeps_product(self, number: int) -> bool:
-        """Whether the output of a block's matrix product `number`, counted from 1, is kept in blocks that are recomputed."""
+        """Whether the output of a block's matrix product `number`, counted from 1, is kept in
+        blocks that are recomputed.
+        """
         return False
 
 
 class SelectiveOperators(NoCheckpointing):
-    """Attention and every second matrix product are kept (torchtitan's choice): expensive to recompute, cheap to keep."""
+    """Attention and every second matrix product are kept (torchtitan's choice): expensive to
+    recompute, cheap to keep.
+    """
 
     name = "selective-ops"
     summary = "of all but expensive operators"

@@ -9,9 +9,11 @@ from lmforge.core.options.sections import COMFORTABLE_MICRO_BATCH_TOKENS, DEFAUL
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How one global batch is cut, in sequences: over `data_parallel_size × accumulation × micro_batch_size` places.
+    """How one global batch is cut, in sequences: over `data_parallel_size × accumulation ×
+    micro_batch_size` places.
 
-    Where these are more than `global_batch_size`, the ranks' shares differ by a sequence, and the places left are padding.
+    Where these are more than `global_batch_size`, the ranks' shares differ by a sequence, and the
+    places left are padding.
     """
 
     global_batch_size: int
@@ -46,10 +48,11 @@ def divisors(number: int) -> list[int]:
 
 
 def batch_plan(train: TrainOptions, length: int, ranks: int, group: int = 1) -> BatchPlan:
-    """Cut the global batch for `ranks` data-parallel ranks, which it need not divide by: a run goes on when hosts are lost.
+    """Cut the global batch for `ranks` data-parallel ranks, which it need not divide by: a run goes
+    on when hosts are lost.
 
-    `group` sequences stay together on a rank: the completions of a prompt. Raises UserError where a rank would have no
-    sequence, or `micro_batch_size` or `group` does not divide the batch.
+    `group` sequences stay together on a rank: the completions of a prompt. Raises UserError where a
+    rank would have no sequence, or `micro_batch_size` or `group` does not divide the batch.
     """
     size = train.global_batch_size or (train.global_batch_tokens or DEFAULT_GLOBAL_BATCH_SIZE * length) // length
     if size % group:

@@ -1,6 +1,7 @@
-"""The built-in names, and the implementation of each, which is imported when it is first used. This module does not import
-torch. The names are registered as those of plugins are, with `registry.register`. docs/extending.md lists the kinds and the
-arguments of an implementation.
+"""The built-in names, and the implementation of each, which is imported when it is first used.
+
+This module does not import torch. The names are registered as those of plugins are, with
+`registry.register`. docs/extending.md lists the kinds and the arguments of an implementation.
 """
 
 from pathlib import Path
@@ -13,7 +14,8 @@ from lmforge.core.registry import BUILT_IN, register
 __all__ = ["register"]
 
 # fmt: off
-# Suffixes of files, without the dot. Which unit reads which of them is in text/sources/text_sources.py.
+# Suffixes of files, without the dot. Which unit reads which of them is in
+# text/sources/text_sources.py.
 TEXT = (
     "txt text md markdown rst adoc org tex xml css yaml yml toml ini cfg py pyi c h cc cpp hpp cu java kt scala js jsx ts tsx"
     " go rs rb php pl lua r jl sh bash sql swift cs hs"

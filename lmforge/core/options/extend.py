@@ -1,6 +1,8 @@
-"""Adds the options of plugins to the config classes, so that they are read, checked and explained like any other.
+"""Adds the options of plugins to the config classes, so that they are read, checked and explained
+like any other.
 
-An entry of the registry with options has a section of its name in the section where its kind is chosen: `[optimizer.NAME]`.
+An entry of the registry with options has a section of its name in the section where its kind is
+chosen: `[optimizer.NAME]`.
 """
 
 import hashlib
@@ -19,13 +21,15 @@ from lmforge.core.registry import KINDS, Entry
 
 OptionsT = TypeVar("OptionsT", bound=Options)
 
-# Configs are sent between ranks, so their classes are found by name; every rank has the same plugins and so the same names.
+# Configs are sent between ranks, so their classes are found by name; every rank has the same
+# plugins and so the same names.
 _classes = ModuleType("lmforge.core.options.extended")
 sys.modules[_classes.__name__] = _classes
 
 
 def extended(options_class: type[OptionsT]) -> type[OptionsT]:
-    """The class with the sections of everything that is registered and has options; itself where there is nothing of these.
+    """The class with the sections of everything that is registered and has options; itself where
+    there is nothing of these.
 
     Raises UserError for options that cannot be a section.
     """
@@ -33,7 +37,10 @@ def extended(options_class: type[OptionsT]) -> type[OptionsT]:
 
 
 def extended_section(options_class: type[OptionsT], name: str) -> type[Options]:
-    """The class of one section of a config, with the options of plugins. Raises UserError as `extended` does."""
+    """The class of one section of a config, with the options of plugins.
+
+    Raises UserError as `extended` does.
+    """
     section_class = _section_class(extended(options_class).model_fields[name])
     assert section_class is not None
     assert issubclass(section_class, Options)

@@ -24,8 +24,11 @@ from lmforge.core.options.options import (
 
 
 def format_help(options_class: type[Options], everything: bool = True) -> str:
-    """Help for options: name, type, meaning and default, one line each. Where a class names its essential ones, they are all
-    that is listed unless `everything` is asked for, and their sections come first."""
+    """Help for options: name, type, meaning and default, one line each.
+
+    Where a class names its essential ones, they are all that is listed unless `everything` is asked
+    for, and their sections come first.
+    """
     known = dict(iter_options(options_class))
     essential = {path: known[path] for path in (tuple(name.split(".")) for name in options_class.ESSENTIAL.split())}
     order = {section: at for at, section in enumerate(dict.fromkeys(path[0] for path in essential))}

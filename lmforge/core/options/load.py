@@ -35,12 +35,16 @@ class _Stages(Mapping[str, type[StageConfig]]):
 
 
 STAGES = _Stages()
-# Options that override arguments and recipe when a stage resumes: what was to be deleted has been deleted.
+# Options that override arguments and recipe when a stage resumes: what was to be deleted has been
+# deleted.
 RESUME_ARGUMENTS = ["--run.overwrite", "false", "--run.resume", "auto"]
 
 
 def config_class(recipe: dict[str, object], source: str) -> type[StageConfig]:
-    """The config class of a recipe, by its run.stage; PretrainConfig where it has none. Raises UserError."""
+    """The config class of a recipe, by its run.stage; PretrainConfig where it has none.
+
+    Raises UserError.
+    """
     return STAGES[_stage_of(recipe, source) or "pretrain"]
 
 
@@ -60,8 +64,9 @@ def read_config(recipe: Path) -> StageConfig:
 
 
 def read_record(recipe: Path) -> StageConfig:
-    """The config of a recipe that a run has recorded, without loading its plugins: their names are kept, their options are left
-    out. Raises UserError."""
+    """The config of a recipe that a run has recorded, without loading its plugins: their names are
+    kept, their options are left out. Raises UserError.
+    """
     table = read_recipe(recipe)
     options_class = config_class(table, str(recipe))
     for kind in KINDS.values():
@@ -79,9 +84,12 @@ def read_record(recipe: Path) -> StageConfig:
 def load_extended(
     options_class: type[OptionsT], table: dict[str, Any], recipe: Path | None = None, arguments: Sequence[str] = ()
 ) -> type[OptionsT]:
-    """Load installed plugins and those that a recipe and a command line name. Returns the class with their options.
+    """Load installed plugins and those that a recipe and a command line name.
 
-    Paths in `table`, the content of `recipe`, become absolute. Raises UserError for a plugin that cannot be used.
+    Returns the class with their options.
+
+    Paths in `table`, the content of `recipe`, become absolute. Raises UserError for a plugin that
+    cannot be used.
     """
     if "plugins" not in options_class.model_fields:
         return options_class
@@ -109,7 +117,10 @@ def parse_verb(options_class: type[OptionsT], arguments: list[str]) -> OptionsT:
 
 
 def parse_config(options_class: type[StageConfigT], arguments: list[str]) -> StageConfigT:
-    """A recipe, if the first argument is one, overridden by the options after it. Raises UserError."""
+    """A recipe, if the first argument is one, overridden by the options after it.
+
+    Raises UserError.
+    """
     recipe, rest = (Path(arguments[0]), arguments[1:]) if arguments and not arguments[0].startswith("-") else (None, arguments)
     table = read_recipe(recipe) if recipe else {}
     stage = _stage_of(table, str(recipe))
@@ -124,8 +135,9 @@ def parse_config(options_class: type[StageConfigT], arguments: list[str]) -> Sta
 
 
 def build_config(stage: str, options: Mapping[str, Any], recipe: Path | None = None) -> StageConfig:
-    """The config of a stage for a program: a recipe, if there is one, overridden by options such as "train.steps". Raises
-    UserError."""
+    """The config of a stage for a program: a recipe, if there is one, overridden by options such as
+    "train.steps". Raises UserError.
+    """
     if stage not in STAGES:
         raise UserError(f"{stage}: no stage of training{did_you_mean(stage, STAGES)}; there are {', '.join(STAGES)}")
     table = read_recipe(recipe) if recipe else {}

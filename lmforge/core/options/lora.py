@@ -8,7 +8,10 @@ from lmforge.core.options.ranges import MODEL_RANGES, PROBABILITY, SCALE
 
 
 class LoraOptions(Options):
-    """LoRA: low-rank adapters (Hu et al., arXiv 2106.09685) are trained beside frozen weights. Names are PEFT's."""
+    """LoRA: low-rank adapters (Hu et al., arXiv 2106.09685) are trained beside frozen weights.
+
+    Names are PEFT's.
+    """
 
     rank: int | None = option(None, "rank of the adapters (PEFT: r); none trains all weights", **MODEL_RANGES["hidden_size"])
     alpha: float = option(32.0, "the adapters' output is scaled by alpha / rank (PEFT: lora_alpha)", **SCALE)

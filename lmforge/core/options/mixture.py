@@ -1,4 +1,6 @@
-"""Sources of data with weights, and the phases of a run that mix them: tables of the recipe's [data]."""
+"""Sources of data with weights, and the phases of a run that mix them: tables of the recipe's
+[data].
+"""
 
 import os
 import re
@@ -28,7 +30,9 @@ class SourceOptions(Options):
     weight: float = option(1.0, "weight of the source in the mixture, relative to the weights of the others", **SCALE)
 
     def label_of(self, location: Path) -> str:
-        """The name of the source that lies there, or what stands for it; of a link to itself, its own name."""
+        """The name of the source that lies there, or what stands for it; of a link to itself, its
+        own name.
+        """
         return self.name or re.sub("[^A-Za-z0-9._-]+", "-", Path(os.path.realpath(location)).name)[:64].strip("-._") or "source"
 
     def problems(self) -> Iterator[str]:
@@ -77,7 +81,10 @@ def labels_of_mixture(sources: Sequence[AnySourceOptions]) -> list[str]:
 
 
 class PhaseOptions(Options):
-    """A part of the run with a mixture of its own. Phases follow each other; later ones may be added while a run goes on."""
+    """A part of the run with a mixture of its own.
+
+    Phases follow each other; later ones may be added while a run goes on.
+    """
 
     steps: int | None = option(None, "steps of the phase (default: up to the end of the run)", **COUNT)
     tokens: int | None = option(None, "instead of steps: tokens of the phase, a multiple of the tokens per step", **TOKENS)
@@ -116,7 +123,9 @@ class PhaseOptions(Options):
 
 
 def is_remote(folder: str) -> bool:
-    """Whether a folder in options is an address in a store, such as s3://bucket/tokens; file:///tokens is a local path."""
+    """Whether a folder in options is an address in a store, such as s3://bucket/tokens;
+    file:///tokens is a local path.
+    """
     scheme, separator, _ = folder.partition("://")
     return bool(separator) and scheme.lower() not in ("file", "local")
 
@@ -148,7 +157,10 @@ def mixture_problems(
 
 
 def phase_samples(phase: PhaseOptions, global_batch_size: int, sequence_length: int) -> int | None:
-    """The number of samples of a phase; None where it has no end. Raises UserError where its tokens are no whole steps."""
+    """The number of samples of a phase; None where it has no end.
+
+    Raises UserError where its tokens are no whole steps.
+    """
     if phase.tokens is None:
         return None if phase.steps is None else phase.steps * global_batch_size
     step = global_batch_size * sequence_length

@@ -1,4 +1,6 @@
-"""The sections of a recipe about saving, logging, monitoring and launching; none changes the training."""
+"""The sections of a recipe about saving, logging, monitoring and launching; none changes the
+training.
+"""
 
 import re
 from collections.abc import Iterator
@@ -9,16 +11,21 @@ from lmforge.core.files.untrusted import quoted, words_problem
 from lmforge.core.options.options import Options, choice, option
 from lmforge.core.options.ranges import COUNT, COUNT_OR_0, DURATION, RANKS, THREADS
 
-# The launchers whose variables say which rank a process is; `core/distributed/environment.py` reads them.
+# The launchers whose variables say which rank a process is; `core/distributed/environment.py` reads
+# them.
 EnvironmentName = Literal["auto", "single", "local", "torchrun", "slurm", "pbs", "openmpi", "mpich", "pals"]
 ENVIRONMENT = option("auto", "launcher that started the ranks, if it is not detected; single: none, each process trains alone")
 MAX_PORT = 65_535
-# Variables of libraries and trackers that a run may need; schedulers forward the whole environment by themselves.
+# Variables of libraries and trackers that a run may need; schedulers forward the whole environment
+# by themselves.
 FORWARDED_VARIABLES = ("HF_*", "NCCL_*", "GLOO_*", "TORCH_*", "WANDB_*", "OMP_*", "LMFORGE_*", "PYTHONPATH", "LD_LIBRARY_PATH")
 
 
 class CheckpointOptions(Options):
-    """Which checkpoints are saved and kept. Newer ones replace temporary ones; only a rollback deletes kept ones."""
+    """Which checkpoints are saved and kept.
+
+    Newer ones replace temporary ones; only a rollback deletes kept ones.
+    """
 
     every_steps: int | None = option(
         None, "steps between checkpoints; the last step always saves (default: a tenth of the run)", **COUNT
@@ -77,7 +84,9 @@ class LogOptions(Options):
 
 
 class WatchOptions(Options):
-    """The watchdog: what is reported when ranks make no progress, and when a rank that cannot continue ends itself."""
+    """The watchdog: what is reported when ranks make no progress, and when a rank that cannot
+    continue ends itself.
+    """
 
     stall_seconds: float = option(
         30.0,
@@ -101,7 +110,9 @@ LauncherName = Literal["local", "ssh", "slurm", "pbs", "mpi"]
 
 
 class JobOptions(Options):
-    """Where ranks are started, by whom, and with what: of `lmforge launch` and `lmforge doctor --on`."""
+    """Where ranks are started, by whom, and with what: of `lmforge launch` and `lmforge doctor
+    --on`.
+    """
 
     processes: int = option(1, "ranks to start on each node (torchrun: --nproc-per-node); not under torchrun", **RANKS)
     environment: EnvironmentName = ENVIRONMENT
@@ -166,8 +177,11 @@ class JobOptions(Options):
 
 
 class LaunchOptions(JobOptions):
-    """How processes are started. `lmforge launch` reads all of them, the verbs that train `processes`, `environment` and
-    `max_restarts`."""
+    """How processes are started.
+
+    `lmforge launch` reads all of them, the verbs that train `processes`, `environment` and
+    `max_restarts`.
+    """
 
     max_restarts: int = option(3, "restarts of all ranks, from the last checkpoint, after one of them was lost", **COUNT_OR_0)
     signal_seconds: int = option(
@@ -184,7 +198,9 @@ class LaunchOptions(JobOptions):
 
 
 def parse_time_limit(text: str) -> int | None:
-    """Seconds of a time limit as Slurm and PBS write it: MINUTES, HH:MM:SS, DAYS-HH:MM:SS; None for anything else."""
+    """Seconds of a time limit as Slurm and PBS write it: MINUTES, HH:MM:SS, DAYS-HH:MM:SS; None for
+    anything else.
+    """
     if re.fullmatch(r"[0-9]{1,6}", text):
         return 60 * int(text) or None
     match = re.fullmatch(r"(?:([0-9]{1,3})-)?([0-9]{1,4}):([0-5]?[0-9]):([0-5]?[0-9])", text)

@@ -1,7 +1,9 @@
-"""Declaring options, and reading them: a TOML recipe and a command line become one validated tree of pydantic models.
+"""Declaring options, and reading them: a TOML recipe and a command line become one validated tree
+of pydantic models.
 
-This module merges, validates and explains options, independent of their meaning. Recipe and command line go through the same
-validation, so both give the same error message. `to_toml` writes a tree as a recipe.
+This module merges, validates and explains options, independent of their meaning. Recipe and command
+line go through the same validation, so both give the same error message. `to_toml` writes a tree as
+a recipe.
 """
 
 import copy
@@ -47,13 +49,18 @@ class Options(BaseModel):
 
     # Validators are built when first used, since help does not need them.
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
-    # Two ways to say one thing, as pairs of (section, option): the one on the command line replaces the other in a recipe.
+    # Two ways to say one thing, as pairs of (section, option): the one on the command line replaces
+    # the other in a recipe.
     ALTERNATIVES: ClassVar[Alternatives] = ()
-    # For a verb with many options: the names of those that most people need, in the order in which help lists them.
+    # For a verb with many options: the names of those that most people need, in the order in which
+    # help lists them.
     ESSENTIAL: ClassVar[str] = ""
 
     def problems(self) -> Iterator[str]:
-        """Problems of options that are valid individually, as lines for the user. The first one is reported."""
+        """Problems of options that are valid individually, as lines for the user.
+
+        The first one is reported.
+        """
         return iter(())
 
     @field_validator("*")
@@ -110,7 +117,9 @@ def with_default(options_class: type[BaseModel], name: str, default: Any) -> Any
 
 
 def choice(default: Any, description: str, kind: str) -> Any:
-    """Declare an option whose values are the names that are registered of a kind (`registry.KINDS`), or a list of them."""
+    """Declare an option whose values are the names that are registered of a kind
+    (`registry.KINDS`), or a list of them.
+    """
     return Field(default, description=description, json_schema_extra={"registered": kind})
 
 
@@ -120,7 +129,10 @@ def argument(default: Any, description: str) -> Any:
 
 
 def section(options_class: type[Options], description: str) -> Any:
-    """Declare a group of options inside another. A list of them is an option: `tuple[Group, ...] = option((), …)`."""
+    """Declare a group of options inside another.
+
+    A list of them is an option: `tuple[Group, ...] = option((), …)`.
+    """
     return Field(default_factory=options_class, description=description)
 
 
@@ -130,7 +142,10 @@ OUTPUT_FORMAT = option("text", "output format")
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """The nested table of a TOML file. Raises UserError when it is missing, too large, not UTF-8 or not TOML."""
+    """The nested table of a TOML file.
+
+    Raises UserError when it is missing, too large, not UTF-8 or not TOML.
+    """
     try:
         return read_toml(path)
     except FileNotFoundError:
@@ -142,7 +157,8 @@ def read_recipe(path: Path) -> dict[str, Any]:
 def parse_options(
     options_class: type[OptionsT], arguments: list[str], recipe: dict[str, Any] | None = None, recipe_name: str = ""
 ) -> OptionsT:
-    """`recipe` overridden by command-line `arguments` (`--section.option value`), validated as `options_class`.
+    """`recipe` overridden by command-line `arguments` (`--section.option value`), validated as
+    `options_class`.
 
     Raises UserError with one line that names the option, where it was given and what was expected.
     """
@@ -153,7 +169,10 @@ def parse_options(
 def merge_options(
     options_class: type[OptionsT], given: Mapping[OptionPath, Any], recipe: dict[str, Any] | None = None, recipe_name: str = ""
 ) -> OptionsT:
-    """`recipe` overridden by what is `given`, validated as `options_class`. Raises UserError as `parse_options` does."""
+    """`recipe` overridden by what is `given`, validated as `options_class`.
+
+    Raises UserError as `parse_options` does.
+    """
     merged = copy.deepcopy(recipe or {})
     for one, other in options_class.ALTERNATIVES:
         for typed, written in ((one, other), (other, one)):
@@ -175,10 +194,13 @@ def validate_options(
     source: str = "",
     from_command_line: frozenset[OptionPath] = frozenset(),
 ) -> OptionsT:
-    """`table` as an `options_class`, strictly: a number in quotes is not a number. Raises UserError as `parse_options` does."""
+    """`table` as an `options_class`, strictly: a number in quotes is not a number.
+
+    Raises UserError as `parse_options` does.
+    """
     try:
-        # JSON mode is strict about types and still takes text for a path and a list for a tuple. TOML has dates, which JSON
-        # lacks.
+        # JSON mode is strict about types and still takes text for a path and a list for a tuple.
+        # TOML has dates, which JSON lacks.
         content = json.dumps(_with_none_values(options_class, table), default=str, ensure_ascii=False)
         return options_class.model_validate_json(content, strict=True)
     except ValidationError as problem:
@@ -198,7 +220,9 @@ def validate_options(
 
 
 def _with_none_values(options_class: type[BaseModel], table: dict[str, Any]) -> dict[str, Any]:
-    """`table` with None for "none", which is how TOML says that an option has no value; not for options of text."""
+    """`table` with None for "none", which is how TOML says that an option has no value; not for
+    options of text.
+    """
     result = dict(table)
     for name, field in options_class.model_fields.items():
         value = table.get(name)
@@ -249,7 +273,9 @@ def _section_class(field: FieldInfo) -> type[BaseModel] | None:
 
 
 def _value_types(field: FieldInfo) -> tuple[Any, ...]:
-    """The types of value that an option takes: its annotation, or the members of a union, or the items of a list."""
+    """The types of value that an option takes: its annotation, or the members of a union, or the
+    items of a list.
+    """
     several = typing.get_origin(field.annotation) in (types.UnionType, typing.Union, tuple)
     members = typing.get_args(field.annotation) if several else (field.annotation,)
     return tuple(typing.get_args(each)[0] if typing.get_origin(each) is typing.Annotated else each for each in members)
@@ -262,7 +288,9 @@ def _is_parsed(field: FieldInfo) -> bool:
 
 
 def _accepts_none(field: FieldInfo) -> bool:
-    """Whether "none" means no value; where it is one of the words that may be given it stands for itself."""
+    """Whether "none" means no value; where it is one of the words that may be given it stands for
+    itself.
+    """
     members = _value_types(field)
     words = [word for member in members if typing.get_origin(member) is typing.Literal for word in typing.get_args(member)]
     return type(None) in members and "none" not in words
@@ -339,7 +367,9 @@ def _assign_positional(known: dict[OptionPath, FieldInfo], given: dict[OptionPat
 
 
 def _take_values(words: deque[str], field: FieldInfo) -> list[str]:
-    """Take from `words` what belongs to an option: for a list all up to the next option, else at most one."""
+    """Take from `words` what belongs to an option: for a list all up to the next option, else at
+    most one.
+    """
     taken: list[str] = []
     while words and not _is_option_name(words[0]) and (_is_list(field) or not taken):
         if _is_flag(field) and words[0].lower() not in ("true", "false"):
@@ -349,8 +379,9 @@ def _take_values(words: deque[str], field: FieldInfo) -> list[str]:
 
 
 def _parse_value(field: FieldInfo, text: str) -> Any:
-    """`text` as a value of the option, or as an item of its list, where it reads as one; else as it is, for validation to
-    refuse."""
+    """`text` as a value of the option, or as an item of its list, where it reads as one; else as it
+    is, for validation to refuse.
+    """
     members = _value_types(field)
     if _accepts_none(field) and text.lower() == "none":
         return None
@@ -384,8 +415,9 @@ def _parse_int(text: str) -> int:
 
 
 def to_toml(options: Options, changed_only: bool = False) -> str:
-    """Options as TOML that `read_recipe` opens again; options that have no value by default are left out, and where
-    `changed_only`, all that have their default."""
+    """Options as TOML that `read_recipe` opens again; options that have no value by default are
+    left out, and where `changed_only`, all that have their default.
+    """
     return tomli_w.dumps(_as_toml(options, changed_only))
 
 

@@ -1,7 +1,8 @@
-"""How large each kind of number may be, in options and in model configs: larger than any machine needs, but always bounded.
-An unbounded number could be a job that never ends, or a size that overflows in a product. Each range is a dict of pydantic's
-bounds: `steps: int = option(1000, "…", **COUNT)`. Whether sizes fit together into memory is checked later, by
-core/distributed/memory.py and lab/plan/out_of_memory.py.
+"""How large each kind of number may be, in options and in model configs: larger than any machine
+needs, but always bounded. An unbounded number could be a job that never ends, or a size that
+overflows in a product. Each range is a dict of pydantic's bounds: `steps: int = option(1000, "…",
+**COUNT)`. Whether sizes fit together into memory is checked later, by core/distributed/memory.py
+and lab/plan/out_of_memory.py.
 """
 
 from typing import Any

@@ -1,7 +1,8 @@
-"""The sections of a recipe that all training stages share, each option with its default and its meaning.
+"""The sections of a recipe that all training stages share, each option with its default and its
+meaning.
 
-`stage.py` puts them together; `tuning.py` gives sft and align other defaults of some; it and `align.py` add what only one
-stage has.
+`stage.py` puts them together; `tuning.py` gives sft and align other defaults of some; it and
+`align.py` add what only one stage has.
 """
 
 import math
@@ -40,8 +41,8 @@ DType = Literal["auto", "fp32", "bf16"]
 ConversationFormat = Literal["auto", "messages", "sharegpt", "alpaca", "prompt-completion", "text"]
 ExampleFormat = Literal[ConversationFormat, "prompts"]
 
-# A forward pass with this many tokens is large enough for efficient matrix multiplications on every known device; more tokens
-# cost memory.
+# A forward pass with this many tokens is large enough for efficient matrix multiplications on every
+# known device; more tokens cost memory.
 COMFORTABLE_MICRO_BATCH_TOKENS = 16_384
 DEFAULT_GLOBAL_BATCH_SIZE = 32
 # torch's name of each sharding (ShardingStrategy), which `parallel.sharding` takes too.
@@ -53,7 +54,8 @@ TORCH_SHARDING_NAMES = {
     "hybrid-grad-shard": "_HYBRID_SHARD_ZERO2",
 }
 DEFAULT_INTERLEAVED_STAGES = 2
-# The most numbers that an optimizer whose states are not in fp32 updates at once: copies of them are.
+# The most numbers that an optimizer whose states are not in fp32 updates at once: copies of them
+# are.
 UPDATE_CHUNK_NUMEL = 2**25
 RUNS_FOLDER = option(Path("runs"), "folder that holds the runs")
 DEVICE = option("auto", "auto: cuda if available, otherwise cpu")
@@ -97,7 +99,10 @@ BASE_OPTIONS = ("base_width", "base_depth", "base_head_dim")
 
 
 class ModelOptions(Options):
-    """The model config: a preset or a Hugging Face folder, and changes to it. Names are those of config.json."""
+    """The model config: a preset or a Hugging Face folder, and changes to it.
+
+    Names are those of config.json.
+    """
 
     preset: str | None = option(None, "a named model config; `lmforge show presets` lists them (default: nano)")
     source: Path | None = option(
@@ -279,7 +284,10 @@ class ParallelOptions(Options):
 
 
 class TrainOptions(Options):
-    """The training loop. You set the global batch size; micro-batches and accumulation steps follow from it."""
+    """The training loop.
+
+    You set the global batch size; micro-batches and accumulation steps follow from it.
+    """
 
     steps: int = option(1000, "optimizer steps in the whole run (transformers: max_steps)", **COUNT)
     epochs: float | None = option(None, "passes over the data, instead of train.steps (num_train_epochs)", **DURATION)
@@ -320,7 +328,9 @@ class TrainOptions(Options):
     @field_validator("callbacks", mode="before")
     @classmethod
     def _take_list(cls, given: Any) -> Any:
-        """Accepts a list too, where a validator of the whole section has parsed JSON, since a tuple is expected."""
+        """Accepts a list too, where a validator of the whole section has parsed JSON, since a tuple
+        is expected.
+        """
         return tuple(given) if isinstance(given, list) else given
 
     def problems(self) -> Iterator[str]:
@@ -351,7 +361,9 @@ class GroupOptions(Options):
 
 
 class OptimizerOptions(Options):
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) or Muon (Jordan; Liu et al., arXiv 2502.16982)."""
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) or Muon (Jordan; Liu et al., arXiv
+    2502.16982).
+    """
 
     name: str = choice(
         "adamw", "muon updates the matrices of the blocks, and leaves embeddings, head, norms and biases to adamw", "optimizer"
@@ -376,7 +388,9 @@ class OptimizerOptions(Options):
 
     @property
     def uses_state_dtype(self) -> bool:
-        """Whether states are in `state_dtype`; else in the dtype of the master weights, as torch's fused AdamW keeps them."""
+        """Whether states are in `state_dtype`; else in the dtype of the master weights, as torch's
+        fused AdamW keeps them.
+        """
         return self.name == "muon" or self.state_dtype != "fp32" or self.stochastic_rounding
 
 
@@ -422,7 +436,11 @@ class SampleOptions(Options):
 
 
 class FaultOptions(Options):
-    """Bad steps. A step with a non-finite loss or gradient (NaN or inf) is skipped: it changes nothing and is counted."""
+    """Bad steps.
+
+    A step with a non-finite loss or gradient (NaN or inf) is skipped: it changes nothing and is
+    counted.
+    """
 
     max_bad_steps: int = option(
         5, "bad steps in a row after which the run rolls back to a checkpoint and continues with later batches", **COUNT

@@ -1,5 +1,6 @@
-"""The config that all training stages share (its sections, and the combinations that are refused), and the config of
-pretraining."""
+"""The config that all training stages share (its sections, and the combinations that are refused),
+and the config of pretraining.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -47,7 +48,9 @@ ESSENTIAL_TO_TRAINING = (
 
 
 class StageConfig(Options):
-    """The options of one run of any stage; `of_stage` is the verb that trains it, `of_verb` another verb that takes them."""
+    """The options of one run of any stage; `of_stage` is the verb that trains it, `of_verb` another
+    verb that takes them.
+    """
 
     of_stage: ClassVar[Stage] = "pretrain"
     of_verb: ClassVar[str | None] = None
@@ -125,8 +128,9 @@ class StageConfig(Options):
             yield f"optimizer.name = {optimizer.name}: {reason}"
 
     def with_name(self, name: str) -> Self:
-        """The options as a run records them: with their stage, absolute paths of plugins, and the run name `name` unless they
-        have one. Raises UserError."""
+        """The options as a run records them: with their stage, absolute paths of plugins, and the
+        run name `name` unless they have one. Raises UserError.
+        """
         if not self.run.name and (problem := name_problem(name)):
             raise UserError(f"the recipe's file name names the run: {problem}; give a --run.name")
         plugins = tuple(str(expand_home(path).absolute()) for path in self.plugins)
@@ -134,14 +138,19 @@ class StageConfig(Options):
         return named.model_copy(update={"plugins": plugins})
 
     def again(self) -> Self:
-        """The same options for ranks that are restarted: overwriting was done once, and the run is resumed."""
+        """The same options for ranks that are restarted: overwriting was done once, and the run is
+        resumed.
+        """
         return self._with_run(overwrite=False, resume="auto" if self.run.resume == "never" else self.run.resume)
 
     def _with_run(self, **changes: object) -> Self:
         return self.model_copy(update={"run": self.run.model_copy(update=changes)})
 
     def with_steps(self, sequences_per_epoch: int, sequences_per_step: int) -> Self:
-        """The same options with train.steps in place of train.epochs, if that was given. Raises UserError."""
+        """The same options with train.steps in place of train.epochs, if that was given.
+
+        Raises UserError.
+        """
         if self.train.epochs is None:
             return self
         steps = max(1, math.ceil(self.train.epochs * sequences_per_epoch / sequences_per_step))
@@ -175,7 +184,9 @@ class StageConfig(Options):
 
     @property
     def group_size(self) -> int:
-        """Sequences of a batch that belong together and stay on one rank, such as completions of one prompt."""
+        """Sequences of a batch that belong together and stay on one rank, such as completions of
+        one prompt.
+        """
         return 1
 
     @property
@@ -185,11 +196,15 @@ class StageConfig(Options):
 
     @property
     def source_names(self) -> list[str]:
-        """The names of the sources of a mixture whose losses are told apart; empty where there is one source."""
+        """The names of the sources of a mixture whose losses are told apart; empty where there is
+        one source.
+        """
         return []
 
     def with_models(self, source: Path | None, replace_model: Callable[[Path], Path]) -> Self:
-        """The same options with another `model.source`, and each other model that they name replaced. Raises UserError."""
+        """The same options with another `model.source`, and each other model that they name
+        replaced. Raises UserError.
+        """
         return self.model_copy(update={"model": self.model.model_copy(update={"source": source})})
 
 

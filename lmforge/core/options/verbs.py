@@ -1,9 +1,10 @@
-"""The verbs of the command line: options and function of each. A verb that is registered is in `lmforge --help` and in
-pipelines.
+"""The verbs of the command line: options and function of each.
 
-A verb is registered by name (builtin_names.py): its function, "module:name", which is called with the options and returns the
-exit status; and as facts `config`, the class of its options, and what else `Verb` says. So reading the names imports nothing
-that the verbs need.
+A verb that is registered is in `lmforge --help` and in pipelines.
+
+A verb is registered by name (builtin_names.py): its function, "module:name", which is called with
+the options and returns the exit status; and as facts `config`, the class of its options, and what
+else `Verb` says. So reading the names imports nothing that the verbs need.
 """
 
 import gc
@@ -17,8 +18,11 @@ from lmforge.core.registry import entries, find, import_named
 
 @contextmanager
 def imports_not_garbage() -> Iterator[None]:
-    """For a block of imports: importing torch creates hundreds of thousands of lasting objects. The garbage collector would
-    scan them repeatedly, which takes half a second. It is paused for the block, and excludes these objects afterwards."""
+    """For a block of imports: importing torch creates hundreds of thousands of lasting objects.
+
+    The garbage collector would scan them repeatedly, which takes half a second. It is paused for
+    the block, and excludes these objects afterwards.
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -33,11 +37,12 @@ def imports_not_garbage() -> Iterator[None]:
 class Verb:
     """A verb: its options, and the function that carries it out.
 
-    options: a class whose docstring begins with the verb's usage and summary, `lmforge VERB ARGUMENTS: SUMMARY.`
-    function: "module:name", called with the options; it returns the exit status.
-    distributed: the options name a number of processes; `lmforge` starts that many ranks, which call the function together.
-    writes: its work is what it writes or serves, not what it prints: it goes on where nothing reads its output.
-    pass_arguments: the function is called with the command line too, without the verb.
+    options: a class whose docstring begins with the verb's usage and summary, `lmforge VERB
+    ARGUMENTS: SUMMARY.` function: "module:name", called with the options; it returns the exit
+    status. distributed: the options name a number of processes; `lmforge` starts that many ranks,
+    which call the function together. writes: its work is what it writes or serves, not what it
+    prints: it goes on where nothing reads its output. pass_arguments: the function is called with
+    the command line too, without the verb.
     """
 
     options: type[Options]

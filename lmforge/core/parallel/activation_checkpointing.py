@@ -1,7 +1,8 @@
-"""Activation checkpointing: activations of a block are dropped in the forward pass and recomputed in the backward pass.
+"""Activation checkpointing: activations of a block are dropped in the forward pass and recomputed
+in the backward pass.
 
-It replaces a block's own `forward`, so that no wrapper changes the names of tensors, and FSDP's hooks, which gather a block's
-weights before its backward pass, stay outside the recomputation.
+It replaces a block's own `forward`, so that no wrapper changes the names of tensors, and FSDP's
+hooks, which gather a block's weights before its backward pass, stay outside the recomputation.
 """
 
 import logging
@@ -42,9 +43,11 @@ _MATMUL_OPS = {
 
 
 def apply_activation_checkpointing(model: LanguageModel, mode: str, every: int = 2) -> None:
-    """Checkpoint the activations of `model`'s blocks, in place, before they are compiled or sharded.
+    """Checkpoint the activations of `model`'s blocks, in place, before they are compiled or
+    sharded.
 
-    mode: the name of one in core/options/activation_checkpointing.py; `every`: for modes of every k-th block.
+    mode: the name of one in core/options/activation_checkpointing.py; `every`: for modes of every
+    k-th block.
     """
     chosen = CHECKPOINTING_MODES[mode]
     # It warns of in-place operations in the recomputed region; no block has any.
@@ -60,7 +63,8 @@ def apply_activation_checkpointing(model: LanguageModel, mode: str, every: int =
 
 
 def _checkpointed(forward: Callable[..., Any], **kwargs: Any) -> Callable[..., Any]:
-    # A function of our own, since torch.compile skips torch's functions, such as `partial(checkpoint, …)`.
+    # A function of our own, since torch.compile skips torch's functions, such as
+    # `partial(checkpoint, …)`.
     def checkpointed_forward(*inputs: Any, **named_inputs: Any) -> Any:
         # Dropout draws from the tokens' keys, so there is no random state to restore.
         return checkpoint(forward, *inputs, use_reentrant=False, preserve_rng_state=False, **kwargs, **named_inputs)

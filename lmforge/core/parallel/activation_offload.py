@@ -1,9 +1,11 @@
-"""Activation offload: what the backward pass of a block needs waits in host memory, and comes back one block ahead.
+"""Activation offload: what the backward pass of a block needs waits in host memory, and comes back
+one block ahead.
 
-Copies run on a stream of their own. In the forward pass a block's activations are copied out while the next block computes, and
-freed on the device when that is done; in the backward pass those of the block before are copied back while a block computes. So
-the device holds the activations of two blocks, whatever the depth. What autograd saves is intercepted where a block is called,
-outside of its compiled code and of its checkpointing, whose saved inputs are offloaded too.
+Copies run on a stream of their own. In the forward pass a block's activations are copied out while
+the next block computes, and freed on the device when that is done; in the backward pass those of
+the block before are copied back while a block computes. So the device holds the activations of two
+blocks, whatever the depth. What autograd saves is intercepted where a block is called, outside of
+its compiled code and of its checkpointing, whose saved inputs are offloaded too.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,8 +32,9 @@ class CopyStream(Protocol):
         """Host memory for a copy of `like`."""
 
     def copy(self, pairs: list[tuple[Tensor, Tensor]]) -> Any:
-        """Begin to copy from the first to the second of each pair, after what the device computes now. Returns what to
-        `wait` for."""
+        """Begin to copy from the first to the second of each pair, after what the device computes
+        now. Returns what to `wait` for.
+        """
 
     def wait(self, copied: Any) -> None:
         """Let what the device computes from now on begin after those copies."""
@@ -58,7 +61,9 @@ class CudaCopyStream:
 
 
 class HostCopyStream:
-    """For a CPU, whose memory is the host's: plain copies, which save nothing and show that the values are right."""
+    """For a CPU, whose memory is the host's: plain copies, which save nothing and show that the
+    values are right.
+    """
 
     def empty_on_host(self, like: Tensor) -> Tensor:
         return torch.empty_like(like)
@@ -73,7 +78,9 @@ class HostCopyStream:
 
 @dataclass
 class _Storage:
-    """The bytes of a tensor's storage: on the device until it is copied out, and from when it is asked for to its last use."""
+    """The bytes of a tensor's storage: on the device until it is copied out, and from when it is
+    asked for to its last use.
+    """
 
     on_device: Tensor | None
     num_views: int = 0
@@ -104,7 +111,10 @@ class _BlockCall:
 
 
 class ActivationOffload:
-    """Offloads what blocks save for their backward pass. `num_bytes` counts what was copied to the host so far."""
+    """Offloads what blocks save for their backward pass.
+
+    `num_bytes` counts what was copied to the host so far.
+    """
 
     def __init__(self, device: torch.device, *, stream: CopyStream | None = None, min_bytes: int = MIN_BYTES) -> None:
         self._device, self._min_bytes = device, min_bytes
@@ -114,8 +124,10 @@ class ActivationOffload:
 
     @contextmanager
     def saving(self, block: nn.Module, is_first: bool, shared: Any) -> Iterator[None]:
-        """Around a call of `block`, the first of a forward pass or another one. `shared`: tensors, at any depth of lists, that
-        other blocks save too, and that stay where they are.
+        """Around a call of `block`, the first of a forward pass or another one.
+
+        `shared`: tensors, at any depth of lists, that other blocks save too, and that stay where
+        they are.
         """
         if not torch.is_grad_enabled():
             yield
@@ -131,7 +143,8 @@ class ActivationOffload:
             if type(local) is not Tensor or local.device.type != self._device.type or not local.is_floating_point():
                 return tensor
             storage = _storage_id(local)
-            # Weights are looked up each time: FSDP gathers them into other memory, those of experts in the middle of a block.
+            # Weights are looked up each time: FSDP gathers them into other memory, those of experts
+            # in the middle of a block.
             if storage in stays or (storage not in call.storages and storage in _storage_ids(owned)):
                 return tensor
             return self._pack(call, tensor, local)
@@ -152,7 +165,9 @@ class ActivationOffload:
         return _View(call, saved, local.dtype, (local.storage_offset(), local.shape, local.stride()), spec)
 
     def _copy_out(self, call: _BlockCall) -> None:
-        """Begin to copy a block's activations out, and free those of the block before, which were copied meanwhile."""
+        """Begin to copy a block's activations out, and free those of the block before, which were
+        copied meanwhile.
+        """
         pairs = []
         for storage in call.storages.values():
             assert storage.on_device is not None

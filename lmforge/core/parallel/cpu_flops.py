@@ -1,7 +1,8 @@
-"""FLOP/s of a CPU's fastest matrix products, for the MFU and for what dtype `auto` is: measured once and cached.
+"""FLOP/s of a CPU's fastest matrix products, for the MFU and for what dtype `auto` is: measured
+once and cached.
 
-The measurement is kept in the user's cache folder, one file for each processor, number of threads, dtype and version of
-torch. A file that is missing or damaged is measured again.
+The measurement is kept in the user's cache folder, one file for each processor, number of threads,
+dtype and version of torch. A file that is missing or damaged is measured again.
 """
 
 import os
@@ -19,11 +20,12 @@ from lmforge.core.files.atomic_files import atomic_write_json
 from lmforge.core.files.untrusted import read_json
 from lmforge.core.records.runs import processor_name
 
-# Sizes of the square matrices, and the time for each size. The best size differs: caches, and how many threads share a product.
+# Sizes of the square matrices, and the time for each size. The best size differs: caches, and how
+# many threads share a product.
 SIZES = (512, 1024, 2048)
 SECONDS_PER_SIZE = 0.4
-# The minimum fraction of the cores for the fastest product. With less, other processes were using them, and the result is not
-# cached.
+# The minimum fraction of the cores for the fastest product. With less, other processes were using
+# them, and the result is not cached.
 MIN_CORE_FRACTION = 0.85
 
 
@@ -35,7 +37,9 @@ class StoredPeak(BaseModel):
 
 
 def cpu_peak_flops(dtype: torch.dtype, threads: int) -> float:
-    """FLOP/s of this machine's CPU with `threads` threads: kept from an earlier measurement, or measured now."""
+    """FLOP/s of this machine's CPU with `threads` threads: kept from an earlier measurement, or
+    measured now.
+    """
     name = str(dtype).removeprefix("torch.")
     cores = os.cpu_count()
     machine = f"{processor_name() or platform.machine()}, {cores} cores, {threads} threads, {name}, torch {torch.__version__}"
@@ -51,9 +55,11 @@ def cpu_peak_flops(dtype: torch.dtype, threads: int) -> float:
 
 
 def measure_peak_flops(dtype: torch.dtype, threads: int) -> tuple[float, float]:
-    """FLOP/s of the fastest of many large matrix products, and the part of `threads` cores that this process had in it.
+    """FLOP/s of the fastest of many large matrix products, and the part of `threads` cores that
+    this process had in it.
 
-    Takes about a second. The first product of each size, which prepares its kernel, counts only if it is the fastest.
+    Takes about a second. The first product of each size, which prepares its kernel, counts only if
+    it is the fastest.
     """
     generator, before = torch.Generator().manual_seed(0), torch.get_num_threads()
     best, core_fraction = 0.0, 0.0

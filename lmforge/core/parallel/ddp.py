@@ -1,4 +1,6 @@
-"""DDP: every rank holds the whole model, and gradients are summed over ranks while the backward pass runs."""
+"""DDP: every rank holds the whole model, and gradients are summed over ranks while the backward
+pass runs.
+"""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -10,9 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lmforge.core.parallel.parallel_model import ParallelModel
 
-# Keeps the groups of DDP's reducers until the process ends. If a reducer has the last reference to its group, the thread that
-# frees the model waits for gloo's thread and keeps Python's lock; if gloo's thread needs that lock to free its last tensors,
-# the process never ends. Seen with torch 2.13.0.
+# Keeps the groups of DDP's reducers until the process ends. If a reducer has the last reference to
+# its group, the thread that frees the model waits for gloo's thread and keeps Python's lock; if
+# gloo's thread needs that lock to free its last tensors, the process never ends. Seen with torch
+# 2.13.0.
 _groups: set[dist.ProcessGroup] = set()
 
 
@@ -39,9 +42,10 @@ class DDPModel(ParallelModel):
 def _fix_bucket_order(ddp: DistributedDataParallel) -> None:
     """Let DDP rebuild its buckets before the first step, so that they stay the same from then on.
 
-    DDP rebuilds its buckets after one backward pass. Where a gradient lies in a bucket decides in which order three or more
-    ranks are summed, so the first step of a resumed run would differ in the last bits. Here DDP gets a backward pass of
-    zeros, in the order that it assumes: the last parameters first.
+    DDP rebuilds its buckets after one backward pass. Where a gradient lies in a bucket decides in
+    which order three or more ranks are summed, so the first step of a resumed run would differ in
+    the last bits. Here DDP gets a backward pass of zeros, in the order that it assumes: the last
+    parameters first.
 
     `reducer._rebuild_buckets` is private to torch; checked with 2.13.0.
     """
@@ -58,6 +62,7 @@ def _fix_bucket_order(ddp: DistributedDataParallel) -> None:
 def _all_reduce_hook(ddp_model: DDPModel, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     if bucket.is_last():  # this rank's backward pass is done; the remaining time is waiting for other ranks
         ddp_model._set_phase("reduce")
-    # DDP's own hook divides by the number of ranks; here the loss is already divided by the items of the global batch.
+    # DDP's own hook divides by the number of ranks; here the loss is already divided by the items
+    # of the global batch.
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     return work.get_future().then(lambda done: done.value()[0])

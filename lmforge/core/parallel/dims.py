@@ -1,4 +1,5 @@
-"""Which ranks hold which part of the model and of a batch: the degrees of parallelism, derived from the options.
+"""Which ranks hold which part of the model and of a batch: the degrees of parallelism, derived from
+the options.
 
 The ranks form one device mesh: pipeline × replicate × shard × context × tensor.
 """
@@ -22,11 +23,12 @@ EXPERT_SHARD, EXPERT = "expert_shard", "expert"
 class ParallelDims:
     """Values derived from the options for a given number of ranks.
 
-    sharding: the sharding strategy, the default filled in.
-    replicate_degree: number of copies of the model; in a pipeline, of each stage.
-    fsdp_degree: number of ranks that FSDP shards each copy over. It includes the ranks of a context: they hold other tokens
-        of the same sequences, which makes no difference to FSDP. It does not include the ranks of tensor parallelism. The
-        option `shard_degree` includes both; torchtitan's `dp_shard` includes neither.
+    sharding: the sharding strategy, the default filled in. replicate_degree: number of copies of
+    the model; in a pipeline, of each stage. fsdp_degree: number of ranks that FSDP shards each copy
+    over. It includes the ranks of a context: they hold other tokens
+        of the same sequences, which makes no difference to FSDP. It does not include the ranks of
+        tensor parallelism. The option `shard_degree` includes both; torchtitan's `dp_shard`
+        includes neither.
     """
 
     options: ParallelOptions
@@ -41,11 +43,16 @@ class ParallelDims:
 
     @property
     def reshard_after_forward(self) -> bool:
-        """Whether a unit's gathered weights are freed between its forward and its backward pass, and gathered again."""
+        """Whether a unit's gathered weights are freed between its forward and its backward pass,
+        and gathered again.
+        """
         return self.sharding.endswith("full-shard")
 
     def build_mesh(self, device_type: str) -> "DeviceMesh":
-        """The mesh of all ranks. The dimensions that communicate most come last, so that their ranks are consecutive."""
+        """The mesh of all ranks.
+
+        The dimensions that communicate most come last, so that their ranks are consecutive.
+        """
         from torch.distributed.device_mesh import init_device_mesh
 
         sizes = {
@@ -67,9 +74,11 @@ class ParallelDims:
         return type(mesh)._concatenate([mesh[REPLICATE], shards]) if self.is_hybrid else shards
 
     def expert_meshes(self, mesh: "DeviceMesh") -> tuple["DeviceMesh", "DeviceMesh"]:
-        """The part of `mesh` that experts are split over, and the part that FSDP uses for each rank's experts.
+        """The part of `mesh` that experts are split over, and the part that FSDP uses for each
+        rank's experts.
 
-        The ranks of a copy of the model, shard × context × tensor, are cut anew: expert_shard × expert.
+        The ranks of a copy of the model, shard × context × tensor, are cut anew: expert_shard ×
+        expert.
         """
         names = [name for name in (SHARD, CONTEXT, TENSOR) if name in (mesh.mesh_dim_names or ())]
         copy = mesh[tuple(names)]._flatten("copy_of_the_model") if len(names) > 1 else mesh[SHARD]
@@ -91,8 +100,9 @@ def _degrees(options: ParallelOptions, *others: str) -> dict[str, int]:
 def data_parallel_rank_and_size(options: ParallelOptions, rank: int, world_size: int) -> tuple[int, int]:
     """Which part of a global batch `rank` trains on, and the number of parts.
 
-    The part is not the global rank: ranks of tensor, context and pipeline parallelism train on the same sequences. Ranks that
-    fill no group of these stand by (core/distributed/standby.py). Raises UserError where there is not even one.
+    The part is not the global rank: ranks of tensor, context and pipeline parallelism train on the
+    same sequences. Ranks that fill no group of these stand by (core/distributed/standby.py). Raises
+    UserError where there is not even one.
     """
     group = options.model_parallel_size
     if world_size < group:
@@ -105,7 +115,10 @@ def data_parallel_rank_and_size(options: ParallelOptions, rank: int, world_size:
 
 
 def plan_batches(config: StageConfig, world_size: int) -> BatchPlan:
-    """How the global batch of a recipe is cut for `world_size` ranks. Raises UserError where a rank would have none of it."""
+    """How the global batch of a recipe is cut for `world_size` ranks.
+
+    Raises UserError where a rank would have none of it.
+    """
     _, size = data_parallel_rank_and_size(config.parallel, 0, world_size)
     return batch_plan(config.train, config.data.sequence_length, size, config.group_size)
 
@@ -113,13 +126,15 @@ def plan_batches(config: StageConfig, world_size: int) -> BatchPlan:
 def parallel_dims(options: ParallelOptions, world_size: int, local_world_size: int) -> ParallelDims:
     """The dimensions for `world_size` ranks, `local_world_size` of them on each host.
 
-    Hybrid sharding keeps one copy of the model (in a pipeline: of a stage) in each group of `shard_degree` ranks, by
-    default the ranks of a host, or of the stage if they are fewer. Raises UserError where the ranks do not fill the mesh.
+    Hybrid sharding keeps one copy of the model (in a pipeline: of a stage) in each group of
+    `shard_degree` ranks, by default the ranks of a host, or of the stage if they are fewer. Raises
+    UserError where the ranks do not fill the mesh.
     """
     sharding, shard_degree = options.sharding or "full-shard", options.shard_degree
     tensor, context = options.tensor_parallel_degree, options.context_parallel_degree
     _, size = data_parallel_rank_and_size(options, 0, world_size)
-    # Ranks of a pipeline stage, over which FSDP shards or replicates: those that hold the same part of every matrix.
+    # Ranks of a pipeline stage, over which FSDP shards or replicates: those that hold the same part
+    # of every matrix.
     alike = size * context
 
     def dims(shards: int) -> ParallelDims:

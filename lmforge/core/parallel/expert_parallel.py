@@ -1,11 +1,14 @@
-"""Expert parallelism: the experts of a mixture are split over ranks, and tokens travel to the ranks of their experts and back.
+"""Expert parallelism: the experts of a mixture are split over ranks, and tokens travel to the ranks
+of their experts and back.
 
-The ranks are borrowed from those that shard a copy of the model or split its sequences. FSDP2 shards each expert over the ranks
-that are left, and sums its gradient over these: with the tokens that came from the others, those are all tokens of the batch.
-Two all-to-alls carry the tokens of each mixture in the forward pass, and two in the backward pass.
+The ranks are borrowed from those that shard a copy of the model or split its sequences. FSDP2
+shards each expert over the ranks that are left, and sums its gradient over these: with the tokens
+that came from the others, those are all tokens of the batch. Two all-to-alls carry the tokens of
+each mixture in the forward pass, and two in the backward pass.
 
-How many tokens go where is known to the devices only, and an all-to-all wants it of the host: the one place in a step where the
-host waits, once for each mixture and micro-batch. Recomputation and backward pass use what the forward pass learned.
+How many tokens go where is known to the devices only, and an all-to-all wants it of the host: the
+one place in a step where the host waits, once for each mixture and micro-batch. Recomputation and
+backward pass use what the forward pass learned.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,7 +28,9 @@ from lmforge.core.parallel.parallel_model import full_tensor
 
 
 def apply_expert_parallel(model: LanguageModel, mesh: DeviceMesh, fsdp_mesh: DeviceMesh) -> None:
-    """Split the experts of `model` (on any device, meta too) over the one-dimensional `mesh`, in place."""
+    """Split the experts of `model` (on any device, meta too) over the one-dimensional `mesh`, in
+    place.
+    """
     dispatch = Dispatch(mesh.get_group(), fsdp_mesh)
     for experts in _experts(model):
         experts.dispatch = dispatch
@@ -37,8 +42,9 @@ def apply_expert_parallel(model: LanguageModel, mesh: DeviceMesh, fsdp_mesh: Dev
 
 @contextmanager
 def whole_experts(model: LanguageModel) -> Iterator[None]:
-    """Within it every rank has all experts, given that FSDP has gathered its own; ranks may run different numbers of forward
-    passes. All ranks enter together."""
+    """Within it every rank has all experts, given that FSDP has gathered its own; ranks may run
+    different numbers of forward passes. All ranks enter together.
+    """
     dispatched = {experts: experts.dispatch for experts in _experts(model) if experts.dispatch}
     split = {module: dict(module.named_parameters(recurse=False)) for experts in dispatched for module in experts.modules()}
     for experts in dispatched:
@@ -69,10 +75,12 @@ class Dispatch:
         self._group, self.fsdp_mesh = group, fsdp_mesh
 
     def __call__(self, rows: Tensor, counts: Tensor, compute: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """rows [rows, width], sorted by expert; counts int64 [experts]: how many each of them has, of all ranks' experts.
+        """rows [rows, width], sorted by expert; counts int64 [experts]: how many each of them has,
+        of all ranks' experts.
 
-        compute: (rows of this rank's experts, sorted by these; int32 [this rank's experts], where those of each end) → as many
-        rows. Returns those for the rows that were given. All ranks of the group call it together.
+        compute: (rows of this rank's experts, sorted by these; int32 [this rank's experts], where
+        those of each end) → as many rows. Returns those for the rows that were given. All ranks of
+        the group call it together.
         """
         num_ranks = self._group.size()
         received = exchange_counts(counts, self._group.group_name)
@@ -90,7 +98,8 @@ class Dispatch:
 
 @torch.library.custom_op("lmforge::exchange_counts", mutates_args=())
 def exchange_counts(counts: Tensor, group_name: str) -> Tensor:
-    """How many rows this rank gets, by the rank that sends them: int64 [ranks · experts of a rank], from what it sends itself.
+    """How many rows this rank gets, by the rank that sends them: int64 [ranks · experts of a rank],
+    from what it sends itself.
 
     An operator, as is `sizes_by_rank`, so that activation checkpointing keeps what it returned.
     """
@@ -101,5 +110,8 @@ def exchange_counts(counts: Tensor, group_name: str) -> Tensor:
 
 @torch.library.custom_op("lmforge::sizes_by_rank", mutates_args=())
 def sizes_by_rank(sent: Tensor, received: Tensor, num_ranks: int) -> Tensor:
-    """int64 [2, ranks] on the host: the rows that go to each rank, and those that come from it. The host waits for it."""
+    """int64 [2, ranks] on the host: the rows that go to each rank, and those that come from it.
+
+    The host waits for it.
+    """
     return torch.stack([sent, received]).view(2, num_ranks, -1).sum(2).cpu()

@@ -1,8 +1,9 @@
 """FSDP1, `torch.distributed.fsdp.FullyShardedDataParallel`: for users of it, and for comparison.
 
-Each unit's parameters are one flat tensor, of which each rank keeps a part. Their names and shapes are the model's only
-through torch's state-dict functions, which checkpoints go through here. For a unit that is partly frozen (adapters) FSDP1
-allocates the whole gradient all the same; the other engines do not.
+Each unit's parameters are one flat tensor, of which each rank keeps a part. Their names and shapes
+are the model's only through torch's state-dict functions, which checkpoints go through here. For a
+unit that is partly frozen (adapters) FSDP1 allocates the whole gradient all the same; the other
+engines do not.
 """
 
 import warnings
@@ -27,7 +28,8 @@ from lmforge.core.options.sections import TORCH_SHARDING_NAMES
 from lmforge.core.parallel.dims import SHARD
 from lmforge.core.parallel.parallel_model import NamedState, ParallelModel
 
-# The module's docstring says this; FSDP1 would print a warning with a line per tensor for each block.
+# The module's docstring says this; FSDP1 would print a warning with a line per tensor for each
+# block.
 warnings.filterwarnings("ignore", message=r"(?s).* has both parameters with requires_grad=True and False")
 
 _MODEL_PREFIX = "model."  # the name of the model in ModelWithLoss
@@ -41,11 +43,14 @@ class FSDP1Model(ParallelModel):
     is_sharded = True
 
     def _wrap(self, model_with_loss: nn.Module) -> nn.Module:
-        """Wrap a model whose weights are allocated, on any device. Raises UserError for no-shard."""
+        """Wrap a model whose weights are allocated, on any device.
+
+        Raises UserError for no-shard.
+        """
         model, dims, options = self.model, self._dims, self.options
         if dims.fsdp_degree == 1:
-            # Its no-shard is deprecated, and hybrid sharding with groups of one rank computes wrong gradients, since it does
-            # not reduce them.
+            # Its no-shard is deprecated, and hybrid sharding with groups of one rank computes wrong
+            # gradients, since it does not reduce them.
             raise UserError(f"parallel.sharding = {dims.sharding}: over one rank fsdp1 shards nothing; use engine = ddp")
         # With one group of all ranks it is not hybrid.
         sharding = dims.sharding if dims.is_hybrid else dims.sharding.removeprefix("hybrid-")
@@ -63,7 +68,8 @@ class FSDP1Model(ParallelModel):
             mixed_precision=MixedPrecision(
                 param_dtype=self._dtype,
                 reduce_dtype=torch.float32,
-                # Rotary angles and masks keep their dtype; hidden states are in `dtype` from the embedding on.
+                # Rotary angles and masks keep their dtype; hidden states are in `dtype` from the
+                # embedding on.
                 cast_forward_inputs=False,
                 cast_root_forward_inputs=False,
             ),
@@ -96,7 +102,8 @@ class FSDP1Model(ParallelModel):
 
     @contextmanager
     def unsharded(self) -> Iterator[LanguageModel]:
-        # FSDP1 does not let its modules run while their weights are gathered, so a copy of the model decodes.
+        # FSDP1 does not let its modules run while their weights are gathered, so a copy of the
+        # model decodes.
         copy = build_model(self.model.config, self.dist_ctx.device)
         if self.model.lora_config is not None:
             add_lora(copy, self.model.lora_config)

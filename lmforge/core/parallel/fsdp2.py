@@ -1,7 +1,8 @@
 """FSDP2, `fully_shard`: each rank keeps a part of parameters, gradients and optimizer states.
 
-Units: the embedding, each block, the head, the routers of mixtures in bf16, and a root with the rest (the last norm). An
-embedding that is tied to the head is used at both ends of the forward pass, so it stays in the root, which is gathered once.
+Units: the embedding, each block, the head, the routers of mixtures in bf16, and a root with the
+rest (the last norm). An embedding that is tied to the head is used at both ends of the forward
+pass, so it stays in the root, which is gathered once.
 """
 
 import math
@@ -27,7 +28,10 @@ from lmforge.core.parallel.parallel_model import NamedState, ParallelModel, loca
 
 
 class FSDP2Model(ParallelModel):
-    """FSDP2. Gradients are summed over ranks: the loss is already divided by the items of the global batch."""
+    """FSDP2.
+
+    Gradients are summed over ranks: the loss is already divided by the items of the global batch.
+    """
 
     engine = "fsdp2"
     is_sharded = True
@@ -36,7 +40,8 @@ class FSDP2Model(ParallelModel):
         """Shard the model in place, on any device (meta too); `model_with_loss` becomes the root."""
         assert self._mesh is not None
         self._fsdp_mesh = self._dims.fsdp_mesh(self._mesh)
-        # Without a dtype nothing is cast, so that bf16 master weights compute in bf16. Quantized matrices are bytes.
+        # Without a dtype nothing is cast, so that bf16 master weights compute in bf16. Quantized
+        # matrices are bytes.
         dtypes = (parameter.dtype for parameter in self.model.parameters() if parameter.is_floating_point())
         self._hidden_dtype = self._dtype or next(dtypes)
         self._replication: Tensor | None = None
@@ -67,7 +72,8 @@ class FSDP2Model(ParallelModel):
         self, root: nn.Module, blocks: nn.ModuleList, embeddings: Iterable[nn.Module], heads: Iterable[nn.Module]
     ) -> None:
         self._in_fp32 = self._shard_routers(root, blocks)
-        # What stays gathered between a forward and its backward pass would stay for good in a model that is only scored with.
+        # What stays gathered between a forward and its backward pass would stay for good in a model
+        # that is only scored with.
         self._is_frozen = not any(parameter.requires_grad for parameter in root.parameters())
         for block in blocks:
             experts = [each for each in block.modules() if isinstance(each, Experts) and isinstance(each.dispatch, Dispatch)]
@@ -86,11 +92,12 @@ class FSDP2Model(ParallelModel):
             root.register_forward_pre_hook(lambda *_: cast(nn.Module, root.routers)())
 
     def _shard_routers(self, root: nn.Module, blocks: nn.ModuleList) -> set[nn.Parameter]:
-        """Shard the routers of mixtures, which compute in fp32, where other units gather in another dtype. Returns what they
-        have.
+        """Shard the routers of mixtures, which compute in fp32, where other units gather in another
+        dtype. Returns what they have.
 
-        As a unit in each block their hooks would break its graph. So all are one without hooks in blocks: it is gathered before
-        the forward pass, and reduced at the end of the backward pass with what is left.
+        As a unit in each block their hooks would break its graph. So all are one without hooks in
+        blocks: it is gathered before the forward pass, and reduced at the end of the backward pass
+        with what is left.
         """
         routers = _Routers(each for block in blocks for each in block.modules() if isinstance(each, Router))
         if all(self._dtype in (None, parameter.dtype) for parameter in routers.parameters()):
@@ -117,19 +124,21 @@ class FSDP2Model(ParallelModel):
             block.set_modules_to_backward_prefetch(blocks[max(0, number - num_blocks) : number][::-1])
 
     def micro_batch_context(self, is_last: bool) -> AbstractContextManager[Any]:
-        # Replicas of the model reduce gradients once per step, even if they are reduced more often within a replica.
+        # Replicas of the model reduce gradients once per step, even if they are reduced more often
+        # within a replica.
         self._root.set_requires_all_reduce(is_last)
         if self._reduces_once:
             self._root.set_requires_gradient_sync(is_last)
         if not self._dims.reshard_after_forward:
-            # Weights that stay gathered between forward and backward stay so until the last backward pass: one gather and one
-            # cast per step.
+            # Weights that stay gathered between forward and backward stay so until the last
+            # backward pass: one gather and one cast per step.
             self._root.set_reshard_after_backward(is_last)
         return nullcontext()
 
     def _sum_over_ranks(self, squares: Tensor) -> Tensor:
         if self.options.splits_model or self.options.expert_parallel_degree > 1:
-            # Tensors may be split over different numbers of ranks. Each part counts once, even if several ranks hold it.
+            # Tensors may be split over different numbers of ranks. Each part counts once, even if
+            # several ranks hold it.
             if self._replication is None:
                 counts = [_replication_count(parameter) for parameter in self.parameters() if parameter.grad is not None]
                 self._replication = torch.tensor(counts, device=squares.device)  # on the CPU with cpu_offload
@@ -142,8 +151,8 @@ class FSDP2Model(ParallelModel):
         return total
 
     def state_dict(self, optimizer: Optimizer, named_state: NamedState) -> dict[str, Any]:
-        # A forward pass without a backward pass, as in validation, leaves units gathered: then their tensors are not the
-        # master weights.
+        # A forward pass without a backward pass, as in validation, leaves units gathered: then
+        # their tensors are not the master weights.
         for unit in self._units:
             unit.reshard()
         return super().state_dict(optimizer, named_state)
@@ -154,7 +163,8 @@ class FSDP2Model(ParallelModel):
             self._check_unsharded_fits()
         context_parallel = self.model.context_parallel
         self.model.context_parallel = None  # each rank decodes whole sequences
-        # Initializes the root, as its first forward pass would: before that, a unit that ran alone would become a root.
+        # Initializes the root, as its first forward pass would: before that, a unit that ran alone
+        # would become a root.
         self._root._get_fsdp_state()._lazy_init()  # private to torch; checked with 2.13.0
         # Gathered once here, instead of for each token.
         for unit in self._units:
@@ -190,8 +200,8 @@ class _Routers(nn.ModuleList):
 def _forget_forward_order(root: FSDPModule) -> None:
     """Forget which units ran, which torch records to prefetch in the next backward pass.
 
-    Ranks that ran different numbers of forward passes would prefetch different units, and deadlock. Private to torch; checked
-    with 2.13.0.
+    Ranks that ran different numbers of forward passes would prefetch different units, and deadlock.
+    Private to torch; checked with 2.13.0.
     """
     order = root._get_fsdp_state()._comm_ctx.post_forward_order
     for param_group in order:
@@ -201,8 +211,10 @@ def _forget_forward_order(root: FSDPModule) -> None:
 
 @torch.compiler.disable
 def _gather_before_recomputation(experts: Experts, block: nn.Module, args: Any, output: Tensor) -> None:
-    """Let the experts' unit begin its backward pass with that of their block. Else that may begin inside of a recomputation,
-    which then gathers the weights, frees them, and has operators that the forward pass had not.
+    """Let the experts' unit begin its backward pass with that of their block.
+
+    Else that may begin inside of a recomputation, which then gathers the weights, frees them, and
+    has operators that the forward pass had not.
 
     Private to torch; checked with 2.13.0.
     """
@@ -211,8 +223,9 @@ def _gather_before_recomputation(experts: Experts, block: nn.Module, args: Any, 
 
 
 def _placement(parameter: nn.Parameter, num_ranks: int) -> Shard | None:
-    """How stacked experts are sharded: where the ranks do not divide their number, as with more ranks than experts, by the rows
-    of each one, if those divide. None for any other parameter."""
+    """How stacked experts are sharded: where the ranks do not divide their number, as with more
+    ranks than experts, by the rows of each one, if those divide. None for any other parameter.
+    """
     if parameter.ndim < 3:
         return None
     experts, rows, _ = local_tensor(parameter).shape

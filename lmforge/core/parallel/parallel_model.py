@@ -1,5 +1,6 @@
-"""`train_step`, one optimizer step on this rank; and `ParallelModel`, what it steps: a model with the same interface for every
-engine. The class itself is the engine `single`. Each other engine, in a file of its own, overrides what it does differently.
+"""`train_step`, one optimizer step on this rank; and `ParallelModel`, what it steps: a model with
+the same interface for every engine. The class itself is the engine `single`. Each other engine, in
+a file of its own, overrides what it does differently.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,8 @@ from lmforge.core.parallel.dims import ParallelDims
 from lmforge.core.parallel.precision import uncompiled_blocks
 from lmforge.core.parallel.working_weights import working_weights
 
-# An objective's loss: (model, batch) → (sum, metrics). A score function of evaluation may return anything.
+# An objective's loss: (model, batch) → (sum, metrics). A score function of evaluation may return
+# anything.
 LossFn = Callable[[Any, Batch], Any]
 # (model, optimizer) → the optimizer's state tensors by the name of their parameter.
 NamedState = Callable[[nn.Module, Optimizer], dict[str, dict[str, Tensor]]]
@@ -52,11 +54,13 @@ def train_step(
 ) -> tuple[Tensor, list[Metrics]]:
     """One optimizer step on this rank's micro-batches of a global batch.
 
-    The gradient is that of the sum of losses over the global batch, divided once by its `num_items`, which are counted
-    over micro-batches and ranks before the first backward. `is_bad_step(metrics, gradient norm)` says on the device
-    whether to skip the update. `set_phase` is called as each phase begins, and `before_update` before weights change.
+    The gradient is that of the sum of losses over the global batch, divided once by its
+    `num_items`, which are counted over micro-batches and ranks before the first backward.
+    `is_bad_step(metrics, gradient norm)` says on the device whether to skip the update. `set_phase`
+    is called as each phase begins, and `before_update` before weights change.
 
-    Returns the gradient norm before clipping and the metrics of each micro-batch, on the device: the host does not wait.
+    Returns the gradient norm before clipping and the metrics of each micro-batch, on the device:
+    the host does not wait.
     """
     set_phase("reduce")
     counts = torch.stack([count_items(batch) for batch in micro_batches]).sum()[None]
@@ -89,11 +93,11 @@ def set_learning_rate(optimizer: Optimizer, lr: float) -> None:
 
 
 def step_unless(optimizer: Optimizer, skip: Tensor) -> None:
-    """Take one step, unless `skip` (bool, on the device, the same on all ranks) is true: then parameters and state do not
-    change.
+    """Take one step, unless `skip` (bool, on the device, the same on all ranks) is true: then
+    parameters and state do not change.
 
-    The host does not wait for its value, unless the parameters are on the host (with cpu_offload), or the optimizer is one of
-    a plugin that `ignores_found_inf` (build_optimizer).
+    The host does not wait for its value, unless the parameters are on the host (with cpu_offload),
+    or the optimizer is one of a plugin that `ignores_found_inf` (build_optimizer).
     """
     if getattr(optimizer, "ignores_found_inf", False):
         if not skip:
@@ -108,8 +112,9 @@ def step_unless(optimizer: Optimizer, skip: Tensor) -> None:
 class ModelWithLoss(nn.Module):
     """A model and its loss in one module: `forward(batch) -> (sum, metrics)`.
 
-    Head and loss run inside the wrapped module's forward pass, where FSDP has gathered the head's weight and DDP sees the
-    whole graph. Evaluation passes `score_fn` in place of the loss, and so goes through the same hooks as training.
+    Head and loss run inside the wrapped module's forward pass, where FSDP has gathered the head's
+    weight and DDP sees the whole graph. Evaluation passes `score_fn` in place of the loss, and so
+    goes through the same hooks as training.
     """
 
     def __init__(self, model: LanguageModel, loss_fn: LossFn) -> None:
@@ -122,15 +127,18 @@ class ModelWithLoss(nn.Module):
 
 
 class ParallelModel:
-    """`model_with_loss` is called on micro-batches; `model` is the same model under its own names, for everything else.
+    """`model_with_loss` is called on micro-batches; `model` is the same model under its own names,
+    for everything else.
 
-    A training step calls `forward_backward`, `clip_grad_norm` and `zero_grad`; validation calls `score`.
+    A training step calls `forward_backward`, `clip_grad_norm` and `zero_grad`; validation calls
+    `score`.
     """
 
     engine = "single"
     # Whether FSDP, which has a mixed precision of its own, shards the model.
     is_sharded = False
-    # The divisor that the engine applies when it sums gradients over ranks; the loss is multiplied by it before.
+    # The divisor that the engine applies when it sums gradients over ranks; the loss is multiplied
+    # by it before.
     gradient_divide_factor = 1.0
     # The ranks of one pipeline rank have the same work to do, so that their times compare.
     pipeline_rank = 0
@@ -144,7 +152,10 @@ class ParallelModel:
         dtype: torch.dtype | None,
         mesh: DeviceMesh | None,
     ) -> None:
-        """Wrap or shard `model` in place. `dtype` is None for fp32, `mesh` for engines other than fsdp2."""
+        """Wrap or shard `model` in place.
+
+        `dtype` is None for fp32, `mesh` for engines other than fsdp2.
+        """
         self.model = model
         self.dist_ctx = dist_ctx
         self._loss_fn = loss_fn
@@ -154,7 +165,8 @@ class ParallelModel:
         self._dtype, self._mesh = dtype, mesh
         # Number of ranks that work on the same sequences.
         self.model_parallel_size = dims.options.model_parallel_size
-        # The full shape of each parameter by its name in `model.named_parameters()`, even where this rank holds only a part.
+        # The full shape of each parameter by its name in `model.named_parameters()`, even where
+        # this rank holds only a part.
         self.parameter_shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self._set_phase: Callable[[str], None] = lambda phase: None
         if model.balance is not None:
@@ -190,7 +202,9 @@ class ParallelModel:
         return working_weights(self.model, self._dtype)
 
     def micro_batch_context(self, is_last: bool) -> AbstractContextManager[Any]:
-        """Context for forward and backward of one micro-batch: decides which gradients are reduced with it, and which later."""
+        """Context for forward and backward of one micro-batch: decides which gradients are reduced
+        with it, and which later.
+        """
         return nullcontext()
 
     def forward_backward(
@@ -198,7 +212,8 @@ class ParallelModel:
     ) -> list[Metrics]:
         """Accumulate the gradient of these micro-batches' summed loss, divided by `num_items`.
 
-        Returns the loss's metrics of each micro-batch. `set_phase` is called with the phase that begins.
+        Returns the loss's metrics of each micro-batch. `set_phase` is called with the phase that
+        begins.
         """
         self._set_phase = set_phase
         all_metrics = []
@@ -214,33 +229,45 @@ class ParallelModel:
         return all_metrics
 
     def score(self, batch: Batch, score_fn: LossFn) -> Any:
-        """The result of `score_fn` for a batch, without gradients. Every rank calls it, with its own sequences."""
+        """The result of `score_fn` for a batch, without gradients.
+
+        Every rank calls it, with its own sequences.
+        """
         with self.autocast():
             return self.model_with_loss(batch, score_fn=score_fn)
 
     def score_tokens(self, batch: Batch, score_fn: LossFn) -> Tensor:
-        """The result of a `score_fn` that returns fp32 [sequences, length] of full sequences, on every rank."""
+        """The result of a `score_fn` that returns fp32 [sequences, length] of full sequences, on
+        every rank.
+        """
         values: Tensor = self.score(batch, score_fn)
         return values
 
     def score_loss(self, batch: Batch, loss_fn: LossFn) -> Metrics:
-        """The metrics of a loss, without gradients: the same names on every rank, and sums over ranks are correct."""
+        """The metrics of a loss, without gradients: the same names on every rank, and sums over
+        ranks are correct.
+        """
         _, metrics = self.score(batch, loss_fn)
         return metrics
 
     def zero_grad(self, optimizer: Optimizer) -> None:
-        # Gradients in host memory are kept: host memory is not scarce, and allocating them again costs time.
+        # Gradients in host memory are kept: host memory is not scarce, and allocating them again
+        # costs time.
         optimizer.zero_grad(set_to_none=not self.options.cpu_offload)
 
     def _local_grads(self) -> list[Tensor]:
         return [local_tensor(parameter.grad) for parameter in self.parameters() if parameter.grad is not None]
 
     def _sum_over_ranks(self, squares: Tensor) -> Tensor:
-        """The sum of squared gradient norms [gradients], over the ranks that share one copy of the model."""
+        """The sum of squared gradient norms [gradients], over the ranks that share one copy of the
+        model.
+        """
         return squares.sum()
 
     def _grad_norm(self, gradients: list[Tensor]) -> Tensor:
-        """L2 norm of the whole gradient, given this rank's parts: fp32, where they are (with cpu_offload on the CPU)."""
+        """L2 norm of the whole gradient, given this rank's parts: fp32, where they are (with
+        cpu_offload on the CPU).
+        """
         if not gradients:  # with many ranks one may hold no part of any tensor
             device = torch.device("cpu") if self.options.cpu_offload else self.dist_ctx.device
             return self._sum_over_ranks(torch.zeros(1, device=device)).sqrt()
@@ -250,14 +277,18 @@ class ParallelModel:
 
     @torch.no_grad()
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Scale the gradient down to norm `max_norm` where it is longer (0: never). Returns its norm before that.
+        """Scale the gradient down to norm `max_norm` where it is longer (0: never).
 
-        The norm is fp32 on the rank's device, the same on every rank. The host does not wait for it.
+        Returns its norm before that.
+
+        The norm is fp32 on the rank's device, the same on every rank. The host does not wait for
+        it.
         """
         gradients = self._local_grads()
         norm = self._grad_norm(gradients)
         if max_norm and gradients:
-            # Multiplying by 1 costs less than a synchronization with the device to find out whether it is needed.
+            # Multiplying by 1 costs less than a synchronization with the device to find out whether
+            # it is needed.
             torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm.to(self.dist_ctx.device)
 
@@ -265,15 +296,18 @@ class ParallelModel:
     def unsharded(self) -> Iterator[LanguageModel]:
         """The model with all its weights on this rank, for decoding.
 
-        Every rank enters and leaves together. In between, ranks may run different numbers of forward passes.
+        Every rank enters and leaves together. In between, ranks may run different numbers of
+        forward passes.
         """
         yield self.model
 
     def state_dict(self, optimizer: Optimizer, named_state: NamedState) -> dict[str, Any]:
-        """The content of a checkpoint: {"model": tensors, "optimizer": tensors}, under the model's own names; of a mixture that
-        needs the choices of the batch before also {"balance": tensors}.
+        """The content of a checkpoint: {"model": tensors, "optimizer": tensors}, under the model's
+        own names; of a mixture that needs the choices of the batch before also {"balance":
+        tensors}.
 
-        `named_state(model, optimizer)` returns the optimizer's. To load, fill the tensors in place and call `load_state_dict`.
+        `named_state(model, optimizer)` returns the optimizer's. To load, fill the tensors in place
+        and call `load_state_dict`.
         """
         tensors = {"model": dict(named_tensors(self.model)), "optimizer": named_state(self.model, optimizer)}
         return tensors | self._balance_state()
@@ -287,8 +321,11 @@ class ParallelModel:
 
 
 def _norm_by_rows(tensor: Tensor) -> Tensor:
-    """The L2 norm in fp32: of rows, and then of these. On a CPU torch adds up the squares of a whole tensor in few sums, whose
-    rounding (2e-5 of the norm of 100,000 numbers) would depend on how the tensor is split over ranks."""
+    """The L2 norm in fp32: of rows, and then of these.
+
+    On a CPU torch adds up the squares of a whole tensor in few sums, whose rounding (2e-5 of the
+    norm of 100,000 numbers) would depend on how the tensor is split over ranks.
+    """
     flat, norm = tensor.flatten(), torch.linalg.vector_norm
     whole = flat.numel() // NORM_ROW * NORM_ROW
     rows = norm(flat[:whole].view(-1, NORM_ROW), dim=1, dtype=torch.float32)
@@ -298,9 +335,12 @@ def _norm_by_rows(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def unsharded_for_decoding(parallel_model: ParallelModel) -> Iterator[LanguageModel]:
-    """The model with all its weights on this rank, in its compute dtype. All ranks enter and leave together.
+    """The model with all its weights on this rank, in its compute dtype.
 
-    Its blocks are not compiled, since each sequence length would need another graph. Attention is compiled where required.
+    All ranks enter and leave together.
+
+    Its blocks are not compiled, since each sequence length would need another graph. Attention is
+    compiled where required.
     """
     with parallel_model.unsharded() as model, parallel_model.autocast(), uncompiled_blocks(model):
         yield model

@@ -41,18 +41,21 @@ def parallelize(
 ) -> ParallelModel:
     """Distribute `model` over the ranks as `options` say, in place.
 
-    The model has its weights on the ranks' device; or it is on the meta device, and `init_weights` fills it: for `single` and
-    DDP before it is wrapped, for FSDP after it has been sharded. With `loads_weights` that reads files; the flat parts of FSDP1
-    cannot be read, so it then comes before FSDP1.
+    The model has its weights on the ranks' device; or it is on the meta device, and `init_weights`
+    fills it: for `single` and DDP before it is wrapped, for FSDP after it has been sharded. With
+    `loads_weights` that reads files; the flat parts of FSDP1 cannot be read, so it then comes
+    before FSDP1.
 
-    Master weights keep their dtype. With `dtype` bf16, FSDP gathers and computes in bf16 and reduces gradients in fp32; the
-    other engines use autocast and working_weights.py, whose gradients are fp32 as well. With `float8` the matrix products of
-    the blocks are in float8.
+    Master weights keep their dtype. With `dtype` bf16, FSDP gathers and computes in bf16 and
+    reduces gradients in fp32; the other engines use autocast and working_weights.py, whose
+    gradients are fp32 as well. With `float8` the matrix products of the blocks are in float8.
 
-    The order is float8 → expert parallel → tensor parallel → context parallel → activation checkpointing → compile → shard (a
-    pipeline is cut into stages first) → init weights; docs/architecture.md says why each stands where it does.
+    The order is float8 → expert parallel → tensor parallel → context parallel → activation
+    checkpointing → compile → shard (a pipeline is cut into stages first) → init weights;
+    docs/architecture.md says why each stands where it does.
 
-    Raises UserError, the same on all ranks, where the options or float8 do not fit the ranks or the model.
+    Raises UserError, the same on all ranks, where the options or float8 do not fit the ranks or the
+    model.
     """
     engine = choose_engine(options, dist_ctx.world_size, dist_ctx.device.type)
     if model.lora_config is not None:
@@ -96,7 +99,8 @@ def parallelize(
 
 
 def _compile(model: LanguageModel, device: torch.device) -> None:
-    # Graphs with and without gradients, dropout and adapters, for each window: by default torch stops compiling after 8.
+    # Graphs with and without gradients, dropout and adapters, for each window: by default torch
+    # stops compiling after 8.
     torch._dynamo.config.recompile_limit = max(MAX_GRAPHS, torch._dynamo.config.recompile_limit)
     for block in model.blocks:  # in place: one graph serves them all, and the names of tensors do not change
         block.compile(dynamic=False)

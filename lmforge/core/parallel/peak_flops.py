@@ -1,4 +1,6 @@
-"""Peak FLOP/s of a rank, for the MFU: of a GPU from its data sheet, of a CPU as core/parallel/cpu_flops.py measures it."""
+"""Peak FLOP/s of a rank, for the MFU: of a GPU from its data sheet, of a CPU as
+core/parallel/cpu_flops.py measures it.
+"""
 
 from functools import partial
 
@@ -12,9 +14,12 @@ from lmforge.core.parallel.precision import dtype_name
 
 
 def rank_peak_flops(dist_ctx: DistributedContext, dtype: torch.dtype) -> float | None:
-    """Peak FLOP/s of a rank; None for a GPU that is not in the table. Every rank calls it, and gets rank 0's on CPUs.
+    """Peak FLOP/s of a rank; None for a GPU that is not in the table.
 
-    The ranks of a host share its cores: a CPU's peak is measured with the threads of all of them, and divided.
+    Every rank calls it, and gets rank 0's on CPUs.
+
+    The ranks of a host share its cores: a CPU's peak is measured with the threads of all of them,
+    and divided.
     """
     if dist_ctx.device.type == "cuda":
         peak: float | None = registry.get("data_sheets", "gpus").build(

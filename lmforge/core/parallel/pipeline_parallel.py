@@ -1,7 +1,9 @@
-"""Pipeline parallelism: the blocks are cut into stages on different ranks, and micro-batches flow through them.
+"""Pipeline parallelism: the blocks are cut into stages on different ranks, and micro-batches flow
+through them.
 
-torch.distributed.pipelining runs the schedule and sends activations and gradients. FSDP2 shards a stage over the ranks that
-run it. The loss is part of the last stage, so that the head's weight is gathered where it is used.
+torch.distributed.pipelining runs the schedule and sends activations and gradients. FSDP2 shards a
+stage over the ranks that run it. The loss is part of the last stage, so that the head's weight is
+gathered where it is used.
 """
 
 from collections import deque
@@ -23,7 +25,8 @@ from lmforge.core.parallel.parallel_model import LossFn
 
 
 def split_blocks(num_blocks: int, num_stages: int) -> list[range]:
-    """Which blocks each stage runs: equal numbers, and one more for the first stages where they do not divide.
+    """Which blocks each stage runs: equal numbers, and one more for the first stages where they do
+    not divide.
 
     The last stage also computes the head.
     """
@@ -32,7 +35,9 @@ def split_blocks(num_blocks: int, num_stages: int) -> list[range]:
 
 
 class StageModule(nn.Module):
-    """Consecutive blocks of a model; the first stage has the embedding too, the last one the final norm, head and loss."""
+    """Consecutive blocks of a model; the first stage has the embedding too, the last one the final
+    norm, head and loss.
+    """
 
     def __init__(self, model: LanguageModel, block_indices: range, loss_fn: LossFn, is_first: bool, is_last: bool) -> None:
         super().__init__()
@@ -43,8 +48,8 @@ class StageModule(nn.Module):
         self._model_ref = (model,)  # in a tuple, so that the model is not registered as a submodule
         self._block_indices = block_indices
         self._loss_fn = loss_fn
-        # In the last stage: those of the micro-batches to come, and the loss's metrics of those that came. As arguments extras
-        # would be cast by FSDP, and not cut by torch's schedule.
+        # In the last stage: those of the micro-batches to come, and the loss's metrics of those
+        # that came. As arguments extras would be cast by FSDP, and not cut by torch's schedule.
         self.extras: deque[Extras | None] = deque()
         self.metrics: list[Metrics] = []
 
@@ -76,7 +81,9 @@ class StageModule(nn.Module):
 
 
 class _NormOnly:
-    """Stands for the model in the last stage, where the objective calls it: only the final norm is left to compute."""
+    """Stands for the model in the last stage, where the objective calls it: only the final norm is
+    left to compute.
+    """
 
     def __init__(self, model: LanguageModel, hidden: Tensor) -> None:
         self._model, self._hidden = model, hidden
@@ -87,7 +94,10 @@ class _NormOnly:
 
 
 class PipelineModel(FSDP2Model):
-    """FSDP2 within the stages of a pipeline. `model` keeps only the parameters of this rank's stages."""
+    """FSDP2 within the stages of a pipeline.
+
+    `model` keeps only the parameters of this rank's stages.
+    """
 
     def _wrap(self, model_with_loss: nn.Module) -> nn.Module:
         """Cut the model into stages in place, on any device."""
@@ -129,7 +139,8 @@ class PipelineModel(FSDP2Model):
         batch = Batch.cat(micro_batches)
         self._loss_factor = self.gradient_divide_factor / num_items
         shape = len(micro_batches), micro_batches[0].batch_size, batch.sequence_length
-        # Torch does so with a new schedule, which other pipelines may not need now, and ranks of a stage gather together.
+        # Torch does so with a new schedule, which other pipelines may not need now, and ranks of a
+        # stage gather together.
         for unit in self._units:
             unit.reshard()
         if shape != self._schedule_shape:
@@ -155,8 +166,9 @@ class PipelineModel(FSDP2Model):
 
     def _build_schedule(self, num_micro_batches: int, size: int, length: int) -> Any:
         device = self.dist_ctx.device
-        # Shapes are given, or torch would run every stage forward and backward to find them. Its first message on several ranks
-        # at once needs the communicator of the group, which all of them make together.
+        # Shapes are given, or torch would run every stage forward and backward to find them. Its
+        # first message on several ranks at once needs the communicator of the group, which all of
+        # them make together.
         dist.all_reduce(torch.zeros(1, device=device), group=self._group)
         tokens = torch.empty(size, length, dtype=torch.int64, device="meta")
         hidden = torch.empty(self._hidden_shape(size, length), dtype=self._hidden_dtype, device="meta", requires_grad=True)
@@ -184,7 +196,9 @@ class PipelineModel(FSDP2Model):
         return size, length // parts, self.model.config.hidden_size
 
     def score(self, batch: Batch, score_fn: LossFn) -> Any:
-        """The result of `score_fn` on the rank of the last stage and 0 on the others, so that sums over ranks are correct."""
+        """The result of `score_fn` on the rank of the last stage and 0 on the others, so that sums
+        over ranks are correct.
+        """
         hidden, device = batch.tokens, self.dist_ctx.device
         result: Any = torch.zeros((), dtype=torch.float64, device=device)
         size, shape = self._group.size(), self._hidden_shape(batch.batch_size, batch.sequence_length)
@@ -214,8 +228,9 @@ class PipelineModel(FSDP2Model):
 
 
 def check_stages_are_trained(model: LanguageModel, cuts: list[range]) -> None:
-    """Raise UserError, on all ranks, where one stage of a model has trained weights and another none, for whose gradients torch
-    would wait."""
+    """Raise UserError, on all ranks, where one stage of a model has trained weights and another
+    none, for whose gradients torch would wait.
+    """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         return
     for stage, cut in enumerate(cuts, start=1):
@@ -228,7 +243,9 @@ def check_stages_are_trained(model: LanguageModel, cuts: list[range]) -> None:
 
 
 def _drop_other_parameters(model: LanguageModel, stages: list[StageModule]) -> None:
-    """Remove all parameters and buffers from `model` except those of `stages`, which keep their names."""
+    """Remove all parameters and buffers from `model` except those of `stages`, which keep their
+    names.
+    """
     kept = {id(tensor) for stage in stages for tensor in (*stage.parameters(), *stage.buffers())}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):

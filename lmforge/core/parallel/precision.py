@@ -1,4 +1,6 @@
-"""The dtype in which a model computes (float8 too), and whether its blocks are compiled: what `auto` means on this hardware."""
+"""The dtype in which a model computes (float8 too), and whether its blocks are compiled: what
+`auto` means on this hardware.
+"""
 
 import shutil
 import sys
@@ -23,9 +25,11 @@ from lmforge.core.parallel.validate import check_compiled, check_float8_dtype, c
 ConfigT = TypeVar("ConfigT", bound=StageConfig)
 # The dtypes by their option names.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# On a CPU `auto` is bf16 where its products are this many times as fast: what is not a product gains nothing, and bf16 rounds.
+# On a CPU `auto` is bf16 where its products are this many times as fast: what is not a product
+# gains nothing, and bf16 rounds.
 MIN_BF16_SPEEDUP = 1.2
-# Compilation takes about half a minute on a CPU and saves about a tenth of a step: shorter runs lose by it.
+# Compilation takes about half a minute on a CPU and saves about a tenth of a step: shorter runs
+# lose by it.
 MIN_STEPS_TO_COMPILE = 200
 # The first compute capability whose tensor cores multiply float8: Ada (8.9), then Hopper (9.0).
 FLOAT8_MIN_CAPABILITY = (8, 9)
@@ -37,7 +41,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def has_native_bf16(device: torch.device) -> bool:
-    """Whether the hardware has bf16 arithmetic. Emulated bf16 is up to a hundred times slower than fp32."""
+    """Whether the hardware has bf16 arithmetic.
+
+    Emulated bf16 is up to a hundred times slower than fp32.
+    """
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device)[0] >= 8
     if not hasattr(torch.cpu, "get_capabilities"):  # torch 2.11 has only this function
@@ -47,8 +54,9 @@ def has_native_bf16(device: torch.device) -> bool:
 
 
 def choose_dtype(requested: str, device: torch.device) -> tuple[torch.dtype, str]:
-    """The compute dtype, and the reason in a few words. bf16 is allowed on hardware without it, with a warning. Ranks call
-    `decide_dtype`."""
+    """The compute dtype, and the reason in a few words. bf16 is allowed on hardware without it,
+    with a warning. Ranks call `decide_dtype`.
+    """
     if requested == "fp32":
         return torch.float32, "as requested"
     fast = has_native_bf16(device)
@@ -66,14 +74,18 @@ def choose_dtype(requested: str, device: torch.device) -> tuple[torch.dtype, str
 
 
 def is_bf16_faster(bf16_flops: float, fp32_flops: float) -> bool:
-    """Whether products in bf16 are so much faster on a CPU that `auto` is bf16. Some CPUs have its arithmetic, at half the
-    speed of fp32."""
+    """Whether products in bf16 are so much faster on a CPU that `auto` is bf16.
+
+    Some CPUs have its arithmetic, at half the speed of fp32.
+    """
     return bf16_flops >= MIN_BF16_SPEEDUP * fp32_flops
 
 
 def with_dtype(config: ConfigT, dist_ctx: DistributedContext, began_in: str | None = None) -> tuple[ConfigT, str]:
-    """The recipe with the dtype that `auto` is, and the reason. A run that continues keeps that in which it began, whatever is
-    faster here. Every rank calls it."""
+    """The recipe with the dtype that `auto` is, and the reason.
+
+    A run that continues keeps that in which it began, whatever is faster here. Every rank calls it.
+    """
     continues = config.train.dtype == "auto" and began_in is not None
     dtype, reason = decide_dtype(str(began_in) if continues else config.train.dtype, dist_ctx)
     train = config.train.model_copy(update={"dtype": dtype_name(dtype)})
@@ -86,7 +98,9 @@ def decide_dtype(requested: str, dist_ctx: DistributedContext) -> tuple[torch.dt
 
 
 def check_float8(device: torch.device, dtype: torch.dtype) -> None:
-    """Raise UserError where float8 is impossible: on this device, with this compute dtype, or without torchao."""
+    """Raise UserError where float8 is impossible: on this device, with this compute dtype, or
+    without torchao.
+    """
     needed, way = "needs a GPU of compute capability 8.9 or newer", "leave train.float8 out"
     if device.type != "cuda":
         raise UserError(f"train.float8: {needed}, and this is a {device.type}; {way}")
@@ -100,19 +114,22 @@ def check_float8(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def convert_to_float8(model: LanguageModel, *, emulate: bool = False) -> None:
-    """Let the linear layers of `model`'s blocks multiply in float8, in place, before they are compiled or sharded.
+    """Let the linear layers of `model`'s blocks multiply in float8, in place, before they are
+    compiled or sharded.
 
-    One scale per tensor, computed for every product (torchao's tensorwise recipe); inputs and weights as e4m3, gradients as
-    e5m2. Embedding and head are not converted. Weights keep their dtype and names, so checkpoints do not change. With
-    `emulate` the products are of fp32 numbers that were rounded to float8, which works on any device, slowly. Raises
-    UserError for layers that do not fit.
+    One scale per tensor, computed for every product (torchao's tensorwise recipe); inputs and
+    weights as e4m3, gradients as e5m2. Embedding and head are not converted. Weights keep their
+    dtype and names, so checkpoints do not change. With `emulate` the products are of fp32 numbers
+    that were rounded to float8, which works on any device, slowly. Raises UserError for layers that
+    do not fit.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     layers = [(name, layer) for name, layer in model.blocks.named_modules() if isinstance(layer, nn.Linear)]
     sizes = {name.partition(".")[2]: (layer.in_features, layer.out_features) for name, layer in layers}
     check_float8_layers(model.config, sizes)
-    # The number of tokens, which may be any, is the inner dimension of a weight's gradient: it is padded.
+    # The number of tokens, which may be any, is the inner dimension of a weight's gradient: it is
+    # padded.
     convert_to_float8_training(model.blocks, config=Float8LinearConfig(pad_inner_dim=True, emulate=emulate))
 
 
@@ -128,8 +145,10 @@ def missing_for_compile(device: torch.device) -> str | None:
 
 
 def choose_compile(config: StageConfig, device: torch.device, steps: int) -> tuple[bool, str]:
-    """Whether to compile the blocks for this number of steps, and why. Raises UserError where it is requested and
-    impossible."""
+    """Whether to compile the blocks for this number of steps, and why.
+
+    Raises UserError where it is requested and impossible.
+    """
     requested = config.train.compile
     missing = missing_for_compile(device)
     if requested == "on":
@@ -153,7 +172,10 @@ def compiled_graph_count() -> int:
 
 @contextmanager
 def uncompiled_blocks(model: LanguageModel) -> Iterator[None]:
-    """The blocks of `model` run as they are, compiled or not. Private to torch; checked with 2.13.0."""
+    """The blocks of `model` run as they are, compiled or not.
+
+    Private to torch; checked with 2.13.0.
+    """
     compiled = [block._compiled_call_impl for block in model.blocks]
     for block in model.blocks:
         block._compiled_call_impl = None
@@ -165,7 +187,10 @@ def uncompiled_blocks(model: LanguageModel) -> Iterator[None]:
 
 
 def has_compiled_blocks(model: LanguageModel) -> bool:
-    """Whether there is compiled code for a block of `model`. Private to torch; checked with 2.13.0."""
+    """Whether there is compiled code for a block of `model`.
+
+    Private to torch; checked with 2.13.0.
+    """
     from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 
     blocks = [getattr(block, "module", block) for block in model.blocks]  # FSDP1 puts each into a wrapper

@@ -1,10 +1,11 @@
-"""Tensor parallelism with sequence-parallel norms: the matrices of a block are split over ranks; between them the sequence is
-split.
+"""Tensor parallelism with sequence-parallel norms: the matrices of a block are split over ranks;
+between them the sequence is split.
 
-Heads and feed-forward channels are split; of mixtures of experts the tokens, but for shared experts. The outputs of attention
-and feed-forward are summed and scattered along the sequence in one collective (Korthikanti et al., arXiv 2205.05198).
-DTensor's styles do the splitting, so that FSDP2 and checkpoints understand the result. Embedding and head are split by
-vocabulary where it divides. Where it does not, every rank has them whole, and looks up and scores
+Heads and feed-forward channels are split; of mixtures of experts the tokens, but for shared
+experts. The outputs of attention and feed-forward are summed and scattered along the sequence in
+one collective (Korthikanti et al., arXiv 2205.05198). DTensor's styles do the splitting, so that
+FSDP2 and checkpoints understand the result. Embedding and head are split by vocabulary where it
+divides. Where it does not, every rank has them whole, and looks up and scores
 (core/losses/sharded_head.py) its own part of the sequence.
 """
 
@@ -29,14 +30,17 @@ from lmforge.core.model.layers import LanguageModel
 
 # Hidden states are local tensors of DTensors, which are views; nothing here writes into them.
 warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
-# It warns when a full tensor is gathered in two collectives instead of one, which happens only where weights are compared.
+# It warns when a full tensor is gathered in two collectives instead of one, which happens only
+# where weights are compared.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 SEQUENCE_DIM = 1  # of hidden states [sequences, length, width]
 
 
 def apply_tensor_parallel(model: LanguageModel, mesh: DeviceMesh) -> None:
-    """Split the parameters of `model` (on any device, meta too) over the one-dimensional `mesh`, in place."""
+    """Split the parameters of `model` (on any device, meta too) over the one-dimensional `mesh`, in
+    place.
+    """
     model.sequence_parallel_shard = mesh.get_local_rank(), mesh.size()
     for block, sparse in zip(model.blocks, model.config.sparse_layers, strict=True):
         parallelize_module(block, mesh, _block_plan(model.config, sparse))
@@ -48,7 +52,8 @@ def apply_tensor_parallel(model: LanguageModel, mesh: DeviceMesh) -> None:
     if by_vocabulary:
         split = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(SEQUENCE_DIM))
         parallelize_module(embedding, mesh, split)
-        # A compiled block must not be given a tensor that is still being reduced: the gradient would be wrong (torch 2.13).
+        # A compiled block must not be given a tensor that is still being reduced: the gradient
+        # would be wrong (torch 2.13).
         embedding.register_forward_hook(lambda module, args, hidden: hidden.clone())
     else:
         # Every rank has the full embedding, and looks up its own part of the sequence.
@@ -69,7 +74,8 @@ def _block_plan(config: ModelConfig, sparse: bool) -> dict[str, ParallelStyle]:
 
     over = {
         "sequence": SequenceParallel(use_local_output=True),
-        # These see [sequences, length, heads, head_dim], split by heads, or [sequences, length, channels], split by channels.
+        # These see [sequences, length, heads, head_dim], split by heads, or [sequences, length,
+        # channels], split by channels.
         "heads": SequenceParallel(sequence_dim=2, use_local_output=True),
         "channels": ChannelParallelNorm(),
         "latents": Replicated(),
@@ -95,14 +101,18 @@ def _block_plan(config: ModelConfig, sparse: bool) -> dict[str, ParallelStyle]:
 
 
 class Replicated(ParallelStyle):
-    """What every rank has whole: a mixture of experts, computed for its own part of the sequence, and what makes latents."""
+    """What every rank has whole: a mixture of experts, computed for its own part of the sequence,
+    and what makes latents.
+    """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(module, device_mesh)
 
 
 class ChannelParallelNorm(ParallelStyle):
-    """A norm over channels that are split over ranks, and so are its weights: the mean square is all-reduced."""
+    """A norm over channels that are split over ranks, and so are its weights: the mean square is
+    all-reduced.
+    """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def split(name: str, norm: nn.Module, mesh: DeviceMesh) -> None:

@@ -1,5 +1,7 @@
-"""Whether a model, its sequences and its micro-batches can be distributed as the options say. It does not import torch, for dry
-runs."""
+"""Whether a model, its sequences and its micro-batches can be distributed as the options say.
+
+It does not import torch, for dry runs.
+"""
 
 from collections.abc import Mapping
 
@@ -15,7 +17,9 @@ _DEGREES = "parallel.tensor_parallel_degree, context_parallel_degree, pipeline_p
 
 
 def choose_engine(options: ParallelOptions, world_size: int, device_type: str | None = None) -> str:
-    """The engine that `auto` means for these ranks. Raises UserError where an engine lacks what another option requests.
+    """The engine that `auto` means for these ranks.
+
+    Raises UserError where an engine lacks what another option requests.
 
     `device_type` is None where it is not known yet.
     """
@@ -63,7 +67,9 @@ def describe_unused_sharding(options: ParallelOptions, world_size: int, device_t
 
 
 def check_lora(options: ParallelOptions, float8: bool, base_dtype: str | None = None) -> None:
-    """Raise UserError where LoRA adapters cannot be trained with these options, beside matrices in `base_dtype`."""
+    """Raise UserError where LoRA adapters cannot be trained with these options, beside matrices in
+    `base_dtype`.
+    """
     if base_dtype is not None and options.engine == "fsdp1":
         raise UserError(
             f"lora.base_dtype = {base_dtype}: not with parallel.engine = fsdp1, which parts numbers from their scale; use fsdp2"
@@ -83,7 +89,9 @@ def check_float8_dtype(dtype: str) -> None:
 
 
 def check_float8_layers(config: ModelConfig, layers: Mapping[str, tuple[int, int]]) -> None:
-    """Raise UserError where the linear layers of blocks, (inputs, outputs) by name, cannot be multiplied in float8."""
+    """Raise UserError where the linear layers of blocks, (inputs, outputs) by name, cannot be
+    multiplied in float8.
+    """
     if any(config.sparse_layers):
         raise UserError("train.float8: not with a mixture of experts, whose products torchao does not train; leave it out")
     if not layers:
@@ -99,8 +107,9 @@ def check_float8_layers(config: ModelConfig, layers: Mapping[str, tuple[int, int
 def why_not_compiled(options: ParallelOptions, device_type: str) -> str | None:
     """Why torch cannot compile blocks that are distributed so; None where it can.
 
-    On a CPU, compiled attention that is computed again is taken for an operation that draws random numbers, and what the
-    forward pass keeps of those is confused with the device mesh of tensor parallelism (torch 2.13). GPUs keep none.
+    On a CPU, compiled attention that is computed again is taken for an operation that draws random
+    numbers, and what the forward pass keeps of those is confused with the device mesh of tensor
+    parallelism (torch 2.13). GPUs keep none.
     """
     mode = CHECKPOINTING_MODES[options.activation_checkpointing]
     recomputes = mode.recomputes_block(options.activation_checkpointing_every, options.activation_checkpointing_every)
@@ -198,7 +207,8 @@ def _check_pipeline_parallel(config: ModelConfig, degree: int, stages_per_rank: 
     blocks, num_stages = config.num_hidden_layers, degree * stages_per_rank
     if blocks < num_stages:
         raise UserError(f"{requested}: {blocks} blocks do not make {num_stages} stages; use fewer ranks or stages")
-    # 1F1B fills the pipeline before its first backward pass; the interleaved schedule goes in rounds.
+    # 1F1B fills the pipeline before its first backward pass; the interleaved schedule goes in
+    # rounds.
     is_interleaved = stages_per_rank > 1
     if plan.accumulation >= degree and not (is_interleaved and plan.accumulation % degree):
         return

@@ -1,7 +1,9 @@
-"""bf16 working weights besides fp32 master weights, for the engines without their own mixed precision: `single` and DDP.
+"""bf16 working weights besides fp32 master weights, for the engines without their own mixed
+precision: `single` and DDP.
 
-Under autocast alone, every micro-batch casts every matrix again, and widens its gradient. Here the weights of linear layers
-are cast once per step. Embeddings are looked up in fp32; autocast casts what is left: biases and the head.
+Under autocast alone, every micro-batch casts every matrix again, and widens its gradient. Here the
+weights of linear layers are cast once per step. Embeddings are looked up in fp32; autocast casts
+what is left: biases and the head.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -19,10 +21,12 @@ from lmforge.core.model.mixture.experts import Experts
 
 @contextmanager
 def working_weights(model: LanguageModel, dtype: torch.dtype) -> Iterator[None]:
-    """The linear layers of `model` compute with copies of their weights in `dtype`; the model's parameters stay the masters.
+    """The linear layers of `model` compute with copies of their weights in `dtype`; the model's
+    parameters stay the masters.
 
-    Gradients of the copies are added to those of the masters, in fp32, as each backward pass computes them. Values and
-    gradients are those that autocast gives, bit by bit. Enter it around all forward and backward passes of a step.
+    Gradients of the copies are added to those of the masters, in fp32, as each backward pass
+    computes them. Values and gradients are those that autocast gives, bit by bit. Enter it around
+    all forward and backward passes of a step.
     """
     masters: dict[tuple[nn.Module, str], Any] = {
         (module, name): getattr(module, name) for module in model.modules() for name in _matrices(module)
@@ -30,7 +34,8 @@ def working_weights(model: LanguageModel, dtype: torch.dtype) -> Iterator[None]:
     copies: dict[Tensor, Tensor] = {master: master.detach().to(dtype) for master in masters.values()}
 
     def use_copies(layers: Iterable[tuple[nn.Module, str]]) -> None:
-        # Not by assignment: the copies are not parameters; names, hooks and optimizers use the masters.
+        # Not by assignment: the copies are not parameters; names, hooks and optimizers use the
+        # masters.
         for layer, name in layers:
             master = masters[layer, name]
             layer._parameters[name] = _WorkingWeight.apply(master, copies[master])
@@ -57,7 +62,10 @@ def _matrices(module: nn.Module) -> tuple[str, ...]:
 
 @contextmanager
 def _before_each_call(block: nn.Module, function: Callable[[], None]) -> Iterator[None]:
-    """`function` runs before each call of the block, and is not compiled with it. Private to torch; checked with 2.13.0."""
+    """`function` runs before each call of the block, and is not compiled with it.
+
+    Private to torch; checked with 2.13.0.
+    """
     call = block._compiled_call_impl
     if call is None:
         handle = block.register_forward_pre_hook(lambda *_: function())
@@ -79,10 +87,12 @@ def _before_each_call(block: nn.Module, function: Callable[[], None]) -> Iterato
 
 
 class _WorkingWeight(torch.autograd.Function):
-    """Stands for a copy of a parameter in another dtype, and hands the copy's gradient to the parameter.
+    """Stands for a copy of a parameter in another dtype, and hands the copy's gradient to the
+    parameter.
 
-    One is made in each forward pass, directly before the layer is called: autograd carries out the youngest of the operations
-    that are ready. Made at the start of the step, all would wait until the end of the backward pass, and DDP with them.
+    One is made in each forward pass, directly before the layer is called: autograd carries out the
+    youngest of the operations that are ready. Made at the start of the step, all would wait until
+    the end of the backward pass, and DDP with them.
     """
 
     @staticmethod
@@ -96,6 +106,7 @@ class _WorkingWeight(torch.autograd.Function):
         total = ctx.master.grad
         if total is None:
             return gradient, None
-        # Added in one pass. A returned gradient would be converted to fp32 first; DDP's hooks are called in either case.
+        # Added in one pass. A returned gradient would be converted to fp32 first; DDP's hooks are
+        # called in either case.
         total.add_(gradient)
         return None, None

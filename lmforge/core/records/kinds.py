@@ -1,7 +1,9 @@
-"""What a path or a name stands for: a run, a checkpoint, a model, data. And the one line for what it is not.
+"""What a path or a name stands for: a run, a checkpoint, a model, data.
 
-The files of a folder tell by their names. Nothing is read but the beginning of a manifest; whether the thing is intact, its
-own reader says. No torch here.
+And the one line for what it is not.
+
+The files of a folder tell by their names. Nothing is read but the beginning of a manifest; whether
+the thing is intact, its own reader says. No torch here.
 """
 
 import re
@@ -16,7 +18,8 @@ from lmforge.core.records.runs import MANIFEST, Run, checkpoint_step
 
 HF_CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 MODEL_NAME_PATTERN = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*)(@(?P<revision>[\w.][\w./-]*))?")
-# Folder names of lmforge's defaults and documentation: runs/x is never a model of an organization "runs".
+# Folder names of lmforge's defaults and documentation: runs/x is never a model of an organization
+# "runs".
 LOCAL_FOLDERS = frozenset({"runs", "data", "models", "checkpoints"})
 
 
@@ -70,10 +73,11 @@ def kind_of(name: str | Path) -> Kind:
 
 
 def is_hub_name(source: str | Path) -> bool:
-    """Whether `source` must be a model on the hub: it has the form of such a name, and is not a local path.
+    """Whether `source` must be a model on the hub: it has the form of such a name, and is not a
+    local path.
 
-    In a folder that exists, or in one of LOCAL_FOLDERS, it is a path, if a misspelt one (runs/quikstart), unless a revision
-    follows.
+    In a folder that exists, or in one of LOCAL_FOLDERS, it is a path, if a misspelt one
+    (runs/quikstart), unless a revision follows.
     """
     parts, path = MODEL_NAME_PATTERN.fullmatch(str(source)), Path(str(source))  # of an address, too
     if parts is None or path.exists():

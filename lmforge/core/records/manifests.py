@@ -1,12 +1,13 @@
 """Every manifest that lies on a disk: its schema, and how it is written, read and checked.
 
     checkpoints/step-…/manifest.json   Manifest
-    a token folder's manifest.json     TokenFolderManifest; SHARD.json: ShardManifest; best-fit-LENGTH.json: BestFitManifest
+    a token folder's manifest.json     TokenFolderManifest; SHARD.json: ShardManifest;
+                                       best-fit-LENGTH.json: BestFitManifest
     a folder of examples' examples.json   ExampleManifest
 
-A manifest is written last, atomically: without it what it describes is unfinished. A checkpoint's holds the checksum of its own
-other fields; the others name each other by their checksums. What files hold beside them is checked where they are read. No
-torch here.
+A manifest is written last, atomically: without it what it describes is unfinished. A checkpoint's
+holds the checksum of its own other fields; the others name each other by their checksums. What
+files hold beside them is checked where they are read. No torch here.
 """
 
 import json
@@ -40,7 +41,9 @@ AtLeastOne = Annotated[int, Field(ge=1)]
 
 
 def is_of_checkpoint(manifest: bytes) -> bool:
-    """Whether the content of a MANIFEST is that of a checkpoint; a token folder has one of the same name."""
+    """Whether the content of a MANIFEST is that of a checkpoint; a token folder has one of the same
+    name.
+    """
     return b'"hf_config"' in manifest[:CHUNK_BYTES]
 
 
@@ -49,7 +52,8 @@ def hash_manifest(content: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(content)
 
 
-# --- checkpoints ------------------------------------------------------------------------------------------------------
+# --- checkpoints
+# ------------------------------------------------------------------------------------------------------
 
 CHECKPOINT_FORMAT = 3
 
@@ -59,7 +63,9 @@ class CorruptCheckpoint(UserError):
 
 
 class FileDigests(TypedDict):
-    """Size of a file, and the xxh3-64 of each of its blocks (core/checkpoint/storage.py) as hex digits."""
+    """Size of a file, and the xxh3-64 of each of its blocks (core/checkpoint/storage.py) as hex
+    digits.
+    """
 
     bytes: Annotated[int, Field(ge=0)]
     xxh3: list[str]
@@ -75,8 +81,10 @@ class PhasePlan(TypedDict):
 
 
 class DataPlan(TypedDict, total=False):
-    """The data plan of a checkpoint. `names` are the names of the sources by their digests; `dataset` is the plan of a dataset
-    that is not a mixture.
+    """The data plan of a checkpoint.
+
+    `names` are the names of the sources by their digests; `dataset` is the plan of a dataset that
+    is not a mixture.
     """
 
     version: Count
@@ -88,7 +96,9 @@ class DataPlan(TypedDict, total=False):
 
 
 class DetectorState(TypedDict):
-    """The state of core/steps/bad_steps.py in a checkpoint; losses are the newest last, None where there was none yet."""
+    """The state of core/steps/bad_steps.py in a checkpoint; losses are the newest last, None where
+    there was none yet.
+    """
 
     skipped_steps: Count
     consecutive_bad_steps: Count
@@ -97,8 +107,10 @@ class DetectorState(TypedDict):
 
 
 class _WrittenBy(TypedDict, total=False):
-    """`data` is what the model was trained on; `sources` has the folder of each source of a mixture by its name; `plugins` has
-    the digest of each plugin file by its name, and the version of each installed one."""
+    """`data` is what the model was trained on; `sources` has the folder of each source of a mixture
+    by its name; `plugins` has the digest of each plugin file by its name, and the version of each
+    installed one.
+    """
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
     ranks: AtLeastOne
@@ -115,10 +127,12 @@ class Manifest:
 
     plan_hash           of what the sequences before that depend on (MixedDataset.plan_at)
     data_plan           what it is a hash of
-    consumed_sequences  the number of the next sequence; more than step × global_batch_size after batches were skipped
+    consumed_sequences  the number of the next sequence; more than step × global_batch_size after
+                        batches were skipped
     hf_config           the model config, as a config.json
     rng                 torch's CPU random state (`get_rng_state`)
-    contents            "model", and "optimizer" unless the run ended with a checkpoint of the model only
+    contents            "model", and "optimizer" unless the run ended with a checkpoint of the model
+                        only
     metrics             what was measured at this step
     kept                whether the checkpoint is never deleted for a newer one
     bad_step_detector   the state of what decides which steps are bad, such as recent losses
@@ -145,13 +159,17 @@ class Manifest:
 
     @property
     def json_text(self) -> str:
-        """The JSON to write: the fields and their checksum, so that a flipped bit in a number is detected."""
+        """The JSON to write: the fields and their checksum, so that a flipped bit in a number is
+        detected.
+        """
         table = asdict(self)
         return json.dumps({**table, "xxh3": checkpoint_checksum(table)}, indent=1) + "\n"
 
     @property
     def batch_offset(self) -> int:
-        """Step k trains on batch k + batch_offset: 0, unless the run rolled back and continued with later batches."""
+        """Step k trains on batch k + batch_offset: 0, unless the run rolled back and continued with
+        later batches.
+        """
         return self.consumed_sequences // self.global_batch_size - self.step
 
 
@@ -161,8 +179,11 @@ def checkpoint_checksum(fields: dict[str, Any]) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint folder. Raises CorruptCheckpoint where there is none, or it is damaged, of another format,
-    or of another step than the folder's name says."""
+    """The manifest of a checkpoint folder.
+
+    Raises CorruptCheckpoint where there is none, or it is damaged, of another format, or of another
+    step than the folder's name says.
+    """
     try:
         with open_file(folder / MANIFEST) as file:
             content = read_stream(file, MANIFEST, MAX_MANIFEST_BYTES, CorruptCheckpoint)
@@ -183,7 +204,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Raise CorruptCheckpoint where a file of a checkpoint is missing or has another size than was written."""
+    """Raise CorruptCheckpoint where a file of a checkpoint is missing or has another size than was
+    written.
+    """
     for name, written in manifest.files.items():
         try:
             status = (folder / name).stat()
@@ -200,7 +223,8 @@ def unreadable(problem: OSError, path: Path) -> CorruptCheckpoint:
     return CorruptCheckpoint(describe_os_error(problem, path).removeprefix(f"{path.parent}/"))
 
 
-# --- token folders ----------------------------------------------------------------------------------------------------
+# --- token folders
+# ----------------------------------------------------------------------------------------------------
 
 FORMAT_VERSION: Final = 2
 BLOCK_BYTES: Final = 65_536
@@ -212,8 +236,10 @@ TokenDtype = Literal["uint16", "uint32"]
 
 @dataclass(frozen=True, slots=True)
 class ShardEntry:
-    """The entry of a shard in the folder's manifest. `xxh3` is that of the shard's manifest, so that swapped shards are
-    detected."""
+    """The entry of a shard in the folder's manifest.
+
+    `xxh3` is that of the shard's manifest, so that swapped shards are detected.
+    """
 
     name: ShardName
     tokens: Count
@@ -245,11 +271,14 @@ class ShardManifest:
 
 @dataclass(frozen=True)
 class TokenFolderManifest:
-    """The manifest of a folder. `plan` is the options of the preparation; `text_bytes` and `splits` go by split.
+    """The manifest of a folder.
 
-    `tokenizer_files` has the xxh3 of the files beside tokenizer.json, by name; `removed_documents` the number of removed ones
-    by reason, besides empty ones; `special_text_documents` that of documents with the text of a special token, encoded as text;
-    `best_fit` the xxh3 of best-fit-LENGTH.json (best_fit_index.py) by LENGTH.
+    `plan` is the options of the preparation; `text_bytes` and `splits` go by split.
+
+    `tokenizer_files` has the xxh3 of the files beside tokenizer.json, by name; `removed_documents`
+    the number of removed ones by reason, besides empty ones; `special_text_documents` that of
+    documents with the text of a special token, encoded as text; `best_fit` the xxh3 of
+    best-fit-LENGTH.json (best_fit_index.py) by LENGTH.
     """
 
     format: int
@@ -270,8 +299,9 @@ class TokenFolderManifest:
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
-    """The index of one shard for best-fit packing: its numbers of tokens, sequences and spans, and the xxh3 of its checksums in
-    hexadecimal."""
+    """The index of one shard for best-fit packing: its numbers of tokens, sequences and spans, and
+    the xxh3 of its checksums in hexadecimal.
+    """
 
     name: ShardName
     tokens: Count
@@ -304,17 +334,22 @@ class BestFitManifest:
 
 
 def write_manifest(path: Path, manifest: ShardManifest | BestFitManifest) -> str:
-    """Write the manifest of a shard or of an index, and return the checksum by which the folder's manifest names it."""
+    """Write the manifest of a shard or of an index, and return the checksum by which the folder's
+    manifest names it.
+    """
     text = json.dumps(asdict(manifest))
     atomic_write_text(path, text)
     return hash_manifest(text.encode())
 
 
-# --- examples ---------------------------------------------------------------------------------------------------------
+# --- examples
+# ---------------------------------------------------------------------------------------------------------
 
 
 class ExampleSplit(TypedDict):
-    """A split of a folder of examples: `group` sequences an example, and the xxh3 of each array by name."""
+    """A split of a folder of examples: `group` sequences an example, and the xxh3 of each array by
+    name.
+    """
 
     examples: Count
     group: AtLeastOne
@@ -332,7 +367,9 @@ class ExamplePlan(TypedDict):
 
 
 class ExampleManifest(TypedDict):
-    """The manifest of a folder of examples: the request, and how many examples were kept, truncated and dropped."""
+    """The manifest of a folder of examples: the request, and how many examples were kept, truncated
+    and dropped.
+    """
 
     plan: ExamplePlan
     sequence_length: Count

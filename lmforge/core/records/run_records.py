@@ -1,7 +1,9 @@
-"""Reads the records of a run: the lines of metrics.jsonl and of its tables of completions, and files of bad steps. No torch.
+"""Reads the records of a run: the lines of metrics.jsonl and of its tables of completions, and
+files of bad steps. No torch.
 
-core/stages/attempt.py and post/rl/scoring.py write them. Here are also the types of the numbers in all files of a run,
-which bound them: another program may have written these files, or a disk damaged them.
+core/stages/attempt.py and post/rl/scoring.py write them. Here are also the types of the numbers in
+all files of a run, which bound them: another program may have written these files, or a disk
+damaged them.
 """
 
 import os
@@ -19,11 +21,13 @@ from lmforge.core.files.untrusted import open_file, parse_json, read_json, read_
 from lmforge.core.options.ranges import COUNT_OR_0, RANKS
 
 MAX_METRICS_LINE_BYTES = 2**20
-# How much of the end of metrics.jsonl is read, which may have gigabytes. The last validation may be many log steps back.
+# How much of the end of metrics.jsonl is read, which may have gigabytes. The last validation may be
+# many log steps back.
 METRICS_TAIL_BYTES = 2**18
 COMPLETIONS_FOLDER = "completions"  # in the run
 MAX_COMPLETION_LINE_BYTES = 2**22  # with its prompt; longer ones are left out
-# The last words of metrics of which the highest is best; in pass@K any K. Of all others, such as losses, the lowest is.
+# The last words of metrics of which the highest is best; in pass@K any K. Of all others, such as
+# losses, the lowest is.
 HIGHER_IS_BETTER = frozenset({"acc", "acc_norm", "exact_match", "contains", "regex", "accuracy", "margin", "reward", "pass@k"})
 LARGEST_METRIC = 1e100  # more than fp32 has; sums and products with numbers of steps stay finite
 
@@ -32,7 +36,8 @@ def _known_metric(value: float) -> float | None:
     return value if abs(value) <= LARGEST_METRIC else None
 
 
-# The numbers in files of a run. Sums and products of a few of them can be printed, and fit into a double.
+# The numbers in files of a run. Sums and products of a few of them can be printed, and fit into a
+# double.
 StepNumber = Annotated[int, Field(**COUNT_OR_0)]
 NumRanks = Annotated[int, Field(**RANKS)]
 Count = Annotated[int, Field(ge=0, le=2**62)]  # bytes, tokens, process ids
@@ -43,7 +48,9 @@ Metric = Annotated[FiniteFloat, AfterValidator(_known_metric)] | None
 
 
 def higher_is_better(metric: str) -> bool:
-    """Whether the highest value of a metric is best, by its name: an accuracy, a reward or a pass rate."""
+    """Whether the highest value of a metric is best, by its name: an accuracy, a reward or a pass
+    rate.
+    """
     name = metric.removeprefix("val/")
     if name.startswith(("loss/", "bits_per_byte/")):  # then the last word is the name of a source
         return False
@@ -59,7 +66,8 @@ class MetricsRecord(BaseModel, extra="allow"):
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Every record of a file; of a step that was trained twice (after a resume), the last one counts.
+    """Every record of a file; of a step that was trained twice (after a resume), the last one
+    counts.
 
     Lines that are no record with a step are skipped, such as half a line. Raises OSError.
     """
@@ -68,7 +76,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def without_repeated_steps(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Records in ascending order of their "step": where that falls, those from there on are replaced."""
+    """Records in ascending order of their "step": where that falls, those from there on are
+    replaced.
+    """
     kept: list[dict[str, Any]] = []
     for record in records:
         while kept and kept[-1]["step"] >= record["step"]:
@@ -86,12 +96,16 @@ def read_last_metrics(path: Path) -> dict[str, Any]:
 
 
 def newest_values(records: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The newest value of each metric, None where that is not finite; validation is rarer than other metrics."""
+    """The newest value of each metric, None where that is not finite; validation is rarer than
+    other metrics.
+    """
     return {name: value for record in records for name, value in record.items()}
 
 
 def skipped_batches(records: Sequence[dict[str, Any]]) -> int:
-    """How many batches rollbacks had left out at the last step (`batch_offset`); 0 where no record says so."""
+    """How many batches rollbacks had left out at the last step (`batch_offset`); 0 where no record
+    says so.
+    """
     # Records of validation alone do not have it.
     offsets = (record.get("batch_offset") for record in reversed(records))
     is_count = (value for value in offsets if value is not None and value.is_integer() and abs(value) <= COUNT_OR_0["le"])
@@ -105,8 +119,9 @@ def _parsed(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 
 class CompletionRecord(BaseModel):
-    """A line of a table of completions: the reward, None where there is none, as a whole and by function (`parts`), and
-    whether a stop token ended the completion."""
+    """A line of a table of completions: the reward, None where there is none, as a whole and by
+    function (`parts`), and whether a stop token ended the completion.
+    """
 
     prompt: str | list[dict[str, Any]]
     completion: str
@@ -135,7 +150,10 @@ def completion_tables(run_folder: Path) -> list[str]:
 
 
 def read_first_completions(run_folder: Path, table: str, limit: int) -> Iterator[CompletionRecord]:
-    """Those of rank 0 in the first `limit` lines of a table. Invalid lines are left out; a missing file has none."""
+    """Those of rank 0 in the first `limit` lines of a table.
+
+    Invalid lines are left out; a missing file has none.
+    """
     path = completions_path(run_folder, table, 0)
     with suppress(OSError), open_file(path) as file:
         for line in islice(read_lines(file, MAX_COMPLETION_LINE_BYTES), limit):

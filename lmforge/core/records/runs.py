@@ -10,7 +10,8 @@
       rollouts/          sets of completions that were sampled ahead
       launch/            recipe, code, scripts and output of `lmforge launch`
 
-Of a checkpoint only the name is here; its manifest is in `manifests.py`. No torch here: it is quick.
+Of a checkpoint only the name is here; its manifest is in `manifests.py`. No torch here: it is
+quick.
 """
 
 import importlib.metadata
@@ -90,8 +91,8 @@ def checkpoint_step(folder: Path) -> int | None:
 def remove_checkpoint(folder: Path) -> None:
     """Delete a checkpoint folder, local or remote, if it exists.
 
-    An interrupted deletion leaves nothing that counts as a checkpoint: a local folder is renamed first, and of a remote one the
-    manifest is deleted first.
+    An interrupted deletion leaves nothing that counts as a checkpoint: a local folder is renamed
+    first, and of a remote one the manifest is deleted first.
     """
     if not folder.exists():
         return
@@ -103,7 +104,10 @@ def remove_checkpoint(folder: Path) -> None:
 
 
 def parse_location(text: str) -> Path:
-    """A folder given in options: a path (file:///runs too), or an address such as s3://bucket/runs. Raises UserError."""
+    """A folder given in options: a path (file:///runs too), or an address such as s3://bucket/runs.
+
+    Raises UserError.
+    """
     if "\0" in text:
         raise UserError(f"{quoted(text)}: no path has a NUL character")
     if not is_remote(text):
@@ -121,7 +125,8 @@ def parse_location(text: str) -> Path:
 
 @contextmanager
 def storage_errors(path: Path, problem_text: str, hint: str) -> Iterator[None]:
-    """Any error of reading or writing `path` as a UserError, `PATH: PROBLEM (reason); HINT`: a store has its own exceptions.
+    """Any error of reading or writing `path` as a UserError, `PATH: PROBLEM (reason); HINT`: a
+    store has its own exceptions.
 
     A full disk passes, and on a local path everything but OSError.
     """
@@ -148,7 +153,9 @@ def describe_storage_error(problem: Exception) -> str:
 
 @dataclass
 class _HeldLock:
-    """The lock of an attempt: on rank 0 itself, and whether `Run.lock` has made the directory; on every rank its token."""
+    """The lock of an attempt: on rank 0 itself, and whether `Run.lock` has made the directory; on
+    every rank its token.
+    """
 
     lock: "BaseFileLock | None"
     token: str
@@ -163,7 +170,8 @@ _held_locks: dict[Path, _HeldLock] = {}
 class Run:
     """The directory of one run. Creating the object touches no file.
 
-    Its checkpoints are in it, unless `external_checkpoints` is another folder or a store through fsspec.
+    Its checkpoints are in it, unless `external_checkpoints` is another folder or a store through
+    fsspec.
     """
 
     path: Path
@@ -223,7 +231,9 @@ class Run:
         return self.recipe_path.stat().st_mtime_ns if self.exists() else None
 
     def is_not_a_run(self) -> bool:
-        """Whether the directory holds something else than a run, or than a start that was killed before its recipe leaves."""
+        """Whether the directory holds something else than a run, or than a start that was killed
+        before its recipe leaves.
+        """
         if self.exists() or not self.path.exists():
             return False
         names = [entry.name for entry in self.path.iterdir()]
@@ -234,7 +244,10 @@ class Run:
         return read_record(self.recipe_path)
 
     def checkpoint_steps(self) -> list[int]:
-        """Steps that have a checkpoint folder, oldest first. Raises UserError where the folder or store cannot be read."""
+        """Steps that have a checkpoint folder, oldest first.
+
+        Raises UserError where the folder or store cannot be read.
+        """
         folder = self.checkpoints_folder
         with storage_errors(folder, "checkpoints cannot be listed", CHECKPOINT_FOLDER_HINT):
             if not folder.is_dir():
@@ -247,9 +260,11 @@ class Run:
         return self.checkpoints_folder / checkpoint_name(step)
 
     def start_attempt(self, config: StageConfig) -> int:
-        """Create the directory, record recipe, environment and plugins, and return the number of this attempt (from 1).
+        """Create the directory, record recipe, environment and plugins, and return the number of
+        this attempt (from 1).
 
-        With `run.overwrite`, an earlier run is deleted first; the recorded recipe resumes the run. Raises LockLost.
+        With `run.overwrite`, an earlier run is deleted first; the recorded recipe resumes the run.
+        Raises LockLost.
         """
         self.check_lock()
         if config.run.overwrite:
@@ -286,9 +301,12 @@ class Run:
         return dict(sorted(logs.items()))
 
     def lock(self) -> str:
-        """Lock the run for this process until it unlocks it or ends. Returns the token for `share_lock`.
+        """Lock the run for this process until it unlocks it or ends.
 
-        Raises UserError when another process trains it, or the directory cannot be created or written.
+        Returns the token for `share_lock`.
+
+        Raises UserError when another process trains it, or the directory cannot be created or
+        written.
         """
         lock, is_new = self.path / ".lock", not self.path.exists()
         with storage_errors(self.path, "cannot be made a folder", "choose another --run.folder"):
@@ -304,15 +322,19 @@ class Run:
         return token
 
     def share_lock(self, token: str) -> None:
-        """From now on this rank too checks the lock, which rank 0 holds. Every rank calls it, until `unlock`."""
+        """From now on this rank too checks the lock, which rank 0 holds.
+
+        Every rank calls it, until `unlock`.
+        """
         _held_locks.setdefault(self.path, _HeldLock(None, token))
 
     def check_lock(self) -> None:
-        """Raise LockLost where this attempt had the lock and has it no more; OSError where its file cannot be read.
+        """Raise LockLost where this attempt had the lock and has it no more; OSError where its file
+        cannot be read.
 
-        What writes, renames or removes something by a path in the run, or of its checkpoints, calls it, `ensure_lock` or
-        `holds_lock` before: the folder may be another run's by now, also where its file system has `flock`, which tells nothing
-        about paths.
+        What writes, renames or removes something by a path in the run, or of its checkpoints, calls
+        it, `ensure_lock` or `holds_lock` before: the folder may be another run's by now, also where
+        its file system has `flock`, which tells nothing about paths.
         """
         if (held := _held_locks.get(self.path)) is not None:
             held.is_lost = held.is_lost or not self.has_own_token()
@@ -320,8 +342,9 @@ class Run:
                 raise self.lost_lock()
 
     def has_own_token(self) -> bool:
-        """Whether the lock's file has the token of this attempt now, on any rank; True where the run was not locked. Raises
-        OSError where the file cannot be read."""
+        """Whether the lock's file has the token of this attempt now, on any rank; True where the
+        run was not locked. Raises OSError where the file cannot be read.
+        """
         if (held := _held_locks.get(self.path)) is None:
             return True
         try:
@@ -356,10 +379,13 @@ class Run:
         )
 
     def check_layout(self) -> None:
-        """Raise UserError where a folder has the name of one of the run's files, or something else the name of a folder."""
+        """Raise UserError where a folder has the name of one of the run's files, or something else
+        the name of a folder.
+        """
         for names, expected in ((RUN_FILES, "file"), (RUN_FOLDERS, "folder")):
             for path in (self.path / name for name in names):
-                # A folder may be a link, to a larger disk; a file may not: what is written would go to the file of another.
+                # A folder may be a link, to a larger disk; a file may not: what is written would go
+                # to the file of another.
                 is_right = path.is_dir() if expected == "folder" else path.is_file() and not path.is_symlink()
                 if os.path.lexists(path) and not is_right:
                     actual = (
@@ -368,7 +394,10 @@ class Run:
                     raise UserError(f"{path}: a {actual}, where the run keeps a {expected}; move it away")
 
     def unlock(self, *, discard: bool = False) -> None:
-        """Release the lock. A directory that `lock` has made is removed if no run has begun in it, or with `discard`."""
+        """Release the lock.
+
+        A directory that `lock` has made is removed if no run has begun in it, or with `discard`.
+        """
         if (held := _held_locks.get(self.path)) is None:
             return
         is_unused = held.is_new and self.path.exists() and self.holds_lock()
@@ -396,14 +425,19 @@ class Run:
                 shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """`run_records.read_metrics` of the run; empty where there is no file. Raises UserError for an unreadable one."""
+        """`run_records.read_metrics` of the run; empty where there is no file.
+
+        Raises UserError for an unreadable one.
+        """
         if not self.metrics_path.exists():
             return []
         with storage_errors(self.metrics_path, "cannot be read", "move it away"):
             return read_metrics(self.metrics_path)
 
     def read_last_metrics(self) -> dict[str, Any]:
-        """The newest value of each metric in the end of metrics.jsonl, None where that is not finite; empty without a file."""
+        """The newest value of each metric in the end of metrics.jsonl, None where that is not
+        finite; empty without a file.
+        """
         with suppress(OSError):
             return read_last_metrics(self.metrics_path)
         return {}

@@ -1,5 +1,6 @@
-"""An attempt at a run, from the recipe that it writes to its report: what watches it, what it writes for reports and trackers,
-and how its failures are described."""
+"""An attempt at a run, from the recipe that it writes to its report: what watches it, what it
+writes for reports and trackers, and how its failures are described.
+"""
 
 import json
 import os
@@ -35,15 +36,16 @@ from lmforge.core.steps.determinism import explain_nondeterministic_op
 from lmforge.core.steps.resume import last_checkpoint_message
 
 ConfigT = TypeVar("ConfigT", bound=StageConfig)
-# In the run's directory, for `again_if_restarted`: `launcher_identity` of every rank of the last attempt.
+# In the run's directory, for `again_if_restarted`: `launcher_identity` of every rank of the last
+# attempt.
 LAUNCHERS = ".launchers.json"
 MAX_ERROR_CHARACTERS = 1000  # of an error in events.jsonl
 
 
 def again_if_restarted(config: ConfigT, run: Run, dist_ctx: DistributedContext) -> ConfigT:
-    """The recipe; after a restart by torchrun, without the options that apply only at the first start. Restarts are detected by
-    the recorded torchrun processes, since torchrun's own restart count is not set on all ranks after a host was lost or has
-    joined. Every rank calls it.
+    """The recipe; after a restart by torchrun, without the options that apply only at the first
+    start. Restarts are detected by the recorded torchrun processes, since torchrun's own restart
+    count is not set on all ranks after a host was lost or has joined. Every rank calls it.
     """
     launchers = dist_ctx.all_gather(launcher_identity())
 
@@ -57,7 +59,9 @@ def again_if_restarted(config: ConfigT, run: Run, dist_ctx: DistributedContext) 
 
 
 def has_torn_end(file: BinaryIO) -> bool:
-    """Whether the last line of an open file was not finished: its writer was killed, or the disk was full."""
+    """Whether the last line of an open file was not finished: its writer was killed, or the disk
+    was full.
+    """
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - 1))
     return file.read(1) not in (b"", b"\n")
@@ -80,9 +84,12 @@ class MetricsFile:
 
 
 class RunEvents:
-    """Appends events to `events.jsonl`, one object a line. Without a run, as on ranks other than 0, it does nothing.
+    """Appends events to `events.jsonl`, one object a line.
 
-    Every event has `time` (ISO 8601, UTC), `kind` and `step` (steps done, None where not known). Kinds, and their fields:
+    Without a run, as on ranks other than 0, it does nothing.
+
+    Every event has `time` (ISO 8601, UTC), `kind` and `step` (steps done, None where not known).
+    Kinds, and their fields:
 
       start        an attempt begins: ranks, hosts, device     checkpoint   a save is requested: kept
       model        model_type, parameters, trained             completions  sampled and scored: table, in `completions/`
@@ -107,7 +114,10 @@ class RunEvents:
 
 @dataclass(frozen=True)
 class RunContext:
-    """The recipe, the run directory, the ranks, and where progress is reported. Every rank has one, with its own log."""
+    """The recipe, the run directory, the ranks, and where progress is reported.
+
+    Every rank has one, with its own log.
+    """
 
     config: StageConfig
     run: Run
@@ -131,7 +141,9 @@ class RunContext:
 
     @property
     def memory_snapshot(self) -> Path:
-        """The file with what a GPU's memory held, for `log.memory_snapshot` and where memory runs out."""
+        """The file with what a GPU's memory held, for `log.memory_snapshot` and where memory runs
+        out.
+        """
         return self.log.path.with_suffix(".memory.pickle")
 
 
@@ -142,7 +154,10 @@ def load_monitors(config: StageConfig) -> None:
 
 
 def start_attempt(config: StageConfig, run: Run, dist_ctx: DistributedContext, callbacks: PluginCallbacks) -> RunContext:
-    """Write the recipe, open this rank's log, and start the watchdog. Ranks other than 0 print to their logs from now on."""
+    """Write the recipe, open this rank's log, and start the watchdog.
+
+    Ranks other than 0 print to their logs from now on.
+    """
     attempt = dist_ctx.decide_on_rank0(partial(run.start_attempt, config))
     launchers = [each for each in dist_ctx.all_gather(launcher_identity()) if each]
     if dist_ctx.is_rank0 and launchers:
@@ -159,8 +174,9 @@ def start_attempt(config: StageConfig, run: Run, dist_ctx: DistributedContext, c
 
 
 def notes_on_ranks(config: StageConfig, dist_ctx: DistributedContext) -> list[str]:
-    """Lines about standby ranks, hosts with other code and sharding that is not used, and a hint where several ranks share one
-    machine's cores, since one process would be faster."""
+    """Lines about standby ranks, hosts with other code and sharding that is not used, and a hint
+    where several ranks share one machine's cores, since one process would be faster.
+    """
     ranks = dist_ctx.world_size
     if ranks == 1:
         return describe_unused_sharding(config.parallel, ranks, dist_ctx.device.type)
@@ -201,7 +217,9 @@ def write_memory(ctx: RunContext) -> None:
 
 
 def end_attempt(ctx: RunContext, final_phase: str, error: str | None) -> None:
-    """Write how the attempt ended, `error` in one line if it failed, and close what `start_attempt` has opened."""
+    """Write how the attempt ended, `error` in one line if it failed, and close what `start_attempt`
+    has opened.
+    """
     ctx.watch.stop(final_phase)
     ctx.events.add("end", None, state=final_phase, error=error)
     for observer in ctx.observers:
@@ -226,11 +244,14 @@ def is_lost_peer(problem: BaseException) -> re.Match[str] | None:
 
 @contextmanager
 def explain_failures(run: Run) -> Iterator[None]:
-    """Turn a lost rank, an operator without a deterministic form and a full disk into errors of one line."""
+    """Turn a lost rank, an operator without a deterministic form and a full disk into errors of one
+    line.
+    """
     try:
         yield
     except Exception as problem:
-        # Peers fail too once they lose their groups: the rank that knows the cause claims the report before that.
+        # Peers fail too once they lose their groups: the rank that knows the cause claims the
+        # report before that.
         cluster.claim_error_reporting()
         failed, reason = RunFailed, explain_nondeterministic_op(problem)
         if lost := is_lost_peer(problem):

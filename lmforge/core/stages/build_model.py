@@ -1,4 +1,6 @@
-"""A recipe's model with its first weights, distributed over ranks, its optimizer, and its checkpointer."""
+"""A recipe's model with its first weights, distributed over ranks, its optimizer, and its
+checkpointer.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,7 +33,9 @@ from lmforge.core.steps.resume import ResumePoint, load_resume_point
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """The model of a run, ready to train from `point` on: in `dtype`, its blocks `compiled` or not, and why."""
+    """The model of a run, ready to train from `point` on: in `dtype`, its blocks `compiled` or not,
+    and why.
+    """
 
     parallel_model: ParallelModel
     optimizer: torch.optim.Optimizer
@@ -87,8 +91,8 @@ def build_model_and_optimizer(
 ) -> tuple[ParallelModel, torch.optim.Optimizer]:
     """The model of a recipe, distributed over the ranks as it says, and its optimizer.
 
-    The model has the weights that `load_weights` reads, or random ones. If it `resumes`, they are unset, since a checkpoint is
-    loaded later.
+    The model has the weights that `load_weights` reads, or random ones. If it `resumes`, they are
+    unset, since a checkpoint is loaded later.
 
     Every rank calls it. Raises UserError, on every rank, where the recipe does not fit them.
     """
@@ -131,7 +135,9 @@ def build_model_and_optimizer(
 
 
 def build_checkpointer(ctx: RunContext, inputs: RunInputs, built: BuiltModel) -> AsyncCheckpointer:
-    """What writes the checkpoints of a run, with what their manifests say of it. Every rank calls it.
+    """What writes the checkpoints of a run, with what their manifests say of it.
+
+    Every rank calls it.
 
     Raises RunFailed where the disk has no space for one.
     """

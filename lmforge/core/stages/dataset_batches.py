@@ -1,4 +1,6 @@
-"""The batches of a dataset, and the validation on another: the batch source of every stage but policy optimization."""
+"""The batches of a dataset, and the validation on another: the batch source of every stage but
+policy optimization.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -44,7 +46,10 @@ def build_loader(
 
 
 class DatasetBatches:
-    """A BatchSource over the datasets of the inputs. `add_extras` adds what the objective needs beside the tokens."""
+    """A BatchSource over the datasets of the inputs.
+
+    `add_extras` adds what the objective needs beside the tokens.
+    """
 
     def __init__(
         self,
@@ -69,13 +74,16 @@ class DatasetBatches:
         return None
 
     def describe(self, batch_index: int) -> tuple[dict[str, Any], str | None]:
-        """The samples of a batch, and a hash of what they depend on, which `lmforge show data` compares with its data."""
+        """The samples of a batch, and a hash of what they depend on, which `lmforge show data`
+        compares with its data.
+        """
         first, after = (index * self.global_batch_size for index in (batch_index, batch_index + 1))
         return {"samples": [first, after], "plan_hash": self.dataset.plan_hash_at(after)}, None
 
     @torch.no_grad()
     def validate(self, step: int) -> dict[str, float]:
-        """Loss and bits per byte of a language model, also by source; of other objectives the mean of each metric.
+        """Loss and bits per byte of a language model, also by source; of other objectives the mean
+        of each metric.
 
         Every rank calls it.
         """

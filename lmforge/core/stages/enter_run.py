@@ -1,4 +1,6 @@
-"""How a run is entered: its directory is locked, and its inputs are opened and checked. attempt.py begins an attempt at it."""
+"""How a run is entered: its directory is locked, and its inputs are opened and checked. attempt.py
+begins an attempt at it.
+"""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -27,7 +29,8 @@ from lmforge.core.stages.observer import chosen_observers
 from lmforge.core.stages.weight_source import ConfigT, find_weights, pin_checkpoints, with_original_sources
 from lmforge.core.steps.resume import ResumePoint, find_resume_point
 
-# Options in the plan hash, which identifies the sequences and their order. The hash also covers the files.
+# Options in the plan hash, which identifies the sequences and their order. The hash also covers the
+# files.
 DATA_OPTIONS = (
     "data.",
     "align.method",
@@ -40,7 +43,8 @@ DATA_OPTIONS = (
 )
 # Those options that may change for later batches.
 MIXTURE_OPTIONS = ("data.sources ", "data.phases ")
-# More passes over the data in one optimizer step are a mistake in the recipe, and would take too long.
+# More passes over the data in one optimizer step are a mistake in the recipe, and would take too
+# long.
 MAX_EPOCHS_A_STEP = 100
 
 
@@ -51,8 +55,10 @@ def enter_run(
     prepare_data: Callable[[Any, DistributedContext], None],
     open_inputs: Callable[[Any, int], RunInputs],
 ) -> tuple[ConfigT, RunInputs, ResumePoint]:
-    """Lock the run, and open and check everything that it needs. Every rank calls it, and gets the recipe as it was
-    resolved, with the inputs and where it resumes.
+    """Lock the run, and open and check everything that it needs.
+
+    Every rank calls it, and gets the recipe as it was resolved, with the inputs and where it
+    resumes.
 
     Raises UserError; the run is then unchanged except for its lock.
     """
@@ -98,9 +104,11 @@ def enter_run(
 
 
 def _stage_inputs(config: StageConfig, stage_to: Path) -> None:
-    """Copy the token folders and the model of a recipe to this host's own disk. One rank copies per host, or per group of hosts
-    that share the folder. Remote data is not copied: what is read of it is cached in data.cache_folder. Raises UserError where
-    the disk has too little space.
+    """Copy the token folders and the model of a recipe to this host's own disk.
+
+    One rank copies per host, or per group of hosts that share the folder. Remote data is not
+    copied: what is read of it is cached in data.cache_folder. Raises UserError where the disk has
+    too little space.
     """
     folders = []
     if isinstance(config, PretrainConfig):
@@ -114,8 +122,11 @@ def _stage_inputs(config: StageConfig, stage_to: Path) -> None:
 
 
 def lock_run(run: Run, config: StageConfig) -> tuple[bool, str]:
-    """Lock a run directory that may be trained in. Returns whether the run is resumed, and the lock's token. Changes only the
-    lock. Raises UserError where the directory is not a run, cannot be written, belongs to a job, or `run.resume` forbids it.
+    """Lock a run directory that may be trained in.
+
+    Returns whether the run is resumed, and the lock's token. Changes only the lock. Raises
+    UserError where the directory is not a run, cannot be written, belongs to a job, or `run.resume`
+    forbids it.
     """
     if run.path.exists() and not run.path.is_dir():
         raise UserError(f"{run.path}: a file, where the run's directory would be; choose another --run.name")

@@ -1,5 +1,7 @@
-"""The inputs of a run, and whether its model can be trained as the recipe says: what is known before anything of the run is
-written. Those of pretraining are opened here; the others in post/examples.py and post/rl/prompt_inputs.py."""
+"""The inputs of a run, and whether its model can be trained as the recipe says: what is known
+before anything of the run is written. Those of pretraining are opened here; the others in
+post/examples.py and post/rl/prompt_inputs.py.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -28,16 +30,20 @@ from lmforge.core.stages.weight_source import find_weights, resolve_model_config
 
 @dataclass(frozen=True)
 class RunInputs:
-    """All inputs of a run, opened and checked against each other. Nothing of the run has been written yet.
+    """All inputs of a run, opened and checked against each other.
+
+    Nothing of the run has been written yet.
 
     validation_dataset    None where nothing is validated, or the stage validates in its own way
     data_source           where the data lies; goes into checkpoints and messages
     data_summary          what the data is, in words
     source_folders        the folder of each source of a mixture, by its name
-    load_weights          fills a model with its first weights and returns the names it left out; None: random weights
+    load_weights          fills a model with its first weights and returns the names it left out;
+                          None: random weights
     sequences_per_sample  sequences of a batch made from each sequence of `train_dataset`
     opened                what observers have opened, by their names
-    teacher               of a distillation: the model whose forward pass each batch takes; None where it was stored
+    teacher               of a distillation: the model whose forward pass each batch takes; None
+                          where it was stored
     dtype_reason          why the compute dtype is what the recipe says, in words
     """
 
@@ -77,7 +83,10 @@ class RunInputs:
 
 
 def open_pretrain_inputs(config: PretrainConfig, world_size: int) -> RunInputs:
-    """Open the token shards and the model to begin from. Raises UserError where they do not fit together."""
+    """Open the token shards and the model to begin from.
+
+    Raises UserError where they do not fit together.
+    """
     batch_plan = plan_batches(config, world_size)
     sources = TokenSources.open(config)
     tokenizer = sources.tokenizer
@@ -132,7 +141,9 @@ def check_model(config: StageConfig, model_config: ModelConfig, batch_plan: Batc
 
 
 def describe_long_sequences(config: StageConfig, inputs: RunInputs) -> list[str]:
-    """A line for sequences that are longer than the rotary positions of the model, or of its teacher, are made for."""
+    """A line for sequences that are longer than the rotary positions of the model, or of its
+    teacher, are made for.
+    """
     length, lines = config.data.sequence_length, []
     for whose, model in (("this model's", inputs.model_config), ("the teacher's", inputs.teacher)):
         positions = None if model is None else model.rotary_positions
@@ -143,11 +154,14 @@ def describe_long_sequences(config: StageConfig, inputs: RunInputs) -> list[str]
 
 
 def _check_samples(config: StageConfig, model_config: ModelConfig, tokenizer: Tokenizer) -> None:
-    """Raise UserError for sample prompts that are longer than the training sequences or the model's context."""
+    """Raise UserError for sample prompts that are longer than the training sequences or the model's
+    context.
+    """
     sample, length, longest = config.sample, config.data.sequence_length, 0
     if sample == SampleOptions():
         return
-    # Encoding a text that cannot fit would take long. A tokenizer's normalizer may shorten a text, by less than this factor.
+    # Encoding a text that cannot fit would take long. A tokenizer's normalizer may shorten a text,
+    # by less than this factor.
     most_bytes = 4 * length * int(tokenizer.token_byte_lengths().max())
     for prompt in sample.prompts:
         count = len(tokenizer.encode(prompt)) if len(prompt.encode()) <= most_bytes else length + 1

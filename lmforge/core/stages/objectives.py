@@ -1,7 +1,7 @@
 """Which objective a run has: `build_objective`, and how that of pretraining is built from a config.
 
-Each is called as `(config, options)`: the config of the stage, and the objective's own options, of which these have none. The
-losses themselves are in core/losses/ and post/objectives/.
+Each is called as `(config, options)`: the config of the stage, and the objective's own options, of
+which these have none. The losses themselves are in core/losses/ and post/objectives/.
 """
 
 from typing import Any
@@ -15,7 +15,10 @@ from lmforge.core.options.stage import StageConfig
 
 
 def build_objective(config: StageConfig) -> Objective:
-    """The objective that a recipe chooses. Raises UserError for one that its stage has no data for."""
+    """The objective that a recipe chooses.
+
+    Raises UserError for one that its stage has no data for.
+    """
     default = config.default_objective
     name = config.objective.name or default
     entry = registry.get("objective", name)

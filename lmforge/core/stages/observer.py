@@ -32,8 +32,9 @@ class Observer(LoopCallbacks):
 
     @classmethod
     def open(cls, config: StageConfig, inputs: RunInputs, resumes: bool) -> Any:
-        """What it needs, opened and checked on rank 0 before anything of the run is written; all ranks get it, in
-        `inputs.opened` under its name. Raises UserError."""
+        """What it needs, opened and checked on rank 0 before anything of the run is written; all
+        ranks get it, in `inputs.opened` under its name. Raises UserError.
+        """
         return None
 
     def __init__(self, run: ObservedRun) -> None:

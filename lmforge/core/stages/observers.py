@@ -1,8 +1,10 @@
-"""Everything that observes a run, in one place: what is called at which point of the loop, and in which order.
+"""Everything that observes a run, in one place: what is called at which point of the loop, and in
+which order.
 
-The loop (core/loop.py) knows none of it, and would train the same without it. Here are the files of the run, the callbacks of
-plugins and the profiler; what wings attach is registered as "observer" (core/stages/observer.py), what watches an attempt as
-"monitor" and "attempt_observer" (core/seams.py). The list of all is in core/options/builtin_names.py.
+The loop (core/loop.py) knows none of it, and would train the same without it. Here are the files of
+the run, the callbacks of plugins and the profiler; what wings attach is registered as "observer"
+(core/stages/observer.py), what watches an attempt as "monitor" and "attempt_observer"
+(core/seams.py). The list of all is in core/options/builtin_names.py.
 """
 
 from collections.abc import Callable
@@ -153,7 +155,8 @@ class Observers(LoopCallbacks):
 
 
 class StepProfiler:
-    """A profiler's trace of the steps `first` to `last` (from 1), in a file that Perfetto (https://ui.perfetto.dev) opens.
+    """A profiler's trace of the steps `first` to `last` (from 1), in a file that Perfetto
+    (https://ui.perfetto.dev) opens.
 
     `log` is called with a line about the file, which is written if `may_write` says so.
     """

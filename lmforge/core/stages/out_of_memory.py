@@ -21,8 +21,9 @@ def explain_out_of_memory(
 ) -> Iterator[None]:
     """Raise RunFailed, in one line that says what would have fitted, where memory runs out inside.
 
-    Enter it before anything large is built. `suggest_what_fits` gives advice for so many bytes on each rank.
-    `describe_progress` says how far the run got. The content of a GPU's memory is written to `snapshot` if `may_write` says so.
+    Enter it before anything large is built. `suggest_what_fits` gives advice for so many bytes on
+    each rank. `describe_progress` says how far the run got. The content of a GPU's memory is
+    written to `snapshot` if `may_write` says so.
     """
     before = available_memory(dist_ctx.device, dist_ctx.rank_info.local_world_size)
     try:
@@ -33,7 +34,8 @@ def explain_out_of_memory(
         then = available_memory(dist_ctx.device, dist_ctx.rank_info.local_world_size)
         if writes := dist_ctx.device.type == "cuda" and may_write():
             write_memory_snapshot(snapshot)
-        # The frames of the failed step hold its tensors, which could leave no memory for this message.
+        # The frames of the failed step hold its tensors, which could leave no memory for this
+        # message.
         traceback.clear_frames(problem.__traceback__)
         reason = describe_request(problem)
         if then is not None:

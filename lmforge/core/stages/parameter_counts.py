@@ -73,7 +73,9 @@ def block_adapters(model_config: ModelConfig, lora: LoraConfig | None) -> LoraCo
 
 
 def training_flops_per_token(config: StageConfig, model_config: ModelConfig, sequence_length: int) -> float:
-    """FLOPs of training on one token: those of core/model/flops.py, less the gradients of frozen weights."""
+    """FLOPs of training on one token: those of core/model/flops.py, less the gradients of frozen
+    weights.
+    """
     lora = get_lora_config(config)
     if lora is None:
         return float(flops_per_token(model_config, sequence_length))

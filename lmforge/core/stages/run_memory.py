@@ -23,8 +23,8 @@ from lmforge.core.stages.parameter_counts import count_parameters, get_lora_conf
 class RunMemory:
     """What a run is made of, as far as its memory depends on it.
 
-    step: where it continues. teacher: of a distillation, the model that runs beside it. resident_bytes: of this process, before
-    it builds anything.
+    step: where it continues. teacher: of a distillation, the model that runs beside it.
+    resident_bytes: of this process, before it builds anything.
     """
 
     config: StageConfig
@@ -51,7 +51,9 @@ class RunMemory:
         return cls(config, model_config, plan, dist_ctx.rank_info, dist_ctx.device, step, teacher, peak_resident_bytes())
 
     def least_state_bytes(self) -> float:
-        """Bytes of a rank that do not depend on the batch: weights, optimizer states, gradients, and weights of a step."""
+        """Bytes of a rank that do not depend on the batch: weights, optimizer states, gradients,
+        and weights of a step.
+        """
         config, options, info = self.config, self.config.parallel, self.rank_info
         counts = count_parameters(self.model_config, get_lora_config(config))
         master, dtype = DTYPE_BYTES[config.train.master_dtype], DTYPE_BYTES[config.train.dtype]
@@ -72,9 +74,10 @@ class RunMemory:
         return (state_bytes / shards + working) / (options.tensor_parallel_degree * options.pipeline_parallel_degree)
 
     def check(self) -> None:
-        """Raise UserError where the run certainly does not fit on this rank. The model's state and the batch are exact. A
-        compiler keeps fewer activations than are predicted: they count only with their smallest part, the input of each
-        block.
+        """Raise UserError where the run certainly does not fit on this rank.
+
+        The model's state and the batch are exact. A compiler keeps fewer activations than are
+        predicted: they count only with their smallest part, the input of each block.
         """
         options, plan, model = self.config.parallel, self.plan, self.model_config
         tokens = plan.micro_batch_size * plan.sequence_length // options.context_parallel_degree
@@ -87,5 +90,7 @@ class RunMemory:
         check_fits(batch, torch.device("cpu"), what, "use a smaller global batch", num_ranks=ranks)
 
     def suggest_what_fits(self, available_bytes: float) -> str:
-        """Advice after the run did not fit into so many bytes on each rank: only what fits by estimate."""
+        """Advice after the run did not fit into so many bytes on each rank: only what fits by
+        estimate.
+        """
         return str(registry.get("memory_advice", "search").build(self, available_bytes))

@@ -1,5 +1,7 @@
-"""What each stage does in its own way. A stage is registered by its name (core/options/builtin_names.py): the class of its
-config, and a function that gives its `StageSpec`. That of pretraining is here, the others are in post/stages.py.
+"""What each stage does in its own way.
+
+A stage is registered by its name (core/options/builtin_names.py): the class of its config, and a
+function that gives its `StageSpec`. That of pretraining is here, the others are in post/stages.py.
 """
 
 from collections.abc import Callable

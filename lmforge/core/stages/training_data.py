@@ -1,4 +1,6 @@
-"""The samples that a pretraining recipe asks for: its sources opened, checked against each other, and mixed."""
+"""The samples that a pretraining recipe asks for: its sources opened, checked against each other,
+and mixed.
+"""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -26,7 +28,9 @@ class TokenSources:
 
     @classmethod
     def open(cls, config: PretrainConfig) -> "TokenSources":
-        """Raises UserError where a folder is damaged, or two have different tokenizers or the same tokens."""
+        """Raises UserError where a folder is damaged, or two have different tokenizers or the same
+        tokens.
+        """
         folders = tuple(open_source(config.data, each) for each in config.data.all_sources)
         by_tokens: dict[str, TokenFolder] = {}
         for folder in folders:
@@ -68,7 +72,10 @@ class TokenSources:
         return "; ".join(lines)
 
     def training(self, global_batch_size: int) -> MixedDataset:
-        """The samples to train on. Raises UserError for a source without a sequence or with too small a weight."""
+        """The samples to train on.
+
+        Raises UserError for a source without a sequence or with too small a weight.
+        """
         data, phases = self.config.data, []
         samples_per_batch: dict[int, Fraction] = {}
         for number, length in enumerate(data.sequence_lengths):
@@ -78,7 +85,8 @@ class TokenSources:
             weights = {name: table.get(name, Fraction(0)) for name in self.names}
             where = f"data.phases: phase {number + 1}" if phase else "data.sources"
             with prefix_errors(where):
-                # Every sample has as many tokens, so that weights of tokens and of samples are the same.
+                # Every sample has as many tokens, so that weights of tokens and of samples are the
+                # same.
                 proportions = proportions_of(weights)
                 num_samples = phase_samples(phase, global_batch_size, length) if phase else None
             for source, proportion in enumerate(proportions):
@@ -120,7 +128,10 @@ class TokenSources:
         return self._opened[key]
 
     def validation(self) -> PackedDataset:
-        """The validation splits of all sources that have one, one after another. Raises UserError where none has."""
+        """The validation splits of all sources that have one, one after another.
+
+        Raises UserError where none has.
+        """
         named = dict(zip(self.names, self.folders, strict=True))
         folders = {name: folder for name, folder in named.items() if "validation" in folder.splits} or named
         length = self.config.data.sequence_length
@@ -132,13 +143,19 @@ class TokenSources:
 
 
 def find_missing_folders(config: PretrainConfig) -> list[str]:
-    """The recipe's folders on this machine that are not prepared yet. Folders in an object store are not checked."""
+    """The recipe's folders on this machine that are not prepared yet.
+
+    Folders in an object store are not checked.
+    """
     folders = [source.folder for source in config.data.all_sources if not is_remote(source.folder)]
     return [folder for folder in folders if not (parse_location(folder) / SHARDS_MANIFEST).exists()]
 
 
 def open_source(data: PretrainDataOptions, source: TokenSourceOptions, *, staged: bool = True) -> TokenFolder:
-    """A token folder of a recipe. With `staged`, the copy on this host's own disk if there is one. Raises UserError."""
+    """A token folder of a recipe.
+
+    With `staged`, the copy on this host's own disk if there is one. Raises UserError.
+    """
     is_staged = staged and not is_remote(source.folder)
     return TokenFolder.open(
         find_staged(data.stage_to, parse_location(source.folder)) if is_staged else source.folder,

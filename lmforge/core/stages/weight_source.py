@@ -1,4 +1,6 @@
-"""The model that a run begins from, found by its name: another run, a checkpoint, a folder, or a name on the hub."""
+"""The model that a run begins from, found by its name: another run, a checkpoint, a folder, or a
+name on the hub.
+"""
 
 from functools import partial
 from pathlib import Path
@@ -27,8 +29,9 @@ def find_weights(source: Path, required_file: WeightFile = "config.json") -> Wei
 
 
 def download_weights(config: StageConfig, dist_ctx: DistributedContext) -> None:
-    """Make the model that a recipe begins from available on every host. Every rank calls it. Raises UserError where it can be
-    neither found nor downloaded.
+    """Make the model that a recipe begins from available on every host.
+
+    Every rank calls it. Raises UserError where it can be neither found nor downloaded.
     """
     if config.model.source is not None:
         required: WeightFile = "weights" if config.model.load_weights else "config.json"
@@ -36,15 +39,19 @@ def download_weights(config: StageConfig, dist_ctx: DistributedContext) -> None:
 
 
 def resolve_model_config(config: StageConfig, weights: WeightSource | None, vocab_size: int | None) -> ModelConfig:
-    """The model config of a recipe: that of the model it begins from, or of its options. Raises UserError."""
+    """The model config of a recipe: that of the model it begins from, or of its options.
+
+    Raises UserError.
+    """
     if weights is None:
         return preset_model_config(config.model, vocab_size)
     return weights.resolve_model_config(config.model, vocab_size)
 
 
 def pin_checkpoints(config: ConfigT) -> ConfigT:
-    """The recipe with runs in model.source, rollout.reward_functions and distill.teacher replaced by their checkpoints. So a
-    resumed run uses the same ones, even if those runs have saved newer checkpoints.
+    """The recipe with runs in model.source, rollout.reward_functions and distill.teacher replaced
+    by their checkpoints. So a resumed run uses the same ones, even if those runs have saved newer
+    checkpoints.
     """
     return config.with_models(config.model.source and _pin(config.model.source), _pin)
 
@@ -55,8 +62,9 @@ def _pin(source: Path) -> Path:
 
 
 def with_original_sources(config: ConfigT, manifest: Manifest | None) -> tuple[ConfigT, list[str]]:
-    """The recipe of a resumed run, with the model and the reward models or teacher that it began with, and lines to log. The
-    reference is computed from that model. If it no longer exists, the requested model is used instead.
+    """The recipe of a resumed run, with the model and the reward models or teacher that it began
+    with, and lines to log. The reference is computed from that model. If it no longer exists, the
+    requested model is used instead.
     """
     if manifest is None:
         return config, []

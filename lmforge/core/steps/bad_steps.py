@@ -1,9 +1,10 @@
 """Which steps are bad.
 
-A step whose loss or gradient norm is not finite, or whose loss is a spike, is skipped and counted. After several in a row the
-run rolls back to a checkpoint and goes on with later batches (as PaLM did, arXiv 2204.02311, section 5.1). A step is checked on
-the device and the result is read one step later, so that the host does not wait for it. The check uses sums over all ranks, so
-all ranks decide the same.
+A step whose loss or gradient norm is not finite, or whose loss is a spike, is skipped and counted.
+After several in a row the run rolls back to a checkpoint and goes on with later batches (as PaLM
+did, arXiv 2204.02311, section 5.1). A step is checked on the device and the result is read one step
+later, so that the host does not wait for it. The check uses sums over all ranks, so all ranks
+decide the same.
 """
 
 import math
@@ -26,7 +27,9 @@ IN_A_ROW = "bad steps in a row"
 
 @dataclass(frozen=True)
 class BadStep:
-    """A step that was skipped: its number (from 1), the index of its batch (from 0), and its loss and gradient norm."""
+    """A step that was skipped: its number (from 1), the index of its batch (from 0), and its loss
+    and gradient norm.
+    """
 
     step: int
     batch_index: int
@@ -41,7 +44,10 @@ class BadStep:
         return f"loss is {self.loss:.4g}, a spike"
 
     def write(self, folder: Path, batch: dict[str, Any]) -> Path:
-        """Write it and the `batch` description to a file for `lmforge show data`. Returns the file's path."""
+        """Write it and the `batch` description to a file for `lmforge show data`.
+
+        Returns the file's path.
+        """
         path = folder / f"step-{self.step:08d}-batch-{self.batch_index}.json"
         path.parent.mkdir(exist_ok=True)
         numbers = {"loss": repr(self.loss), "grad_norm": repr(self.grad_norm)}
@@ -54,7 +60,8 @@ class BadStepDetector:
 
     skipped_steps          bad steps so far, whose updates were skipped
     consecutive_bad_steps  bad steps in a row, up to the last one that was read
-    batch_offset           step k trains on batch k + batch_offset: a rollback repeats steps, and goes on with later batches
+    batch_offset           step k trains on batch k + batch_offset: a rollback repeats steps, and
+                           goes on with later batches
     rollbacks              times the run has rolled back
     """
 
@@ -69,7 +76,10 @@ class BadStepDetector:
         self._pending: deque[tuple[int, int, Tensor, torch.cuda.Event | None]] = deque()
 
     def check(self, step: int, metrics: Sequence[Metrics], gradient_norm: Tensor) -> Tensor:
-        """Whether step `step` (from 1) is bad: bool, on the device. `metrics` are this rank's, of each micro-batch."""
+        """Whether step `step` (from 1) is bad: bool, on the device.
+
+        `metrics` are this rank's, of each micro-batch.
+        """
         pairs = [each["loss"] for each in metrics if "loss" in each]
         losses = [torch.stack([part.detach().double() for part in pair]) for pair in pairs]
         device = self._dist_ctx.device
@@ -98,9 +108,11 @@ class BadStepDetector:
         return (count * 2 >= len(self._recent_losses)) & (loss > mean + self._spike_sigmas * deviation)
 
     def take_bad_steps(self, wait: bool, max_consecutive: int) -> list[BadStep]:
-        """The bad steps among those checked before the last one; with `wait` also the last, for which the host waits.
+        """The bad steps among those checked before the last one; with `wait` also the last, for
+        which the host waits.
 
-        After `max_consecutive` in a row later steps are not read, so the result does not depend on when this is called.
+        After `max_consecutive` in a row later steps are not read, so the result does not depend on
+        when this is called.
         """
         bad_steps: list[BadStep] = []
         while len(self._pending) > (0 if wait else 1) and self.consecutive_bad_steps < max_consecutive:
@@ -127,7 +139,10 @@ class BadStepDetector:
         self.rollbacks += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """The state for a checkpoint, so that a resumed run decides the same. All checked steps have been read."""
+        """The state for a checkpoint, so that a resumed run decides the same.
+
+        All checked steps have been read.
+        """
         return {
             "skipped_steps": self.skipped_steps,
             "consecutive_bad_steps": self.consecutive_bad_steps,

@@ -28,17 +28,24 @@ class BatchSource(Protocol):
         """This rank's micro-batches of a global batch, on the device."""
 
     def validate(self, step: int) -> dict[str, float]:
-        """Metrics on validation data, by the names they have in metrics.jsonl; empty where there is none."""
+        """Metrics on validation data, by the names they have in metrics.jsonl; empty where there is
+        none.
+        """
 
     def warning(self, step: int, record: dict[str, Any]) -> str | None:
-        """One line about what the metrics of a log step say is wrong with the batches; None if nothing is."""
+        """One line about what the metrics of a log step say is wrong with the batches; None if
+        nothing is.
+        """
 
     def describe(self, batch_index: int) -> tuple[dict[str, Any], str | None]:
-        """What a batch was made of: fields for the file of a bad step, and text for the message where the file is not
-        enough."""
+        """What a batch was made of: fields for the file of a bad step, and text for the message
+        where the file is not enough.
+        """
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Tensors that a checkpoint has to keep, the same on all ranks; empty where batches depend only on their index."""
+        """Tensors that a checkpoint has to keep, the same on all ranks; empty where batches depend
+        only on their index.
+        """
 
     def close(self) -> None:
         """Called when training ends."""
@@ -50,8 +57,11 @@ def is_due(every_steps: int | None, step: int) -> bool:
 
 
 class LoopCallbacks:
-    """What the loop calls on every rank at the same steps, in this order. Here nothing happens; what is attached to a run is in
-    core/stages/observers.py. `step` counts the steps that are done."""
+    """What the loop calls on every rank at the same steps, in this order.
+
+    Here nothing happens; what is attached to a run is in core/stages/observers.py. `step` counts
+    the steps that are done.
+    """
 
     def on_start(self, step: int) -> None:
         """Before the first step of an attempt."""
@@ -63,7 +73,9 @@ class LoopCallbacks:
         """Before the batch of `step` (from 1) is read."""
 
     def on_weights_updated(self, step: int, seconds: float, has_compiled: bool) -> None:
-        """After the optimizer step, which took `seconds` of the host, and for which torch may have compiled something."""
+        """After the optimizer step, which took `seconds` of the host, and for which torch may have
+        compiled something.
+        """
 
     def on_bad_step(self, bad_step: BadStep) -> None:
         """A step was not used. Called once the host knows it, one or more steps later."""
@@ -72,10 +84,15 @@ class LoopCallbacks:
         """The run goes on from step `to`. None of the calls below follow for `step`."""
 
     def on_log(self, step: int, record: dict[str, Any]) -> None:
-        """At a log step, after something has waited for the device. What is added to `record` is logged with it."""
+        """At a log step, after something has waited for the device.
+
+        What is added to `record` is logged with it.
+        """
 
     def validate(self, step: int, required: bool) -> dict[str, float]:
-        """Metrics of a validation, by their names in metrics.jsonl, where one is due or `required`; else nothing."""
+        """Metrics of a validation, by their names in metrics.jsonl, where one is due or `required`;
+        else nothing.
+        """
         return {}
 
     def on_record(self, step: int, record: dict[str, Any]) -> None:
@@ -85,7 +102,10 @@ class LoopCallbacks:
         """A checkpoint of this step is about to be saved."""
 
     def on_step_end(self, step: int, record: dict[str, Any], is_stopping: bool) -> None:
-        """After everything else at this step. `record` is empty between log steps. A signal may be `stopping` the run."""
+        """After everything else at this step.
+
+        `record` is empty between log steps. A signal may be `stopping` the run.
+        """
 
     def close(self) -> None:
         """Training has ended, also where it has failed."""

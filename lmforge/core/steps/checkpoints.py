@@ -1,5 +1,6 @@
-"""The checkpoints of a run while it trains: when they are saved (by steps, by time, and again after a failed save), what is in
-them, and the return to one after bad steps. All ranks save and load at the same step.
+"""The checkpoints of a run while it trains: when they are saved (by steps, by time, and again after
+a failed save), what is in them, and the return to one after bad steps. All ranks save and load at
+the same step.
 """
 
 import time
@@ -40,9 +41,12 @@ class SaveRequest(IntEnum):
 
 
 class Checkpoints:
-    """Saves model, optimizer, `batches` and `detector` of a run, and loads them. Every rank has one.
+    """Saves model, optimizer, `batches` and `detector` of a run, and loads them.
 
-    Requests by the clock come from rank 0 only; `StopSignals` makes all ranks follow them at the same step.
+    Every rank has one.
+
+    Requests by the clock come from rank 0 only; `StopSignals` makes all ranks follow them at the
+    same step.
     """
 
     def __init__(
@@ -97,7 +101,9 @@ class Checkpoints:
         return SaveRequest.NONE
 
     def raise_if_ending(self, request: int, step: int) -> None:
-        """Raise RunFailed where a request of any rank ends the run: LockLost on all of them if one has lost the lock."""
+        """Raise RunFailed where a request of any rank ends the run: LockLost on all of them if one
+        has lost the lock.
+        """
         if request == SaveRequest.LOCK_LOST:
             raise self._checkpointer.run.lost_lock()
         if request == SaveRequest.GIVE_UP:
@@ -148,10 +154,13 @@ class Checkpoints:
         raise RunFailed(f"step {step}: {self._checkpointer.describe_failures()}")
 
     def roll_back(self, last_bad_step: BadStep, cause: str) -> int:
-        """Load the newest checkpoint from before the bad steps in a row, and delete those after it. Returns its step.
+        """Load the newest checkpoint from before the bad steps in a row, and delete those after it.
 
-        Training goes on with the batch after the last bad one. Every rank calls it at the same step. Raises RunFailed where
-        there is no such checkpoint, or the run has rolled back too often, and LockLost.
+        Returns its step.
+
+        Training goes on with the batch after the last bad one. Every rank calls it at the same
+        step. Raises RunFailed where there is no such checkpoint, or the run has rolled back too
+        often, and LockLost.
         """
         checkpointer, detector = self._checkpointer, self._detector
         run, dist_ctx = checkpointer.run, checkpointer.dist_ctx

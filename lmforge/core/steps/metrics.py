@@ -16,7 +16,9 @@ from lmforge.core.steps.callbacks import BatchSource
 
 
 class MetricsAccumulator:
-    """Sums (or the largest) of metrics since the last log step, on the device as pairs with counts: adding never waits."""
+    """Sums (or the largest) of metrics since the last log step, on the device as pairs with counts:
+    adding never waits.
+    """
 
     def __init__(self, dist_ctx: DistributedContext) -> None:
         self._dist_ctx = dist_ctx
@@ -41,7 +43,8 @@ class MetricsAccumulator:
         self._sums = {}
 
     def reduce_and_reset(self) -> dict[str, float]:
-        """The mean, or the largest, of each metric over all ranks and micro-batches since the last call; the host waits.
+        """The mean, or the largest, of each metric over all ranks and micro-batches since the last
+        call; the host waits.
 
         Metrics that were never counted are omitted.
         """
@@ -59,12 +62,13 @@ class MetricsAccumulator:
 
 
 class Throughput:
-    """Rates of training since the last log step, without what is `excluded`: validation, saving and samples. Padding is not
-    counted.
+    """Rates of training since the last log step, without what is `excluded`: validation, saving and
+    samples. Padding is not counted.
 
-    `flops_per_token` (by the sequence length) and `peak_flops` (of a rank; None: unknown) give the MFU. The remaining time is
-    estimated from regular steps (not the first, nor those that compiled), and from what was last excluded by each name, which
-    happens every `intervals[name]` steps until `steps` are done.
+    `flops_per_token` (by the sequence length) and `peak_flops` (of a rank; None: unknown) give the
+    MFU. The remaining time is estimated from regular steps (not the first, nor those that
+    compiled), and from what was last excluded by each name, which happens every `intervals[name]`
+    steps until `steps` are done.
     """
 
     def __init__(
@@ -131,7 +135,9 @@ class Throughput:
         return rates
 
     def _seconds_left(self, step: int, steps: int, seconds: float) -> float | None:
-        """The remaining seconds at `step`, after `steps` that took `seconds`; None before the first regular step."""
+        """The remaining seconds at `step`, after `steps` that took `seconds`; None before the first
+        regular step.
+        """
         last = self._steps
         if steps > self._unusual_steps:
             self._usual_step_seconds = (seconds - self._unusual_seconds) / (steps - self._unusual_steps)

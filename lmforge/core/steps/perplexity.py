@@ -21,19 +21,22 @@ def evaluate_loss(
     rank_and_size: tuple[int, int] | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, float]:
-    """Measure `num_sequences` sequences (None: all) of an unshuffled dataset, evenly spaced over it.
+    """Measure `num_sequences` sequences (None: all) of an unshuffled dataset, evenly spaced over
+    it.
 
-    `score` maps a batch on this rank's device to the sums of `score_text`, or to a zero. Every rank makes the same number of
-    forward passes over equal parts, padded with masked sequences, so that sharded models stay in step. `rank_and_size` is that
-    of data parallelism, where several ranks score the same part; `tokens` and `bytes` then count it for each of them.
+    `score` maps a batch on this rank's device to the sums of `score_text`, or to a zero. Every rank
+    makes the same number of forward passes over equal parts, padded with masked sequences, so that
+    sharded models stay in step. `rank_and_size` is that of data parallelism, where several ranks
+    score the same part; `tokens` and `bytes` then count it for each of them.
 
-    Returns `loss` (nats per token), `perplexity`, `bits_per_byte` (special tokens left out), and the `tokens` and `bytes`
-    that were scored; where the dataset is joined of several sources, also those of each, such as `loss/NAME`. A source of
-    which nothing was scored has none.
+    Returns `loss` (nats per token), `perplexity`, `bits_per_byte` (special tokens left out), and
+    the `tokens` and `bytes` that were scored; where the dataset is joined of several sources, also
+    those of each, such as `loss/NAME`. A source of which nothing was scored has none.
     """
     names = dataset.source_names
     sums = torch.zeros(len(names) or 1, 4, dtype=torch.float64, device=dist_ctx.device)
-    # Without `rank_and_size`, as in `lmforge evaluate`, every rank has the full model and scores sequences of its own.
+    # Without `rank_and_size`, as in `lmforge evaluate`, every rank has the full model and scores
+    # sequences of its own.
     rank_and_size = rank_and_size or (dist_ctx.rank_info.rank, dist_ctx.world_size)
     for batch in local_batches(dataset, rank_and_size, num_sequences, batch_size, on_progress):
         sources = torch.zeros(batch.batch_size) if batch.source_ids is None else batch.source_ids[:, 0]
@@ -66,10 +69,11 @@ def local_batches(
     batch_size: int,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[Batch]:
-    """This rank's part of `num_sequences` sequences of an unshuffled dataset, evenly spaced; as many batches on every rank.
+    """This rank's part of `num_sequences` sequences of an unshuffled dataset, evenly spaced; as
+    many batches on every rank.
 
-    `rank_and_size` is that of data parallelism. `on_progress(done, total)` is called after each batch, in sequences of
-    all ranks.
+    `rank_and_size` is that of data parallelism. `on_progress(done, total)` is called after each
+    batch, in sequences of all ranks.
     """
     available = dataset.sequences_per_epoch
     total = min(num_sequences or available, available)

@@ -32,7 +32,8 @@ class ResumePoint:
 
 
 def find_resume_point(run: Run, steps: int, before_step: int | None = None) -> ResumePoint:
-    """The newest checkpoint (of a step below `before_step`) from which a run of `steps` steps can resume. Tensors are not read.
+    """The newest checkpoint (of a step below `before_step`) from which a run of `steps` steps can
+    resume. Tensors are not read.
 
     Raises UserError where there are checkpoints and none of them can be used.
     """
@@ -48,7 +49,10 @@ def find_resume_point(run: Run, steps: int, before_step: int | None = None) -> R
 
 
 def verify_finished(run: Run, point: ResumePoint, steps: int) -> ResumePoint:
-    """Check every byte of the checkpoint of a run that has no steps left. Returns an older point where it is corrupt."""
+    """Check every byte of the checkpoint of a run that has no steps left.
+
+    Returns an older point where it is corrupt.
+    """
     assert point.checkpoint_folder is not None
     try:
         checkpoint.verify(point.checkpoint_folder)
@@ -66,9 +70,11 @@ def load_resume_point(
     optimizer: torch.optim.Optimizer,
     log: Callable[[str], None],
 ) -> ResumePoint:
-    """Load model and optimizer from a checkpoint, or from the newest one before it that is not corrupt.
+    """Load model and optimizer from a checkpoint, or from the newest one before it that is not
+    corrupt.
 
-    Every rank calls it. Returns the point that was loaded. Raises UserError where no checkpoint can be used.
+    Every rank calls it. Returns the point that was loaded. Raises UserError where no checkpoint can
+    be used.
     """
     dist_ctx = parallel_model.dist_ctx
     while True:
@@ -80,8 +86,9 @@ def load_resume_point(
         try:
             with dist_ctx.raise_on_all():
                 checkpoint.load(point.checkpoint_folder, state)
-                # Weights, order, dropout and samples are functions of seeds and indices; lmforge never uses torch's generator.
-                # Its state is restored for other code in this process.
+                # Weights, order, dropout and samples are functions of seeds and indices; lmforge
+                # never uses torch's generator. Its state is restored for other code in this
+                # process.
                 checkpoint.set_rng_state(point.manifest.rng)
             break
         except CorruptCheckpoint as error:

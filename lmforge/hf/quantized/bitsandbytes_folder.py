@@ -1,5 +1,6 @@
-"""Weights that bitsandbytes has stored in NF4, as folders on the hub have them: a matrix is a tensor of codes, and beside its
-name are its scales and a small table in JSON. Other formats of it are refused by name.
+"""Weights that bitsandbytes has stored in NF4, as folders on the hub have them: a matrix is a
+tensor of codes, and beside its name are its scales and a small table in JSON. Other formats of it
+are refused by name.
 """
 
 from collections.abc import Collection, Mapping
@@ -60,8 +61,9 @@ class StoredMatrix:
 
 
 def stored_matrices(file_of: Mapping[str, SafetensorsFile]) -> tuple[dict[str, StoredMatrix], Collection[str]]:
-    """The matrices in NF4 among tensors in files, by name, and the names of all that belongs to them. Raises UserError where
-    they have other blocks or other values."""
+    """The matrices in NF4 among tensors in files, by name, and the names of all that belongs to
+    them. Raises UserError where they have other blocks or other values.
+    """
     matrices = {}
     for name in [each.removesuffix(_STATE) for each in file_of if each.endswith(_STATE)]:
         place = f"{file_of[name + _STATE].path}: {name}"

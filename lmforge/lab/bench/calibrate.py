@@ -1,7 +1,9 @@
-"""`lmforge bench --calibrate`: measures the speeds for `lmforge plan --calibration` in about two minutes, and writes one file.
+"""`lmforge bench --calibrate`: measures the speeds for `lmforge plan --calibration` in about two
+minutes, and writes one file.
 
-All ranks measure at the same time: on a CPU they share cores and memory, as ranks that train do. Collectives and disks are
-measured in the same way as by `lmforge doctor`. The form of the file is in lab/plan/calibration.py.
+All ranks measure at the same time: on a CPU they share cores and memory, as ranks that train do.
+Collectives and disks are measured in the same way as by `lmforge doctor`. The form of the file is
+in lab/plan/calibration.py.
 """
 
 import math
@@ -31,14 +33,17 @@ from lmforge.ops.doctor.storage_checks import checkpoint_folder, time_disk
 FEW_SECONDS = 10.0
 # As many experts have equal parts of the rows of a product.
 EXPERTS = 8
-# The operands that are used in turn exceed the caches, since in a step operands come from memory too. With two small operands
-# in a CPU's caches, products were 15 % and element-wise operators 5 times faster than in a step.
+# The operands that are used in turn exceed the caches, since in a step operands come from memory
+# too. With two small operands in a CPU's caches, products were 15 % and element-wise operators 5
+# times faster than in a step.
 RING_BYTES, MAX_RING = {"cpu": 2**26, "cuda": 2**28}, 64
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The sizes at which a kind of device is measured. widths: of both matrices. attention_elements: of the queries."""
+    """The sizes at which a kind of device is measured. widths: of both matrices.
+    attention_elements: of the queries.
+    """
 
     rows: tuple[int, ...]
     widths: tuple[int, ...]
@@ -81,7 +86,10 @@ def choose_grid(device: torch.device, seconds: float) -> Grid:
 
 
 def calibrate(config: BenchConfig) -> int:
-    """Measure and write the file, on rank 0. Every rank calls it. Raises UserError where the file exists."""
+    """Measure and write the file, on rank 0.
+
+    Every rank calls it. Raises UserError where the file exists.
+    """
     out = config.bench.out
     began = time.perf_counter()
     with init_distributed(config.train.device, config.train.threads) as dist_ctx:
@@ -179,8 +187,11 @@ class _Stopwatch:
         yield from self._memory()
 
     def _time(self, call: Callable[[], object]) -> float:
-        """Seconds of a call: the median of many. On a CPU with one thread only the time in which it ran counts, without the
-        time that other programs take."""
+        """Seconds of a call: the median of many.
+
+        On a CPU with one thread only the time in which it ran counts, without the time that other
+        programs take.
+        """
         threads = torch.get_num_threads()
         clock: dict[str, Any] = {"timer": time.thread_time} if not self._on_gpu and threads == 1 else {}
         timer = Timer("call()", globals={"call": call}, num_threads=threads, **clock)
@@ -199,7 +210,9 @@ class _Stopwatch:
         return cycle([first, *([each.clone() for each in first] for _ in range(count - 1))])
 
     def _products(self, dtype: str) -> Iterator[Measurement]:
-        """A linear layer's product, and the two of its backward pass, whose operands lie in memory in other ways."""
+        """A linear layer's product, and the two of its backward pass, whose operands lie in memory
+        in other ways.
+        """
         for rows, inner, columns in self._grid.products:
             operands = self._ring(((rows, inner), (columns, inner), (rows, columns)), DTYPES[dtype])
 
@@ -259,7 +272,8 @@ class _Stopwatch:
             starts = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
             mask = create_attention_mask(ids, None, document_starts=starts, dtype=DTYPES[dtype], head_dim=head_dim)
             gradient = self._random(*size, dtype=DTYPES[dtype])
-            # A GPU computes the causal half; a CPU computes chunks of queries with all keys up to their end.
+            # A GPU computes the causal half; a CPU computes chunks of queries with all keys up to
+            # their end.
             scores = length * length / 2 if self._on_gpu else _num_chunked_scores(length)
             flops = 4.0 * heads * head_dim * scores
             with torch.no_grad():
@@ -299,6 +313,8 @@ class _Stopwatch:
 
 
 def _num_chunked_scores(length: int) -> int:
-    """How many scores attention on a CPU computes for a sequence: chunks of queries, each with all keys up to its end."""
+    """How many scores attention on a CPU computes for a sequence: chunks of queries, each with all
+    keys up to its end.
+    """
     chunk = max(256, -(-length // 8))
     return sum((min(start + chunk, length) - start) * min(start + chunk, length) for start in range(0, length, chunk))

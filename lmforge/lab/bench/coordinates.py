@@ -1,7 +1,8 @@
 """Whether activations and their changes keep their size as a model gets wider or deeper.
 
-The coordinate check of Yang et al. (arXiv 2203.03466, appendix D): models of several sizes take a few steps on one batch, and
-what each kind of module computes is compared with what it computed before the first. The verdict is in coordinates_table.py.
+The coordinate check of Yang et al. (arXiv 2203.03466, appendix D): models of several sizes take a
+few steps on one batch, and what each kind of module computes is compared with what it computed
+before the first. The verdict is in coordinates_table.py.
 """
 
 import math
@@ -35,8 +36,9 @@ OUTPUTS = {"self_attn": "attention", "attn": "attention", "mlp": "feed-forward"}
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Of one kind of module: the mean absolute value of its output after the steps, and of how it changed, for each model.
-    changes_alone: sizes do not count."""
+    """Of one kind of module: the mean absolute value of its output after the steps, and of how it
+    changed, for each model. changes_alone: sizes do not count.
+    """
 
     module: str
     sizes: tuple[float, ...]
@@ -45,7 +47,9 @@ class Coordinates:
 
     @property
     def spread(self) -> float:
-        """The largest change over the smallest, or size, where that is more; infinite where one is 0 or not finite."""
+        """The largest change over the smallest, or size, where that is more; infinite where one is
+        0 or not finite.
+        """
         compared = [self.changes] if self.changes_alone else [self.changes, self.sizes]
         if not all(math.isfinite(each) and each > 0 for values in compared for each in values):
             return math.inf
@@ -53,7 +57,9 @@ class Coordinates:
 
 
 def small(config: ModelConfig, width: int, layers: int | None = None) -> ModelConfig:
-    """A small model of this kind and hidden size: all else grows in proportion, but heads have the same width."""
+    """A small model of this kind and hidden size: all else grows in proportion, but heads have the
+    same width.
+    """
     layers = layers or min(config.num_hidden_layers, MOST_LAYERS)
     config = replace(config, vocab_size=min(config.vocab_size, MOST_IDS))
     return in_proportion(config, width, width // HEAD_DIM, HEAD_DIM, layers)

@@ -1,5 +1,7 @@
-"""`lmforge doctor --coordinates`: the coordinate check (coordinates.py) of a recipe over widths, and with completep over
-depths, beside the standard parametrization: its verdict, as a table or JSON."""
+"""`lmforge doctor --coordinates`: the coordinate check (coordinates.py) of a recipe over widths,
+and with completep over depths, beside the standard parametrization: its verdict, as a table or
+JSON.
+"""
 
 import json
 import math
@@ -25,7 +27,9 @@ AT_ANY_DEPTH = ("embedding", "residual stream", "logits")
 
 @dataclass(frozen=True)
 class Comparison:
-    """The check over some sizes of a model, with the smallest as the base, and in the standard parametrization."""
+    """The check over some sizes of a model, with the smallest as the base, and in the standard
+    parametrization.
+    """
 
     parametrization: str
     over: str
@@ -59,8 +63,9 @@ class Comparison:
 
 
 def check_coordinates(config: StageConfig, model: ModelConfig, steps: int, output: str) -> int:
-    """Compare small models like this one over widths under mup, and where the recipe has completep over depths under that; and
-    print the results. Returns 1 where they are not flat."""
+    """Compare small models like this one over widths under mup, and where the recipe has completep
+    over depths under that; and print the results. Returns 1 where they are not flat.
+    """
     standard = config.model.model_copy(update=dict.fromkeys(BASE_OPTIONS) | {"parametrization": "standard"})
 
     def comparison(over: str, sizes: tuple[int, ...], configs: list[ModelConfig], options: dict[str, object]) -> Comparison:
@@ -90,7 +95,9 @@ def _at_any_depth(results: list[Coordinates]) -> list[Coordinates]:
 
 
 def bars(values: Sequence[float]) -> str:
-    """A character for each value, an eighth of its height for each factor of the root of 2 below the largest."""
+    """A character for each value, an eighth of its height for each factor of the root of 2 below
+    the largest.
+    """
     known = [value for value in values if math.isfinite(value) and value > 0]
     heights = [max(0, 7 - round(2 * math.log2(max(known) / value))) if value in known else None for value in values]
     return "".join("?" if height is None else "▁▂▃▄▅▆▇█"[height] for height in heights)

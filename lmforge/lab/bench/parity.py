@@ -1,6 +1,8 @@
-"""Whether every parallel strategy computes the same: a small model is trained a few steps with each, and in one process.
+"""Whether every parallel strategy computes the same: a small model is trained a few steps with
+each, and in one process.
 
-`lmforge doctor --parity` prints the comparison, and the tests of the strategies check it: losses, gradient norms, weights.
+`lmforge doctor --parity` prints the comparison, and the tests of the strategies check it: losses,
+gradient norms, weights.
 """
 
 import time
@@ -60,19 +62,23 @@ MIXTURE_CASES = (
     *("ddp", "fsdp1 full-shard", "fsdp2 full-shard", "fsdp2, checkpointing full", "fsdp2, 2 micro-batches", "tensor 2"),
     *("context 2", "pipeline 2, 4 micro-batches", "fsdp2, compiled"),
 )
-# A larger epsilon than in training: AdamW's step then depends on the size of a gradient. So a gradient of the wrong scale is
-# detected, while the sign of a gradient that is zero up to rounding does not matter.
+# A larger epsilon than in training: AdamW's step then depends on the size of a gradient. So a
+# gradient of the wrong scale is detected, while the sign of a gradient that is zero up to rounding
+# does not matter.
 OPTIMIZER = OptimizerOptions(lr=2e-3, eps=1e-3, weight_decay=0.1)
 MAX_GRAD_NORM = 0.5
 NOTHING = nullcontext()
-# Softmax ignores them: their gradient is rounding, of which AdamW makes whole steps. Those of GPT-2 are a third of `c_attn`;
-# how other fused biases are laid out is up to their family.
+# Softmax ignores them: their gradient is rounding, of which AdamW makes whole steps. Those of GPT-2
+# are a third of `c_attn`; how other fused biases are laid out is up to their family.
 KEY_BIASES = tuple(f"{name}.bias" for name in ("k_proj", "key", "query_key_value", "qkv", "qkv_proj"))
 
 
 @dataclass(frozen=True)
 class ParityCase:
-    """One way to train the small model, with a name for the table. `change_model` is called before it is parallelized."""
+    """One way to train the small model, with a name for the table.
+
+    `change_model` is called before it is parallelized.
+    """
 
     name: str
     options: ParallelOptions
@@ -88,10 +94,10 @@ class ParityCase:
 class ParityResult:
     """What a case computed.
 
-    losses, grad_norms: of each step.
-    hidden_dtypes: of the residual stream, at the input of each block on any rank; not where blocks are compiled.
-    weights: full tensors by name after the last step, on rank 0 only.
-    memory_bytes: of this rank's parameters, gradients and optimizer states after a step, and of activations between forward
+    losses, grad_norms: of each step. hidden_dtypes: of the residual stream, at the input of each
+    block on any rank; not where blocks are compiled. weights: full tensors by name after the last
+    step, on rank 0 only. memory_bytes: of this rank's parameters, gradients and optimizer states
+    after a step, and of activations between forward
         and backward of its first micro-batch; the last not where blocks are compiled.
     memory_gib: peak memory.
     """
@@ -107,7 +113,9 @@ class ParityResult:
 
 @dataclass(frozen=True)
 class ParityData:
-    """Random data from a seed: `sequences` of `sequence_length` tokens per step, ragged; some have no label at all."""
+    """Random data from a seed: `sequences` of `sequence_length` tokens per step, ragged; some have
+    no label at all.
+    """
 
     sequences: int
     sequence_length: int = 64
@@ -141,7 +149,10 @@ def run_case(
     dist_ctx: DistributedContext,
     last_step: AbstractContextManager[object] = NOTHING,
 ) -> ParityResult:
-    """Train as `case` says, on all ranks together; uncompiled, the last step is inside `last_step`. Raises UserError."""
+    """Train as `case` says, on all ranks together; uncompiled, the last step is inside `last_step`.
+
+    Raises UserError.
+    """
     objective = NextTokenObjective()
     model = _build_model(case, data.seed, objective, dist_ctx)
     optimizer = build_optimizer(model.model, case.optimizer, model.parameter_shapes)
@@ -238,9 +249,11 @@ def relative_differences(result: ParityResult, reference: ParityResult) -> dict[
 
 
 def weights_difference(name: str, ours: Tensor, theirs: Tensor, order: float = inf, at_least: float = 1e-12) -> float:
-    """The norm of this order of a tensor's difference, relative to that of `theirs`, or to `at_least` where that is larger.
+    """The norm of this order of a tensor's difference, relative to that of `theirs`, or to
+    `at_least` where that is larger.
 
-    By default of the largest elements. Infinite where anything is not finite. Biases on keys are left out.
+    By default of the largest elements. Infinite where anything is not finite. Biases on keys are
+    left out.
     """
     difference = ours.float() - theirs.float()
     if not (difference.isfinite().all() and isfinite(at_least)):
@@ -255,7 +268,9 @@ def weights_difference(name: str, ours: Tensor, theirs: Tensor, order: float = i
 
 
 def run_single(case: ParityCase, data: ParityData, dist_ctx: DistributedContext) -> ParityResult:
-    """The result of one process on the same device: the reference for all cases of one model and optimizer."""
+    """The result of one process on the same device: the reference for all cases of one model and
+    optimizer.
+    """
     alone = DistributedContext(RankInfo(), dist_ctx.device, None)
     return run_case(replace(case, options=ParallelOptions(engine="single"), compile_model=False, accumulation=1), data, alone)
 
@@ -337,7 +352,9 @@ def _model_parallel_cases(world_size: int) -> list[ParityCase]:
 
 
 def mixture_cases(world_size: int, compile_model: bool, dtype: torch.dtype = torch.float32) -> list[ParityCase]:
-    """Strategies of a small mixture of experts: in fp32, since the rounding of bf16 chooses other experts for some tokens."""
+    """Strategies of a small mixture of experts: in fp32, since the rounding of bf16 chooses other
+    experts for some tokens.
+    """
     if dtype != torch.float32:
         return []
     cases = [case for case in strategy_cases(world_size, compile_model) if case.name in MIXTURE_CASES]
@@ -346,7 +363,9 @@ def mixture_cases(world_size: int, compile_model: bool, dtype: torch.dtype = tor
 
 
 def expert_parallel_cases(world_size: int) -> list[ParityCase]:
-    """Expert parallelism that fits, alone and with what else cuts a model: for a mixture of 8 experts."""
+    """Expert parallelism that fits, alone and with what else cuts a model: for a mixture of 8
+    experts.
+    """
     full: dict[str, Any] = {"activation_checkpointing": FullCheckpointing.name}
     selective: dict[str, Any] = {"activation_checkpointing": SelectiveOperators.name}
     tensor, context, pipeline, experts = (

@@ -1,4 +1,6 @@
-"""`lmforge doctor --parity`: the table of whether every parallel strategy computes the same here, with these ranks."""
+"""`lmforge doctor --parity`: the table of whether every parallel strategy computes the same here,
+with these ranks.
+"""
 
 import faulthandler
 import gc
@@ -34,7 +36,10 @@ MEMORY_COLUMNS = {"parameters": "weights", "gradients": "grads", "optimizer": "o
 
 
 def check_parity(options: DoctorOptions) -> int:
-    """Train the small model under every strategy that fits the ranks, and print a table. Returns 1 where one is wrong."""
+    """Train the small model under every strategy that fits the ranks, and print a table.
+
+    Returns 1 where one is wrong.
+    """
     with init_distributed(options.device, threads=1) as dist_ctx:
         if options.compile and (missing := missing_for_compile(dist_ctx.device)):
             raise UserError(f"--compile: {missing} on this machine; install it, or leave the option out")
@@ -73,7 +78,9 @@ def _run_cases(dist_ctx: DistributedContext, options: DoctorOptions) -> list[dic
 
 @contextmanager
 def _reported_if_late(strategy: str, seconds: float, rank: int) -> Iterator[None]:
-    """A block that, every so many seconds until it ends, is named with its rank and the stacks of all threads."""
+    """A block that, every so many seconds until it ends, is named with its rank and the stacks of
+    all threads.
+    """
     ended = threading.Event()
 
     def name_it() -> None:
@@ -85,8 +92,10 @@ def _reported_if_late(strategy: str, seconds: float, rank: int) -> Iterator[None
             dump_without_lock()
 
     def dump_without_lock() -> None:
-        """Where the rank holds Python's lock and waits, no thread of Python can print its stacks, but one of faulthandler can.
-        Reading stacks that run may crash, so it begins only when the other has had its time, and begins anew after it."""
+        """Where the rank holds Python's lock and waits, no thread of Python can print its stacks,
+        but one of faulthandler can. Reading stacks that run may crash, so it begins only when the
+        other has had its time, and begins anew after it.
+        """
         faulthandler.dump_traceback_later(seconds + GRACE_SECONDS, repeat=True, file=STDERR_FILENO)
 
     late = threading.Thread(target=name_it, name="late", daemon=True)

@@ -1,4 +1,5 @@
-"""`lmforge bench`: what a step of a recipe costs, for one recipe or a sweep over options or recipes; `trial.py` measures it.
+"""`lmforge bench`: what a step of a recipe costs, for one recipe or a sweep over options or
+recipes; `trial.py` measures it.
 
 The prediction of `lmforge plan` for these ranks is printed beside the measurement.
 """
@@ -22,15 +23,19 @@ from lmforge.lab.options.bench import RECIPE_AXIS, BenchConfig, sweep_combinatio
 from lmforge.ops.terminal.cells import page_console
 
 OUT_OF_MEMORY = "out of memory"
-# Columns where standard output is not a terminal: wide enough that nothing is cut off, since paths may differ only at the end.
+# Columns where standard output is not a terminal: wide enough that nothing is cut off, since paths
+# may differ only at the end.
 FILE_WIDTH = 10_000
 
 
 def bench(config: BenchConfig, arguments: list[str]) -> int:
-    """Time the recipe, or every combination of a sweep, and print. `arguments` is the command line without the verb.
+    """Time the recipe, or every combination of a sweep, and print.
 
-    Returns the exit status: 130 for a sweep that was interrupted, which prints what it has. Raises UserError where the recipe
-    cannot be trained here, and RunFailed, after the whole sweep, where a combination failed for another reason than memory.
+    `arguments` is the command line without the verb.
+
+    Returns the exit status: 130 for a sweep that was interrupted, which prints what it has. Raises
+    UserError where the recipe cannot be trained here, and RunFailed, after the whole sweep, where a
+    combination failed for another reason than memory.
     """
     if config.bench.calibrate:
         from lmforge.lab.bench.calibrate import calibrate
@@ -49,9 +54,12 @@ def bench(config: BenchConfig, arguments: list[str]) -> int:
 
 
 def _sweep(config: BenchConfig, arguments: list[str]) -> int:
-    """Time every combination and print. Each is reported when it is done; finished ones are printed even after an interruption.
+    """Time every combination and print.
 
-    Raises UserError where no combination can be timed, and RunFailed where one crashed: the others are timed all the same.
+    Each is reported when it is done; finished ones are printed even after an interruption.
+
+    Raises UserError where no combination can be timed, and RunFailed where one crashed: the others
+    are timed all the same.
     """
     combinations = sweep_combinations(config.bench.sweep)
     rows = list[dict[str, Any]]()
@@ -76,7 +84,9 @@ def _sweep(config: BenchConfig, arguments: list[str]) -> int:
 
 
 def _run_trial(arguments: list[str], overrides: dict[str, str]) -> dict[str, Any]:
-    """One combination in separate processes, so that its memory is freed and its failure is contained."""
+    """One combination in separate processes, so that its memory is freed and its failure is
+    contained.
+    """
     recipe = [overrides[RECIPE_AXIS]] if RECIPE_AXIS in overrides else []
     options = [word for name, value in overrides.items() if name != RECIPE_AXIS for word in (f"--{name}", value)]
     # If an option is given twice, the last value counts; a list may be empty.
@@ -134,7 +144,9 @@ def _print_results(rows: list[dict[str, Any]], output: str) -> None:
 
 
 def _print_of_each(console: Console, rows: list[dict[str, Any]], describe: Callable[[dict[str, Any]], str]) -> None:
-    """A line that holds for all rows; where it differs, each line with the combinations that it holds for."""
+    """A line that holds for all rows; where it differs, each line with the combinations that it
+    holds for.
+    """
     rows_of = dict[str, list[dict[str, Any]]]()
     for row in rows:
         rows_of.setdefault(describe(row), []).append(row)

@@ -1,7 +1,9 @@
-"""The cost of a step of one recipe on these ranks: times of full steps, of their phases, and of communication.
+"""The cost of a step of one recipe on these ranks: times of full steps, of their phases, and of
+communication.
 
-A trial builds what training would build, runs whole optimizer steps and times them and their phases. It then runs a step under
-the profiler, to time communication. Tokens come from the recipe's shards, or are random where there are none.
+A trial builds what training would build, runs whole optimizer steps and times them and their
+phases. It then runs a step under the profiler, to time communication. Tokens come from the recipe's
+shards, or are random where there are none.
 """
 
 import gc
@@ -44,7 +46,10 @@ COLLECTIVE_NAMES = ("gloo:", "ncclDevKernel", "ncclKernel")
 
 
 def measure(config: BenchConfig) -> dict[str, Any]:
-    """Times and rates of one recipe on these ranks. Every rank calls it and gets rank 0's result."""
+    """Times and rates of one recipe on these ranks.
+
+    Every rank calls it and gets rank 0's result.
+    """
     set_determinism(config.train.deterministic)
     with init_distributed(config.train.device, config.train.threads) as dist_ctx:
         trial = _Trial(config, dist_ctx)
@@ -133,7 +138,10 @@ class _Trial:
         )
 
     def _timed_step(self) -> dict[str, float]:
-        """Seconds of each phase of a step, which add up to the step. No phase waits for the device: a GPU stamps its events."""
+        """Seconds of each phase of a step, which add up to the step.
+
+        No phase waits for the device: a GPU stamps its events.
+        """
         on_gpu = self._device.type == "cuda"
         marks: list[tuple[str, Any]] = []
 
@@ -153,7 +161,10 @@ class _Trial:
         return seconds
 
     def _row(self, seconds: list[float]) -> dict[str, Any]:
-        """The timed values, the rates, and their conditions. The lower median is used, which is the value of an actual step."""
+        """The timed values, the rates, and their conditions.
+
+        The lower median is used, which is the value of an actual step.
+        """
         median = statistics.median_low(seconds)
         tokens_per_second, world_size = self._plan.tokens / median, self._model.dist_ctx.world_size
         flops = tokens_per_second / world_size * flops_per_token(self._model_config, self._plan.sequence_length)
@@ -176,7 +187,9 @@ class _Trial:
         }
 
     def _profile(self, trace_file: Path | None) -> dict[str, float]:
-        """Measure one step: seconds in which collectives run, overlapped by computation or not; live tensors at its peak."""
+        """Measure one step: seconds in which collectives run, overlapped by computation or not;
+        live tensors at its peak.
+        """
         on_gpu = self._device.type == "cuda"
         activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])
         self._synchronize()
@@ -208,7 +221,9 @@ def _union_length(spans: list[tuple[float, float]]) -> float:
 
 
 class _RandomBatches:
-    """A batch of random tokens, one document a sequence, for every step: used where the recipe's data is missing."""
+    """A batch of random tokens, one document a sequence, for every step: used where the recipe's
+    data is missing.
+    """
 
     def __init__(self, vocab_size: int, plan: BatchPlan, device: torch.device, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -229,8 +244,8 @@ class _RandomBatches:
 def _live_bytes() -> int:
     """Bytes of all tensors on the CPU that Python can see between two steps.
 
-    The buckets of DDP are among them: its reducer keeps the gradients that are views of them, and a gradient that Python has
-    seen once, as optimizers do, stays visible.
+    The buckets of DDP are among them: its reducer keeps the gradients that are views of them, and a
+    gradient that Python has seen once, as optimizers do, stays visible.
     """
     gc.collect()  # what only reference cycles hold is not needed
     tensors = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
@@ -245,7 +260,9 @@ def _live_bytes() -> int:
 
 
 def _peak_bytes(events: Sequence[Any], live_before: int) -> int:
-    """The maximum of live bytes, from the events of a profiler that recorded memory; `live_before` bytes were live before."""
+    """The maximum of live bytes, from the events of a profiler that recorded memory; `live_before`
+    bytes were live before.
+    """
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
     live = peak = live_before
     for _, nbytes in changes:

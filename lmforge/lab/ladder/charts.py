@@ -1,4 +1,7 @@
-"""Charts as SVG text, in the style of a run's report; they need no script. Values must be finite."""
+"""Charts as SVG text, in the style of a run's report; they need no script.
+
+Values must be finite.
+"""
 
 import html
 from collections.abc import Sequence
@@ -13,7 +16,10 @@ COLORS = 8  # that report.css has
 
 @dataclass(frozen=True)
 class Curve:
-    """Points [x, y], as a line or dots; or [x, low, high], as a band or bars. `notes` are shown for dots under a pointer."""
+    """Points [x, y], as a line or dots; or [x, low, high], as a band or bars.
+
+    `notes` are shown for dots under a pointer.
+    """
 
     label: str
     color: int

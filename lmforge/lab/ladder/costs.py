@@ -1,5 +1,7 @@
-"""What rungs and the big run cost, in FLOPs, hours and money: by `lmforge plan` for the GPUs of the options or of this machine;
-on a CPU that was not measured (`lmforge bench --calibrate`), by its fastest matrix products."""
+"""What rungs and the big run cost, in FLOPs, hours and money: by `lmforge plan` for the GPUs of the
+options or of this machine; on a CPU that was not measured (`lmforge bench --calibrate`), by its
+fastest matrix products.
+"""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,7 +19,8 @@ from lmforge.lab.plan.hardware import data_sheets
 from lmforge.lab.plan.planning import Machine, find_machine, make_step_config, predict_phases, predict_step
 from lmforge.lab.plan.prediction.predict import run_cost
 
-# What small models reach of the fastest products of a CPU, with validation and the start of processes.
+# What small models reach of the fastest products of a CPU, with validation and the start of
+# processes.
 CPU_EFFICIENCY = 0.25
 
 

@@ -1,7 +1,9 @@
-"""The scores of tasks that the big run will have, in two steps (arXiv 2412.04403): a law gives its loss, a sigmoid the score.
+"""The scores of tasks that the big run will have, in two steps (arXiv 2412.04403): a law gives its
+loss, a sigmoid the score.
 
-The sigmoid is fitted to the losses and scores of the runs. The loss is the bits per byte of the task's correct answers, which
-have a law of their own; where runs lack them, as for answers that the model writes, it is that of the held-out text.
+The sigmoid is fitted to the losses and scores of the runs. The loss is the bits per byte of the
+task's correct answers, which have a law of their own; where runs lack them, as for answers that the
+model writes, it is that of the held-out text.
 """
 
 from collections.abc import Mapping
@@ -24,7 +26,9 @@ OF_ANSWERS = "bits_per_byte"  # of run_task
 
 
 def predict_scores(fit: Fit, scores: Mapping[str, Mapping[str, float]], target: Target, seed: int = 0) -> list[dict[str, Any]]:
-    """For each score of tasks, what the target will have. `scores` has those of runs, by name; a run may lack some.
+    """For each score of tasks, what the target will have.
+
+    `scores` has those of runs, by name; a run may lack some.
 
     Losses of single sources of data, which are logged under similar names, are no scores.
     """
@@ -48,7 +52,8 @@ def _fit_answers(fit: Fit, scores: Mapping[str, Mapping[str, float]], name: str,
     having = [each for each in fit.points if name in scores.get(each.name, {})]
     try:
         points = [replace(each, loss=scores[each.name][name]) for each in having]
-        # The answers of few questions are noisy: one that is above those of a smaller run has not diverged.
+        # The answers of few questions are noisy: one that is above those of a smaller run has not
+        # diverged.
         return fit_points(points, draws=len(fit.draws), seed=seed, diverged_ratio=inf)
     except UserError:
         return None
@@ -76,8 +81,10 @@ def _predict(
 
 
 def _sigmoids(losses: Array, scores: Array, weights: Array, at: Array) -> tuple[Array, float]:
-    """(for each row of weights [fits, runs], the value at a loss `at` [fits] of the sigmoid that fits the scores [runs] best;
-    the standard deviation of scores about the first). Floor and height follow in closed form for each of a grid of shapes."""
+    """(for each row of weights [fits, runs], the value at a loss `at` [fits] of the sigmoid that
+    fits the scores [runs] best; the standard deviation of scores about the first). Floor and height
+    follow in closed form for each of a grid of shapes.
+    """
     lowest, span = losses.min(), np.ptp(losses)
     shapes = np.array([(lowest + centre * span, slope / span) for centre, slope in product(CENTRES, SLOPES)])
 

@@ -1,11 +1,13 @@
-"""Draws laws that the losses of some runs allow, by their probability: what the intervals of a fit are taken from.
+"""Draws laws that the losses of some runs allow, by their probability: what the intervals of a fit
+are taken from.
 
-The noise is unknown, so the likelihood is Student's t; and for given exponents the law is linear in its other three parameters,
-so that these are drawn in closed form. The prior is Jeffreys', which depends on no parametrization: it gives equal volumes of
-predicted losses equal weight, so that an interval holds the truth as often as that of a linear model with unknown noise.
+The noise is unknown, so the likelihood is Student's t; and for given exponents the law is linear in
+its other three parameters, so that these are drawn in closed form. The prior is Jeffreys', which
+depends on no parametrization: it gives equal volumes of predicted losses equal weight, so that an
+interval holds the truth as often as that of a linear model with unknown noise.
 
-Not a bootstrap over runs: of nine runs a resample has six different ones on average, which five parameters fit nearly exactly.
-benchmarks/ladder_law.py measures how often intervals hold the truth.
+Not a bootstrap over runs: of nine runs a resample has six different ones on average, which five
+parameters fit nearly exactly. benchmarks/ladder_law.py measures how often intervals hold the truth.
 """
 
 import numpy as np
@@ -14,7 +16,8 @@ from lmforge.core.errors import UserError
 from lmforge.lab.ladder.law import EXPONENTS, NUM_FITTED, Array, Law, Losses, least_squares
 
 PROPOSALS = 8  # for each law that is drawn
-# Standard deviation of the logarithm of a loss, where five runs leave nothing to estimate it from; as of one further run.
+# Standard deviation of the logarithm of a loss, where five runs leave nothing to estimate it from;
+# as of one further run.
 ASSUMED_NOISE = 0.01
 CELLS = 40  # of the grid, for each exponent
 UNLIKELY = 12.0  # nats below the likeliest cell: the grid need not hold it
@@ -22,7 +25,10 @@ ANYWHERE = 0.1  # of the proposals, evenly over the grid
 
 
 class LawDraws:
-    """The laws that `losses` allow. `law` is the robust fit; `huber` is where its loss becomes linear."""
+    """The laws that `losses` allow.
+
+    `law` is the robust fit; `huber` is where its loss becomes linear.
+    """
 
     def __init__(self, losses: Losses, law: Law, huber: float) -> None:
         self._losses = losses
@@ -30,8 +36,8 @@ class LawDraws:
         self._fitted = np.array([law.loss(*each) for each in sizes])
         residuals = losses.log_losses - np.log(self._fitted)
         near = np.mean(np.abs(residuals) < huber)
-        # Huber's pseudo-values and correction for few points (Robust Statistics, 7.6): least squares on them has the variance
-        # of the robust fit.
+        # Huber's pseudo-values and correction for few points (Robust Statistics, 7.6): least
+        # squares on them has the variance of the robust fit.
         correction = 1 + NUM_FITTED / len(residuals) * (1 - near) / near
         self._targets = 1 + np.clip(residuals, -huber, huber) / near * correction
         five = len(residuals) == NUM_FITTED
@@ -39,7 +45,8 @@ class LawDraws:
         self._assumed = ASSUMED_NOISE**2 if five else 1e-12
 
     def draw(self, count: int, rng: np.random.Generator) -> tuple[list[Law], Array]:
-        """`count` laws, and for each the standard deviation of the logarithm of a run's loss about it.
+        """`count` laws, and for each the standard deviation of the logarithm of a run's loss about
+        it.
 
         Raises UserError where the points allow none.
         """
@@ -61,8 +68,10 @@ class LawDraws:
         return [self._losses.law(exponents[each], terms[each]) for each in chosen], noises
 
     def _problem(self, exponents: Array) -> tuple[Array, Array, Array]:
-        """Exponents [laws, 2] → the columns [laws, points, 3] over the losses of the fitted law, their Gram matrices, and the
-        logarithm of the volume [laws] of the losses that a unit of each of the five parameters spans, at terms of 1."""
+        """Exponents [laws, 2] → the columns [laws, points, 3] over the losses of the fitted law,
+        their Gram matrices, and the logarithm of the volume [laws] of the losses that a unit of
+        each of the five parameters spans, at terms of 1.
+        """
         columns = self._losses.columns(exponents) / self._fitted[:, None]
         slopes = np.concatenate([columns, columns[:, :, 1:] * self._losses.sizes], 2)
         gram = slopes.swapaxes(1, 2) @ slopes
@@ -75,7 +84,9 @@ class LawDraws:
         return ((self._targets - np.einsum("lpt,lt->lp", columns, terms)) ** 2).sum(1) + self._assumed
 
     def _propose_exponents(self, count: int, rng: np.random.Generator) -> tuple[Array, Array]:
-        """Exponents [count, 2], evenly distributed in cells of a grid, and the logarithms of what to weigh them with."""
+        """Exponents [count, 2], evenly distributed in cells of a grid, and the logarithms of what
+        to weigh them with.
+        """
         bounds = np.log([EXPONENTS, EXPONENTS]).T
         low, high = bounds
         while True:
@@ -93,7 +104,9 @@ class LawDraws:
         return np.exp(logs), logs.sum(1) - np.log(chances[cells])
 
     def _log_likelihoods(self, exponents: Array) -> Array:
-        """About the logarithm of the probability of exponents [laws, 2], in logarithmic units of them."""
+        """About the logarithm of the probability of exponents [laws, 2], in logarithmic units of
+        them.
+        """
         columns, gram, log_volume = self._problem(exponents)
         weights = np.ones(columns.shape[:2])
         terms = least_squares(columns, weights, weights * self._targets)

@@ -1,4 +1,6 @@
-"""The law that fits the losses of some runs best, and the intervals of anything that follows from it."""
+"""The law that fits the losses of some runs best, and the intervals of anything that follows from
+it.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,9 +19,9 @@ LEVEL = 0.9  # of intervals
 class Fit:
     """The law that all values are of, and laws drawn from those that the points allow.
 
-    `law` is `best`, which fits best, or the most central of `draws` where `best` lies at an end of them. `noises` has, for each
-    of `draws`, the standard deviation of the logarithm of a run's loss about it. `left_out` names the points that were not
-    used, each with the reason.
+    `law` is `best`, which fits best, or the most central of `draws` where `best` lies at an end of
+    them. `noises` has, for each of `draws`, the standard deviation of the logarithm of a run's loss
+    about it. `left_out` names the points that were not used, each with the reason.
     """
 
     law: Law
@@ -44,7 +46,9 @@ def interval(values: Sequence[float], level: float = LEVEL) -> tuple[float, floa
 
 
 def fit_points(points: Sequence[Point], *, draws: int = 1000, seed: int = 0, diverged_ratio: float = DIVERGED_RATIO) -> Fit:
-    """Fit the points, without diverged and short runs, and draw laws. The same points, `draws` and `seed` give the same fit.
+    """Fit the points, without diverged and short runs, and draw laws.
+
+    The same points, `draws` and `seed` give the same fit.
 
     Args:
         points: of different names.
@@ -65,9 +69,11 @@ def fit_points(points: Sequence[Point], *, draws: int = 1000, seed: int = 0, div
 
 
 def _law_of_all(best: Law, draws: Sequence[Law], points: Sequence[Point]) -> Law:
-    """The best law; or the draw that is nearest the middle in all respects, where the best is outside an interval in any.
+    """The best law; or the draw that is nearest the middle in all respects, where the best is
+    outside an interval in any.
 
-    The best law can be at an end of what is possible, such as A = 0, and predict what hardly any draw does.
+    The best law can be at an end of what is possible, such as A = 0, and predict what hardly any
+    draw does.
     """
     largest = [max(getattr(each, name) for each in points) for name in ("parameters", "tokens")]
     places = [(times * largest[0], more * largest[1]) for times in (0.1, 1, 10) for more in (0.1, 1, 10)]

@@ -1,7 +1,9 @@
-"""What a fit says about larger runs: their loss, the best size for a number of FLOPs, and what another size costs.
+"""What a fit says about larger runs: their loss, the best size for a number of FLOPs, and what
+another size costs.
 
-FLOPs are `flops_per_token` of the target over its parameters, times parameters and tokens: FLOPS_CONVENTION for its shape, and
-nearly that for models of other sizes. Everything is plain values for JSON: `conclusions` has all of it.
+FLOPs are `flops_per_token` of the target over its parameters, times parameters and tokens:
+FLOPS_CONVENTION for its shape, and nearly that for models of other sizes. Everything is plain
+values for JSON: `conclusions` has all of it.
 """
 
 from collections.abc import Callable, Mapping
@@ -45,7 +47,9 @@ class Target:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value of the law, and the interval of LEVEL of the laws that the runs allow, widened to hold it."""
+    """A value of the law, and the interval of LEVEL of the laws that the runs allow, widened to
+    hold it.
+    """
 
     value: float
     low: float
@@ -62,7 +66,10 @@ def _estimate(value: float, drawn: list[float]) -> Estimate:
 
 
 def predicted_loss(fit: Fit, parameters: float, tokens: float) -> Estimate:
-    """The loss of one run, in nats per token. The interval has the noise of that run too, so that it holds what is measured."""
+    """The loss of one run, in nats per token.
+
+    The interval has the noise of that run too, so that it holds what is measured.
+    """
     chance = np.random.default_rng(0).standard_normal(len(fit.draws))
     pairs = zip(fit.draws, fit.noises, chance, strict=True)
     losses = [law.loss(parameters, tokens) * exp(noise * one) for law, noise, one in pairs]
@@ -83,7 +90,9 @@ def loss_at(law: Law, target: Target, flops: float, size_ratio: float = 1) -> fl
 
 
 def flops_ratio(law: Law, target: Target, flops: float, size_ratio: float) -> float:
-    """How many times the FLOPs reach the best loss for `flops` with the best size times `size_ratio`; inf where none do."""
+    """How many times the FLOPs reach the best loss for `flops` with the best size times
+    `size_ratio`; inf where none do.
+    """
     parameters = size_ratio * best_size(law, target, flops)
     left = loss_at(law, target, flops) - law.loss(parameters, float("inf"))
     return target.flops_of(parameters, (law.B / left) ** (1 / law.beta)) / flops if left > 0 else float("inf")
@@ -134,8 +143,9 @@ def cautions(fit: Fit, target: Target) -> list[str]:
 
 
 def check_largest(fit: Fit) -> dict[str, Any] | None:
-    """The run with the most FLOPs, as the smaller models predict it: what the ladder would have said of it before it was
-    trained. None where they cannot fix a law."""
+    """The run with the most FLOPs, as the smaller models predict it: what the ladder would have
+    said of it before it was trained. None where they cannot fix a law.
+    """
     largest = max(fit.points, key=lambda each: each.parameters * each.tokens)
     try:
         smaller = fit_points([each for each in fit.points if each.parameters < largest.parameters], draws=CHECK_DRAWS)
@@ -147,7 +157,9 @@ def check_largest(fit: Fit) -> dict[str, Any] | None:
 
 
 def conclusions(fit: Fit, target: Target) -> dict[str, Any]:
-    """Everything that follows from a fit about a target, as values for JSON. Intervals are of LEVEL."""
+    """Everything that follows from a fit about a target, as values for JSON. Intervals are of
+    LEVEL.
+    """
     flops, law = target.flops, fit.law
     loss = predicted_loss(fit, target.parameters, target.tokens)
     own = target.parameters / best_size(law, target, flops)
@@ -172,8 +184,9 @@ def conclusions(fit: Fit, target: Target) -> dict[str, Any]:
 
 
 def compare(fits: Mapping[str, Fit], target: Target) -> list[dict[str, Any]]:
-    """For each pair of mixtures, the loss of the first less that of the second at the target, and whether its interval leaves
-    out 0. Their losses must be of the same held-out text."""
+    """For each pair of mixtures, the loss of the first less that of the second at the target, and
+    whether its interval leaves out 0. Their losses must be of the same held-out text.
+    """
     names = list(fits)
     pairs = [(a, b) for place, a in enumerate(names) for b in names[place + 1 :]]
     found = []
@@ -203,7 +216,9 @@ def _best(fit: Fit, target: Target, flops: float) -> dict[str, Any]:
 
 
 def _with_size(fit: Fit, target: Target, ratio: float, own: float) -> dict[str, Any]:
-    """What another size than the best costs: loss for the same FLOPs, and FLOPs and tokens for the same loss."""
+    """What another size than the best costs: loss for the same FLOPs, and FLOPs and tokens for the
+    same loss.
+    """
     flops = target.flops
     parameters = ratio * best_size(fit.law, target, flops)
     times = flops_ratio(fit.law, target, flops, ratio)

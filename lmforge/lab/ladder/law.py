@@ -1,11 +1,12 @@
 """The law L(N, D) = E + A/N^alpha + B/D^beta, and the one that fits the losses of some runs best.
 
-Hoffmann et al. (arXiv 2203.15556) state the law, Besiroglu et al. (2404.10102) correct its fit, and Czech et al. (2603.22339)
-show that parabolas through runs of equal FLOPs are biased, and that variable projection is not: where alpha and beta are given,
-the other three follow from a linear problem, so that only two dimensions are searched.
+Hoffmann et al. (arXiv 2203.15556) state the law, Besiroglu et al. (2404.10102) correct its fit, and
+Czech et al. (2603.22339) show that parabolas through runs of equal FLOPs are biased, and that
+variable projection is not: where alpha and beta are given, the other three follow from a linear
+problem, so that only two dimensions are searched.
 
-N is the number of parameters in matrix products with each token (`ParameterCount.active_matmul`): without the input embedding,
-with the head. So 6 N D is nearly what FLOPS_CONVENTION counts.
+N is the number of parameters in matrix products with each token (`ParameterCount.active_matmul`):
+without the input embedding, with the head. So 6 N D is nearly what FLOPS_CONVENTION counts.
 """
 
 from collections.abc import Sequence
@@ -22,11 +23,14 @@ Array = NDArray[np.float64]
 
 MIN_POINTS = NUM_FITTED = 5
 EXPONENTS = (0.02, 2.0)  # the lowest and highest alpha and beta; published ones are 0.05 to 1
-# A run whose loss is this much above that of one with no more parameters and tokens did not learn as the others did.
+# A run whose loss is this much above that of one with no more parameters and tokens did not learn
+# as the others did.
 DIVERGED_RATIO = 1.1
-# A run with fewer steps has not left its fast beginning, and is above the law; so many other runs must remain to say so.
+# A run with fewer steps has not left its fast beginning, and is above the law; so many other runs
+# must remain to say so.
 SHORT_STEPS, LEAST_OTHERS = 250, 2 * NUM_FITTED
-# Where Huber's loss becomes linear, in standard deviations. With few runs more of them are taken for outliers than are.
+# Where Huber's loss becomes linear, in standard deviations. With few runs more of them are taken
+# for outliers than are.
 HUBER_DEVIATIONS = 2.0
 FIRST_HUBER = 1e-3  # in the fit that gives the standard deviation; the value of Hoffmann et al.
 MIN_DEVIATION = 1e-5
@@ -35,8 +39,9 @@ REWEIGHTINGS = 20
 
 @dataclass(frozen=True)
 class Point:
-    """A run of a ladder: parameters in matrix products, training tokens, its last loss in nats per held-out token, and its
-    steps, where they are known."""
+    """A run of a ladder: parameters in matrix products, training tokens, its last loss in nats per
+    held-out token, and its steps, where they are known.
+    """
 
     name: str
     parameters: float
@@ -60,7 +65,9 @@ class Law:
 
 
 def diverged(points: Sequence[Point], ratio: float = DIVERGED_RATIO) -> list[tuple[str, str]]:
-    """The names of the points that a fit leaves out, each with the reason. ratio: the most over the loss of a smaller run."""
+    """The names of the points that a fit leaves out, each with the reason. ratio: the most over the
+    loss of a smaller run.
+    """
     found = [(each.name, f"its loss is {each.loss}") for each in points if not (isfinite(each.loss) and each.loss > 0)]
     usable = [each for each in points if isfinite(each.loss) and each.loss > 0]
     for each in usable:
@@ -72,8 +79,9 @@ def diverged(points: Sequence[Point], ratio: float = DIVERGED_RATIO) -> list[tup
 
 
 def too_short(points: Sequence[Point]) -> list[tuple[str, str]]:
-    """The names of the points that a fit leaves out for their few steps, each with the reason; none where too few would be
-    left, or all of one size or token count."""
+    """The names of the points that a fit leaves out for their few steps, each with the reason; none
+    where too few would be left, or all of one size or token count.
+    """
     short = [each for each in points if each.steps is not None and each.steps < SHORT_STEPS]
     others = [each for each in points if each not in short]
     if len(others) < LEAST_OTHERS or 1 in (len({each.parameters for each in others}), len({each.tokens for each in others})):
@@ -82,9 +90,11 @@ def too_short(points: Sequence[Point]) -> list[tuple[str, str]]:
 
 
 def best_law(points: Sequence[Point], huber: float | None = None) -> tuple[Law, float]:
-    """(the law with the smallest sum of Huber's losses of log residuals, where that loss becomes linear).
+    """(the law with the smallest sum of Huber's losses of log residuals, where that loss becomes
+    linear).
 
-    The latter is `huber`, or else HUBER_DEVIATIONS. Raises UserError where the points cannot fix a law.
+    The latter is `huber`, or else HUBER_DEVIATIONS. Raises UserError where the points cannot fix a
+    law.
     """
     missing = MIN_POINTS - len(points)
     if missing > 0:
@@ -105,8 +115,11 @@ def best_law(points: Sequence[Point], huber: float | None = None) -> tuple[Law, 
 
 
 class Losses:
-    """Points as arrays [points]. Parameters and tokens are divided by their geometric means, so that the columns of the linear
-    problem have like sizes; `terms` are E, and A and B of the sizes so divided."""
+    """Points as arrays [points].
+
+    Parameters and tokens are divided by their geometric means, so that the columns of the linear
+    problem have like sizes; `terms` are E, and A and B of the sizes so divided.
+    """
 
     def __init__(self, points: Sequence[Point]) -> None:
         sizes = np.log([[float(each.parameters), float(each.tokens)] for each in points])
@@ -125,9 +138,11 @@ class Losses:
         return Law(E, A, float(exponents[0]), B, float(exponents[1]))
 
     def solve(self, exponents: Array, huber: float) -> tuple[Array, Array]:
-        """Exponents [laws, 2] → the best terms [laws, 3], none negative, and their sums of Huber's losses [laws].
+        """Exponents [laws, 2] → the best terms [laws, 3], none negative, and their sums of Huber's
+        losses [laws].
 
-        The problem is solved again with new weights, and with the logarithm taken as linear about the last solution.
+        The problem is solved again with new weights, and with the logarithm taken as linear about
+        the last solution.
         """
         columns = self.columns(exponents)
         predicted = np.broadcast_to(np.exp(self.log_losses), columns.shape[:2])
@@ -157,15 +172,19 @@ class Losses:
         return np.exp(grid[best : best + 1])
 
     def deviation(self, exponents: Array, huber: float) -> float:
-        """The standard deviation of log residuals, from the median of those that a robust fit does not bring to nearly 0."""
+        """The standard deviation of log residuals, from the median of those that a robust fit does
+        not bring to nearly 0.
+        """
         terms, _ = self.solve(exponents, huber)
         residuals = np.abs(self.log_losses - np.log(self.columns(exponents)[0] @ terms[0]))
         return max(MIN_DEVIATION, 1.4826 * float(np.median(np.sort(residuals)[NUM_FITTED - 1 :])))
 
 
 def least_squares(columns: Array, weights: Array, targets: Array) -> Array:
-    """Problems of three unknowns, none negative: columns [problems, points, 3], weights and targets [problems, points] →
-    [problems, 3]. Of the sets of unknowns that are not 0 the best one is taken."""
+    """Problems of three unknowns, none negative: columns [problems, points, 3], weights and targets
+    [problems, points] → [problems, 3]. Of the sets of unknowns that are not 0 the best one is
+    taken.
+    """
     weighted = columns * weights[:, :, None]
     gram, moments = weighted.swapaxes(1, 2) @ columns, np.einsum("lpt,lp->lt", weighted, targets)
     scale = np.sqrt(np.einsum("ltt->lt", gram))

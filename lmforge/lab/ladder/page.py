@@ -25,7 +25,8 @@ def write_page(
     """Write PAGE_FILE and NUMBERS_FILE into a folder. Returns the path of the page. Raises OSError.
 
     Args:
-        ladders: of each mixture `conclusions`, with "name", "curves" ({name of a run: [[tokens, loss], …]}), and, where tasks
+        ladders: of each mixture `conclusions`, with "name", "curves" ({name of a run: [[tokens,
+        loss], …]}), and, where tasks
             were given, "tasks" (`predict_scores`).
         comparison: what `compare` says.
     """

@@ -1,4 +1,6 @@
-"""What a fitted ladder says of its big run: the loss at its end and along the way, and the recipe that is ready to start."""
+"""What a fitted ladder says of its big run: the loss at its end and along the way, and the recipe
+that is ready to start.
+"""
 
 from collections.abc import Sequence
 
@@ -11,8 +13,9 @@ from lmforge.lab.ladder.fit import Fit
 from lmforge.lab.ladder.frontier import predicted_loss
 from lmforge.lab.ladder.rungs import Trial, scaled_parameters, shapes, tokens_per_step
 
-# Points of the curve that is predicted for a run; the part of a run before which its loss says little, and the part in which a
-# rung was first validated, if how its loss falls is to be known from it.
+# Points of the curve that is predicted for a run; the part of a run before which its loss says
+# little, and the part in which a rung was first validated, if how its loss falls is to be known
+# from it.
 CURVE_POINTS, CURVE_FROM, FIRST_BEFORE = 20, 0.2, 0.5
 
 
@@ -21,9 +24,9 @@ def predict_curve(
 ) -> list[list[float]]:
     """[step, loss, low, high] of the big run at its validations.
 
-    The law is of runs whose learning rate has decayed. Before the end a loss is higher, by the factor that rungs had at the
-    same part of theirs; the interval holds the factors of nine rungs in ten too. Before every rung has been validated there is
-    no such factor, and no point.
+    The law is of runs whose learning rate has decayed. Before the end a loss is higher, by the
+    factor that rungs had at the same part of theirs; the interval holds the factors of nine rungs
+    in ten too. Before every rung has been validated there is no such factor, and no point.
 
     Args:
         curves: (parameters, tokens, [(fraction of the run, loss)]) of each rung.
@@ -46,7 +49,9 @@ def predict_curve(
 
 
 def candidates(target: Trial, flops: float) -> list[tuple[ModelConfig, float]]:
-    """The models in the target's proportions among which the best is sought, the smallest first; each with its tokens."""
+    """The models in the target's proportions among which the best is sought, the smallest first;
+    each with its tokens.
+    """
     times = 4 * max(1.0, (flops / target.flops) ** 0.5)
     length = target.config.data.sequence_length
     pairs = [(shape, flops / flops_per_token(shape, length)) for shape in shapes(target.model, times)]
@@ -54,5 +59,7 @@ def candidates(target: Trial, flops: float) -> list[tuple[ModelConfig, float]]:
 
 
 def best_shape(fit: Fit, target: Trial, flops: float) -> tuple[ModelConfig, float]:
-    """The model in the target's proportions that reaches the lowest loss with so many FLOPs, and its tokens."""
+    """The model in the target's proportions that reaches the lowest loss with so many FLOPs, and
+    its tokens.
+    """
     return min(candidates(target, flops), key=lambda each: fit.law.loss(scaled_parameters(each[0]), each[1]))

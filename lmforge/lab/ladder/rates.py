@@ -24,7 +24,8 @@ def rate_trials(rungs: Sequence[Trial], rates: Sequence[float]) -> list[Trial]:
 def best_rate(rates: Sequence[float], losses: Sequence[float]) -> tuple[float, bool]:
     """(the rate with the lowest loss, whether it is one of the outer ones).
 
-    Between three rates loss is taken for a parabola of the rate's logarithm. Raises UserError where no run has a loss.
+    Between three rates loss is taken for a parabola of the rate's logarithm. Raises UserError where
+    no run has a loss.
     """
     pairs = sorted(zip(rates, losses, strict=True))
     finite = [loss if isfinite(loss) else inf for _, loss in pairs]

@@ -1,5 +1,6 @@
-"""From the recipe of a big run to those of its rungs: models of the same proportions, run lengths on both sides of the optimum,
-and all that changes with them. What rungs cost is in costs.py; who trains them, in runs.py.
+"""From the recipe of a big run to those of its rungs: models of the same proportions, run lengths
+on both sides of the optimum, and all that changes with them. What rungs cost is in costs.py; who
+trains them, in runs.py.
 """
 
 import math
@@ -23,9 +24,11 @@ from lmforge.lab.ladder.law import Point, too_short
 LEAST_STEPS = 100
 LEAST_RUNGS = 5
 LEAST_USED = 2 / 3  # of a budget: where a ladder costs less, a line says why
-# Where a model has fewer heads, those of its rungs are narrower, down to LEAST_HEAD_DIM: widths would be too far apart.
+# Where a model has fewer heads, those of its rungs are narrower, down to LEAST_HEAD_DIM: widths
+# would be too far apart.
 FEW_HEADS, LEAST_HEAD_DIM = 8, 16
-# Validations of a rung: how the loss of the big run falls before its learning rate has decayed is known from them.
+# Validations of a rung: how the loss of the big run falls before its learning rate has decayed is
+# known from them.
 VALIDATIONS = 5
 SHAPE = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
@@ -58,7 +61,9 @@ class Trial:
 
 
 def scaled_parameters(model: ModelConfig) -> int:
-    """The N of the law: the parameters in matrix products with each token, head included, input embedding not."""
+    """The N of the law: the parameters in matrix products with each token, head included, input
+    embedding not.
+    """
     return parameter_count(model).active_matmul
 
 
@@ -74,7 +79,9 @@ def check_target(config: PretrainConfig, vocab_size: int) -> Trial:
 
 
 def shapes(model: ModelConfig, times: float = 1.0) -> list[ModelConfig]:
-    """Models in the proportions of this one, each with more parameters than the one before, up to `times` its width."""
+    """Models in the proportions of this one, each with more parameters than the one before, up to
+    `times` its width.
+    """
     heads, head_dim = model.num_attention_heads, model.head_dim
     while heads < FEW_HEADS and head_dim >= 2 * LEAST_HEAD_DIM and model.family.grouped_heads:
         heads, head_dim = 2 * heads, head_dim // 2
@@ -91,7 +98,10 @@ def shapes(model: ModelConfig, times: float = 1.0) -> list[ModelConfig]:
 
 
 def reshape(target: Trial, shape: ModelConfig, steps: int, vocab_size: int, **changes: dict[str, Any]) -> Trial:
-    """The run with another model and length; learning rates and first values follow. `changes`: further options by section."""
+    """The run with another model and length; learning rates and first values follow.
+
+    `changes`: further options by section.
+    """
     big, model = target.model, target.config.model
     options = {name: getattr(shape, name) for name in SHAPE if getattr(shape, name)}
     if not big.family.grouped_heads:
@@ -108,7 +118,10 @@ def reshape(target: Trial, shape: ModelConfig, steps: int, vocab_size: int, **ch
 
 
 def with_changes(config: PretrainConfig, changes: dict[str, dict[str, Any]]) -> PretrainConfig:
-    """The recipe of `lmforge pretrain` with other values of some options, by section. Raises UserError."""
+    """The recipe of `lmforge pretrain` with other values of some options, by section.
+
+    Raises UserError.
+    """
     table = config.model_dump(mode="json", exclude={"ladder", "plan"})
     for section, values in changes.items():
         table[section] = {**table[section], **values}
@@ -116,7 +129,9 @@ def with_changes(config: PretrainConfig, changes: dict[str, dict[str, Any]]) -> 
 
 
 def in_length(config: PretrainConfig, steps: int) -> dict[str, dict[str, Any]]:
-    """The options, by section, that keep their proportions to a run of another length: warm-up, decay, phases, validation."""
+    """The options, by section, that keep their proportions to a run of another length: warm-up,
+    decay, phases, validation.
+    """
     share = steps / config.train.steps
     decay, every = config.schedule.decay_steps, config.validation.every_steps
     phases = config.data.model_dump(mode="json")["phases"]
@@ -140,13 +155,18 @@ def in_length(config: PretrainConfig, steps: int) -> dict[str, dict[str, Any]]:
 
 
 def resized(target: Trial, shape: ModelConfig, tokens: float, vocab_size: int) -> Trial:
-    """The big run with another model and length, and all else in proportion. Raises UserError where it is no run."""
+    """The big run with another model and length, and all else in proportion.
+
+    Raises UserError where it is no run.
+    """
     steps = max(1, round(tokens / tokens_per_step(target.config)))
     return reshape(target, shape, steps, vocab_size, **in_length(target.config, steps))
 
 
 def make_rung(target: Trial, shape: ModelConfig, tokens: float, vocab_size: int, folder: Path, prefix: str = "") -> Trial:
-    """A rung: this model, trained on so many tokens with a schedule of its own to its end; a run in `folder`."""
+    """A rung: this model, trained on so many tokens with a schedule of its own to its end; a run in
+    `folder`.
+    """
     config, steps = target.config, math.ceil(tokens / tokens_per_step(target.config))
     sizes = [f"{round(count / 1e6, 3):g}M" for count in (scaled_parameters(shape), steps * tokens_per_step(config))]
     return reshape(
@@ -172,10 +192,12 @@ def plan_rungs(
     most: float,
     make: Callable[[ModelConfig, float], Trial],
 ) -> tuple[list[Trial], str]:
-    """(the rungs of the largest ladder whose cost is at most `most`, the cheapest first; why it costs much less, if so).
+    """(the rungs of the largest ladder whose cost is at most `most`, the cheapest first; why it
+    costs much less, if so).
 
-    Sizes are halves of each other, as far as there are models between; each is trained for every length, but the largest not
-    for the longest, which would cost as much as the others together. Raises UserError where no ladder is so cheap.
+    Sizes are halves of each other, as far as there are models between; each is trained for every
+    length, but the largest not for the longest, which would cost as much as the others together.
+    Raises UserError where no ladder is so cheap.
     """
     models = [each for each in shapes(target.model) if scaled_parameters(each) < target.parameters]
     known: dict[tuple[ModelConfig, float], Trial] = {}
@@ -215,7 +237,9 @@ def _without_short(rungs: Sequence[Trial]) -> list[Trial]:
 
 
 def _unused(used: float, larger: float) -> str:
-    """Why much of a budget stays unused; `larger`: what the next larger ladder takes of it, if there is one."""
+    """Why much of a budget stays unused; `larger`: what the next larger ladder takes of it, if
+    there is one.
+    """
     if used > LEAST_USED:
         return ""
     reason = f"the next larger size takes {larger:.2g} times the budget" if larger < math.inf else "no larger size is below it"
@@ -224,7 +248,9 @@ def _unused(used: float, larger: float) -> str:
 
 
 def _grid(models: Sequence[ModelConfig], sizes: int, lengths: Sequence[float]) -> Iterator[tuple[ModelConfig, Sequence[float]]]:
-    """(model, tokens per parameter) for the largest of the models, and those with about a half, a quarter, … of its size."""
+    """(model, tokens per parameter) for the largest of the models, and those with about a half, a
+    quarter, … of its size.
+    """
     largest, left = models[-1], list(models[:-1])
     yield largest, lengths[:-1]
     for number in range(1, sizes):

@@ -1,5 +1,6 @@
-"""Trains the rungs of a ladder, as ordinary runs in processes of their own or as jobs of `lmforge launch`, and reads what they
-have reached. Whatever was killed, it goes on: a finished run is read, one that trains is waited for, any other is resumed.
+"""Trains the rungs of a ladder, as ordinary runs in processes of their own or as jobs of `lmforge
+launch`, and reads what they have reached. Whatever was killed, it goes on: a finished run is read,
+one that trains is waited for, any other is resumed.
 """
 
 import math
@@ -37,7 +38,8 @@ from lmforge.ops.report.run_data import read_events
 POLL_SECONDS, JOB_SECONDS = 0.2, 5.0
 # A rung whose process was killed is started again so often.
 MOST_RESTARTS = 3
-# What makes the points of a fit comparable: what rungs are trained and validated on, and how. Steps and shapes differ.
+# What makes the points of a fit comparable: what rungs are trained and validated on, and how. Steps
+# and shapes differ.
 OWN_OPTIONS = ("data", "model", "optimizer", "schedule", "validation", "objective", "train")
 FREE_OPTIONS = {"threads", "device", "compile", "stage_to", "cache_folder", "cache_gib"}
 
@@ -156,7 +158,9 @@ def check_options(rung: Trial, run: Run) -> None:
 
 
 class RungRunner:
-    """Trains rungs, `parallel` at once; `tell` is called with a line about each that begins or ends."""
+    """Trains rungs, `parallel` at once; `tell` is called with a line about each that begins or
+    ends.
+    """
 
     def __init__(self, recipes: Path, parallel: int, tell: Callable[[str], None]) -> None:
         """recipes: folder of NAME.toml and NAME.log of each rung."""
@@ -165,9 +169,12 @@ class RungRunner:
         self._restarts = Counter[str]()
 
     def run(self, rungs: Sequence[Trial]) -> int:
-        """Train what is not finished. Returns 0, or the signal that interrupted it: rungs of its own save and end then too.
+        """Train what is not finished.
 
-        Raises RunFailed where a rung fails, but not for one that diverged, and UserError where one is refused.
+        Returns 0, or the signal that interrupted it: rungs of its own save and end then too.
+
+        Raises RunFailed where a rung fails, but not for one that diverged, and UserError where one
+        is refused.
         """
         for rung in rungs:  # each is refused before one is trained
             check_options(rung, Run.from_config(rung.config))
@@ -209,7 +216,10 @@ class RungRunner:
         self._tell(f"{rung.name}: " + ("diverged" if math.isnan(loss) else f"val/loss {loss:.4f}"))
 
     def _pass_on(self, active: "_Active") -> bool:
-        """Give a rung the signals that it has not had. Returns whether it ends by them, and is waited for."""
+        """Give a rung the signals that it has not had.
+
+        Returns whether it ends by them, and is waited for.
+        """
         if not active.process:
             self._tell(f"{active.rung.name}: goes on without this ladder")
         for number in self._signals[active.signals :]:
@@ -237,14 +247,18 @@ class RungRunner:
             elif rung.config.train.threads is None:
                 command += ["--train.threads", str(threads_per_rank(self._parallel * launch.processes))]
         with open(self._recipes / f"{rung.name}.log", "ab") as log:
-            # In a session of its own Ctrl-C reaches it once, by this process: a second one would end it unsaved.
+            # In a session of its own Ctrl-C reaches it once, by this process: a second one would
+            # end it unsaved.
             process = subprocess.Popen(
                 command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment, start_new_session=True
             )
         return _Local(rung=rung, run=run, slot=slot, process=process)
 
     def _has_ended(self, active: "_Active", status: int) -> bool:
-        """Whether a rung is done, or has diverged; False where it is to be started again. Raises for any other end."""
+        """Whether a rung is done, or has diverged; False where it is to be started again.
+
+        Raises for any other end.
+        """
         run, rung = active.run, active.rung
         if is_over(run, rung):
             return True
@@ -270,8 +284,10 @@ def _visible_gpus(slot: int, count: int) -> dict[str, str]:
 
 @dataclass(kw_only=True)
 class _Active(ABC):
-    """A rung that trains, in the place `slot`. signals: how many were passed on to it. One without a process of this ladder's
-    goes on when the ladder ends."""
+    """A rung that trains, in the place `slot`. signals: how many were passed on to it.
+
+    One without a process of this ladder's goes on when the ladder ends.
+    """
 
     rung: Trial
     run: Run

@@ -1,4 +1,6 @@
-"""The text of a ladder: runs that exist beside the recipe's, and runs that read their data too often."""
+"""The text of a ladder: runs that exist beside the recipe's, and runs that read their data too
+often.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +16,10 @@ MOST_EPOCHS = 4  # with more passes over the data it predicts too low a loss (ar
 
 
 def adopt(paths: Sequence[Path], rungs: Sequence[Trial]) -> list[Reached]:
-    """The runs that exist, but not these rungs, which count already; each with a name of its own. Raises UserError."""
+    """The runs that exist, but not these rungs, which count already; each with a name of its own.
+
+    Raises UserError.
+    """
     taken = [rung.name for rung in rungs] + [path.name for path in paths]
     own, found = {Run.from_config(rung.config).path.resolve() for rung in rungs}, []
     for path in paths:
@@ -33,8 +38,9 @@ def as_planned(trial: Trial, sources: TokenSources, name: str = "the big run") -
 
 
 def repeated(target: Trial, rungs: Sequence[Trial], sources: TokenSources, best_tokens: float | None = None) -> list[str]:
-    """What is said of the big run and of rungs that read a source more than MOST_EPOCHS times, and of a run of the best size,
-    which has `best_tokens`."""
+    """What is said of the big run and of rungs that read a source more than MOST_EPOCHS times, and
+    of a run of the best size, which has `best_tokens`.
+    """
     read = [
         (who, *most_epochs(trial, sources)) for who, trial in (("the target", target), *((rung.name, rung) for rung in rungs))
     ]
@@ -49,7 +55,10 @@ def repeated(target: Trial, rungs: Sequence[Trial], sources: TokenSources, best_
 
 
 def most_epochs(trial: Trial, sources: TokenSources) -> tuple[str, float]:
-    """The source of which a run reads most, and how often it reads it. Raises UserError where its data does not suffice."""
+    """The source of which a run reads most, and how often it reads it.
+
+    Raises UserError where its data does not suffice.
+    """
     size = _sequences_per_step(trial)
     epochs, left = dict.fromkeys(sources.names, 0.0), trial.config.train.steps * size
     for phase in TokenSources(trial.config, sources.folders).training(size).phases:

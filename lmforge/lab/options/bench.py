@@ -1,5 +1,6 @@
-"""The options of `lmforge bench`: a step of a recipe that is timed, a sweep over its options, or a calibration. And what a
-`--sweep` asks for."""
+"""The options of `lmforge bench`: a step of a recipe that is timed, a sweep over its options, or a
+calibration. And what a `--sweep` asks for.
+"""
 
 import itertools
 import math
@@ -41,7 +42,9 @@ class BenchOptions(Options):
 
 
 class BenchConfig(PretrainConfig):
-    """lmforge bench [RECIPE.toml] [--sweep section.option=value,value …] [--calibrate]: speed and memory of a step."""
+    """lmforge bench [RECIPE.toml] [--sweep section.option=value,value …] [--calibrate]: speed and
+    memory of a step.
+    """
 
     of_verb: ClassVar[str | None] = "bench"
     SHORT: ClassVar[Mapping[str, str]] = {

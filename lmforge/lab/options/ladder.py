@@ -30,8 +30,10 @@ class Budget:
 
 
 def parse_budget(value: Any, shares: bool = True) -> Budget:
-    """The budget that a word says: a share up to 1 (0.1, 10%), FLOPs (1e18), GPU-hours (20h), or a price (500$). Raises an
-    error of pydantic's for any other, and for a share where these are not allowed."""
+    """The budget that a word says: a share up to 1 (0.1, 10%), FLOPs (1e18), GPU-hours (20h), or a
+    price (500$). Raises an error of pydantic's for any other, and for a share where these are not
+    allowed.
+    """
     match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]{1,2})?([%h$]?)", str(value))
     if match and (amount := float(f"{match[1]}{match[2] or ''}")):
         unit = "share" if not match[3] and amount <= 1 else SUFFIXES[match[3]]
@@ -87,7 +89,9 @@ class LadderOptions(Options):
 
 
 class LadderConfig(PretrainConfig):
-    """lmforge ladder RECIPE.toml --budget 0.1: predict a big run by a ladder of small ones, before it is paid for."""
+    """lmforge ladder RECIPE.toml --budget 0.1: predict a big run by a ladder of small ones, before
+    it is paid for.
+    """
 
     of_verb: ClassVar[str | None] = "ladder"
     SHORT: ClassVar[Mapping[str, str]] = {

@@ -14,7 +14,8 @@ CONFIGURATIONS: Range = {"gt": 0, "le": 1_000_000}
 # How many of the fastest estimates a search predicts in full.
 FINALISTS = 24
 FINALIST_RANGE: Range = {"gt": 0, "le": FINALISTS}
-# The fraction of a GPU's memory that a run may use by default; the rest is outside of torch's memory pool.
+# The fraction of a GPU's memory that a run may use by default; the rest is outside of torch's
+# memory pool.
 USABLE_FRACTION = 0.94
 
 
@@ -65,7 +66,9 @@ PLAN = section(PlanOptions, "the ranks and the hardware that it is planned for")
 
 
 class SftPlanConfig(SftConfig):
-    """lmforge plan RECIPE.toml: the same for a recipe of `lmforge sft`, with adapters or all weights."""
+    """lmforge plan RECIPE.toml: the same for a recipe of `lmforge sft`, with adapters or all
+    weights.
+    """
 
     of_verb: ClassVar[str | None] = "plan"
     SHORT: ClassVar[Mapping[str, str]] = {**SftConfig.SHORT, **SHORT}
@@ -83,7 +86,9 @@ class DistillPlanConfig(DistillConfig):
 
 
 class AlignPlanConfig(AlignConfig):
-    """lmforge plan RECIPE.toml: the same for a recipe of `lmforge align`: preferences or a reward model."""
+    """lmforge plan RECIPE.toml: the same for a recipe of `lmforge align`: preferences or a reward
+    model.
+    """
 
     of_verb: ClassVar[str | None] = "plan"
     SHORT: ClassVar[Mapping[str, str]] = {**AlignConfig.SHORT, **SHORT}
@@ -92,7 +97,9 @@ class AlignPlanConfig(AlignConfig):
 
 
 class PlanConfig(PretrainConfig):
-    """lmforge plan [RECIPE.toml] --gpus N --gpu_type NAME: memory, speed and cost of a run before it starts."""
+    """lmforge plan [RECIPE.toml] --gpus N --gpu_type NAME: memory, speed and cost of a run before
+    it starts.
+    """
 
     of_verb: ClassVar[str | None] = "plan"
     SHORT: ClassVar[Mapping[str, str]] = {**PretrainConfig.SHORT, **SHORT}

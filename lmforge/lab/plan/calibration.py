@@ -1,6 +1,7 @@
-"""The file of `lmforge bench --calibrate`: the measured speed of a device by shape, dtype and size. This module defines its
-format, reads it, and interpolates between measured sizes, without torch. lab/bench/calibrate.py measures; `Rates` in
-prediction/rates.py gives predictions its values.
+"""The file of `lmforge bench --calibrate`: the measured speed of a device by shape, dtype and size.
+
+This module defines its format, reads it, and interpolates between measured sizes, without torch.
+lab/bench/calibrate.py measures; `Rates` in prediction/rates.py gives predictions its values.
 """
 
 import math
@@ -17,7 +18,8 @@ from lmforge.core.errors import UserError, format_count
 from lmforge.core.files.untrusted import check_content, read_json
 
 VERSION = 1
-# What is measured: the names of its sizes, and its unit. FLOP/s of attention count the scores that are computed.
+# What is measured: the names of its sizes, and its unit. FLOP/s of attention count the scores that
+# are computed.
 SIZES: dict[str, tuple[str, ...]] = {
     "product": ("rows", "inner", "columns"),
     "product backward": ("rows", "inner", "columns"),
@@ -66,7 +68,9 @@ class Measurement(BaseModel):
 
 
 class RateTable:
-    """Values on a grid of sizes, and between them: linear in the logarithm of each size, beyond the grid as at its edge."""
+    """Values on a grid of sizes, and between them: linear in the logarithm of each size, beyond the
+    grid as at its edge.
+    """
 
     def __init__(self, values: Mapping[tuple[int, ...], float]) -> None:
         self._values, self._known = values, dict[tuple[float, ...], float]()
@@ -105,8 +109,9 @@ PRINTABLE = r"^[^\x00-\x1f\x7f]*$"
 class Calibration(BaseModel):
     """The content of a file.
 
-    kind, device: "cpu" or "cuda", and the name of the processor or GPU. ranks, hosts: that measured at the same time; on a CPU
-    they share its cores. threads: of a rank on a CPU. memory_bytes: of the GPU, or of the host.
+    kind, device: "cpu" or "cuda", and the name of the processor or GPU. ranks, hosts: that measured
+    at the same time; on a CPU they share its cores. threads: of a rank on a CPU. memory_bytes: of
+    the GPU, or of the host.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -170,7 +175,10 @@ class Calibration(BaseModel):
 
 
 def read_calibration(path: Path) -> Calibration:
-    """The content of a file. Raises UserError where there is none, and for one that is damaged or of another version."""
+    """The content of a file.
+
+    Raises UserError where there is none, and for one that is damaged or of another version.
+    """
     again = "run lmforge bench --calibrate again"
     try:
         content = read_json(path, dict[str, Any], hint=again)

@@ -1,5 +1,6 @@
-"""Data sheet figures of GPUs and networks: the file hardware.toml in this folder, and a user's own file in the same format. MFU
-(`peak_flops`) and predictions read them only from here. It does not import torch.
+"""Data sheet figures of GPUs and networks: the file hardware.toml in this folder, and a user's own
+file in the same format. MFU (`peak_flops`) and predictions read them only from here. It does not
+import torch.
 """
 
 import difflib
@@ -15,7 +16,8 @@ from lmforge.core.errors import UserError
 from lmforge.core.files.untrusted import check_content, cut, read_toml
 
 HARDWARE_FILE = Path(__file__).with_name("hardware.toml")
-# The part of a GPU's memory that its driver keeps: torch shows 79.1 GiB of an "80 GB" H100, and 139.8 of a "141 GB" H200.
+# The part of a GPU's memory that its driver keeps: torch shows 79.1 GiB of an "80 GB" H100, and
+# 139.8 of a "141 GB" H200.
 DRIVER_FRACTION = 0.015
 GB = 10**9
 Amount = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
@@ -55,7 +57,9 @@ class GPU(BaseModel):
 
     @property
     def power_factor(self) -> float:
-        """The relative speed of its matrix products under `power_limit_watts`: power grows with the cube of the clock."""
+        """The relative speed of its matrix products under `power_limit_watts`: power grows with the
+        cube of the clock.
+        """
         limit = self.watts if self.power_limit_watts is None else self.power_limit_watts
         return min(1.0, (limit / self.watts) ** (1 / 3))
 
@@ -64,7 +68,8 @@ class GPU(BaseModel):
 
         dtype: "fp32" (without TF32), "tf32", "bf16", "fp16" or "fp8".
         """
-        # Tensor cores of these chips run both 16-bit formats at the same speed; older ones have only fp16.
+        # Tensor cores of these chips run both 16-bit formats at the same speed; older ones have
+        # only fp16.
         known = {str(name): rate for name, rate in self.tflops.items()}
         teraflops = known.get(dtype, known.get("bf16") if dtype == "fp16" else None)
         return None if teraflops is None else teraflops * 1e12
@@ -99,7 +104,10 @@ class Hardware(BaseModel):
     networks: tuple[Network, ...] = ()
 
     def gpu(self, name: str) -> GPU:
-        """The GPU of a name, or of what torch calls it, such as H100. Raises UserError with the nearest names."""
+        """The GPU of a name, or of what torch calls it, such as H100.
+
+        Raises UserError with the nearest names.
+        """
         named = next((gpu.name for gpu in self.gpus if name and gpu.matches.lower() == name.lower()), name)
         return _by_name(self.gpus, named, "--gpu_type", ", or describe it in a file for --hardware")
 
@@ -128,7 +136,10 @@ def data_sheets() -> Hardware:
 
 
 def read_hardware(path: Path | None) -> Hardware:
-    """hardware.toml, where the entries of a user's file have precedence. Raises UserError for a file that is not one."""
+    """hardware.toml, where the entries of a user's file have precedence.
+
+    Raises UserError for a file that is not one.
+    """
     if path is None:
         return data_sheets()
     try:
@@ -145,6 +156,8 @@ def read_hardware(path: Path | None) -> Hardware:
 
 
 def gpu_peak_flops(name: str, dtype: str) -> float | None:
-    """Peak FLOP/s of a GPU by the name that its driver gives; None where it is not in the hardware file."""
+    """Peak FLOP/s of a GPU by the name that its driver gives; None where it is not in the hardware
+    file.
+    """
     gpu = data_sheets().find(name)
     return None if gpu is None else gpu.peak_flops(dtype)

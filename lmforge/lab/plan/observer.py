@@ -1,4 +1,6 @@
-"""The prediction for a run that trains: printed before its first step, and compared with its first steps (log.predict)."""
+"""The prediction for a run that trains: printed before its first step, and compared with its first
+steps (log.predict).
+"""
 
 import statistics
 from collections.abc import Callable
@@ -38,7 +40,10 @@ class PredictionObserver(Observer):
 
 
 class PredictionCheck:
-    """Compares the prediction for a run with its first steps. It never ends the run, and never waits for the device."""
+    """Compares the prediction for a run with its first steps.
+
+    It never ends the run, and never waits for the device.
+    """
 
     def __init__(
         self, prediction: RunPrediction | str, tokens_per_step: int, start_step: int, log: Callable[[str], None]
@@ -53,7 +58,9 @@ class PredictionCheck:
             self._seconds.append(seconds)
 
     def compare(self, step: int, memory_gib: float, *, is_last: bool) -> dict[str, float]:
-        """Fields for metrics.jsonl, once: at the first log step after PREDICTED_STEPS, or at the last of a shorter run."""
+        """Fields for metrics.jsonl, once: at the first log step after PREDICTED_STEPS, or at the
+        last of a shorter run.
+        """
         prediction = self._prediction
         if isinstance(prediction, str) or not (step >= self._due_step or is_last):
             return {}

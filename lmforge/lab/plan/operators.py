@@ -1,8 +1,9 @@
-"""The work of operators, and the memory that they leave: matrix products, attention, and the bytes that all others move.
+"""The work of operators, and the memory that they leave: matrix products, attention, and the bytes
+that all others move.
 
-`WorkCounter` counts operators as they run, one kernel each. `graph_work` counts those of a compiled graph, whose cheap
-operators are fused: what a kernel reads and writes is what enters and leaves a group of them. `ActivationTracker` measures what
-a forward pass saves for its backward pass.
+`WorkCounter` counts operators as they run, one kernel each. `graph_work` counts those of a compiled
+graph, whose cheap operators are fused: what a kernel reads and writes is what enters and leaves a
+group of them. `ActivationTracker` measures what a forward pass saves for its backward pass.
 """
 
 import gc
@@ -26,7 +27,8 @@ PRODUCTS = {aten.mm.default, aten.addmm.default}
 BATCHED_PRODUCTS = {aten.bmm.default, aten.baddbmm.default}
 GROUPED_PRODUCTS = {torch.ops.lmforge.multiply_groups.default, torch.ops.lmforge.sum_outer_products.default}
 QUANTIZED_PRODUCTS = {torch.ops.lmforge.quantized_product.default, torch.ops.lmforge.quantized_product_backward.default}
-# Kernels keep rows of up to so many numbers while they reduce them (inductor's persistent reductions).
+# Kernels keep rows of up to so many numbers while they reduce them (inductor's persistent
+# reductions).
 LONGEST_ROW = 1024
 # They move nothing; the first argument has the memory.
 VIEWS = ("view", "t", "transpose", "permute", "expand", "unsqueeze", "squeeze", "detach", "split", "alias", "_unsafe_view",
@@ -34,7 +36,9 @@ VIEWS = ("view", "t", "transpose", "permute", "expand", "unsqueeze", "squeeze", 
 
 
 class Product(NamedTuple):
-    """[rows, inner] x [inner, columns] of numbers of `number_bytes`; each of several experts has its own rows and matrix."""
+    """[rows, inner] x [inner, columns] of numbers of `number_bytes`; each of several experts has
+    its own rows and matrix.
+    """
 
     rows: int
     inner: int
@@ -45,8 +49,9 @@ class Product(NamedTuple):
 
 @dataclass
 class Work:
-    """products: in order. attention_flops: of the forward pass of attention, also where a backward pass computes that again.
-    moved_bytes: read and written by all operators but products and attention.
+    """products: in order. attention_flops: of the forward pass of attention, also where a backward
+    pass computes that again. moved_bytes: read and written by all operators but products and
+    attention.
     """
 
     products: list[Product] = field(default_factory=list)
@@ -58,8 +63,10 @@ class Work:
         return sum(2.0 * each.rows * each.inner * each.columns for each in self.products)
 
     def add_expensive(self, operator: Any, arguments: Any, named: Any) -> bool:
-        """Whether an operator is a product, attention or a collective; the first two are counted. The masked half of causal
-        attention is not computed."""
+        """Whether an operator is a product, attention or a collective; the first two are counted.
+
+        The masked half of causal attention is not computed.
+        """
         tensors, name = _tensors(arguments), str(operator)
         if operator in PRODUCTS | BATCHED_PRODUCTS:
             left, right = tensors[-2:]
@@ -70,7 +77,8 @@ class Work:
                 self.attention_flops += 2.0 * right.shape[0] * rows * inner * columns
         elif operator in GROUPED_PRODUCTS:
             left, right, ends = tensors
-            # Of rows with a stack of matrices, or the sums of outer products of rows, which are such a stack.
+            # Of rows with a stack of matrices, or the sums of outer products of rows, which are
+            # such a stack.
             columns = right.shape[-1] if right.dim() == 2 or arguments[3] else right.shape[1]
             self.products.append(Product(left.shape[0], left.shape[1], columns, left.itemsize, ends.shape[0]))
         elif operator in QUANTIZED_PRODUCTS:
@@ -94,7 +102,9 @@ class Work:
         return Work([*products.elements()], flops, max(0.0, moved))
 
     def scaled(self, sequences: float, span: float) -> "Work":
-        """That of so many sequences, whose attention reaches over the fraction `span` of what was traced."""
+        """That of so many sequences, whose attention reaches over the fraction `span` of what was
+        traced.
+        """
         products = [each._replace(rows=round(each.rows * sequences)) for each in self.products]
         return Work(products, self.attention_flops * sequences * span, self.moved_bytes * sequences)
 
@@ -156,7 +166,9 @@ def source_node(node: torch.fx.Node) -> torch.fx.Node:
 
 @dataclass
 class _Kernel:
-    """Operators of one level that are fused: what is read, what is read once more, and what is written."""
+    """Operators of one level that are fused: what is read, what is read once more, and what is
+    written.
+    """
 
     level: int
     read: set[torch.fx.Node]
@@ -167,9 +179,10 @@ class _Kernel:
 def _fused_bytes(cheap: list[torch.fx.Node], level: dict[torch.fx.Node, int]) -> float:
     """Bytes that fused kernels read and write.
 
-    Written is what products, attention or the other pass need, and what is reduced. All else is computed where it is used.
-    Operators with the same products and attention before them are one kernel where they read the same; sums over all tokens,
-    such as the gradients of norms, are kernels of their own. A kernel that reduces long rows reads them twice.
+    Written is what products, attention or the other pass need, and what is reduced. All else is
+    computed where it is used. Operators with the same products and attention before them are one
+    kernel where they read the same; sums over all tokens, such as the gradients of norms, are
+    kernels of their own. A kernel that reduces long rows reads them twice.
     """
     members, reads, kernels = set(cheap), dict[torch.fx.Node, frozenset[torch.fx.Node]](), list[_Kernel]()
     for node in cheap:
@@ -231,11 +244,12 @@ _COLLECTIVE_NAMESPACES = ("c10d", "fsdp")
 
 
 class ActivationTracker(TorchDispatchMode):
-    """Tracks the memory that operators allocate inside this context, without keeping it alive: storages, since activation
-    checkpointing keeps some where autograd's hooks do not look.
+    """Tracks the memory that operators allocate inside this context, without keeping it alive:
+    storages, since activation checkpointing keeps some where autograd's hooks do not look.
 
-    Parameters, batches and everything else that existed before do not count, nor do gathered parameters. Operators in compiled
-    code are not seen: of FlexAttention, which is always compiled, the output counts, but not the log-sum-exp.
+    Parameters, batches and everything else that existed before do not count, nor do gathered
+    parameters. Operators in compiled code are not seen: of FlexAttention, which is always compiled,
+    the output counts, but not the log-sum-exp.
     """
 
     # FlexAttention is one.
@@ -243,12 +257,15 @@ class ActivationTracker(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """FlexAttention is compiled where blocks are not, and under another mode torch refuses to compile it."""
+        """FlexAttention is compiled where blocks are not, and under another mode torch refuses to
+        compile it.
+        """
         return True
 
     def __init__(self) -> None:
         super().__init__()
-        # By address, which is not reused as long as there is a reference to the storage, even a weak one.
+        # By address, which is not reused as long as there is a reference to the storage, even a
+        # weak one.
         self._created: dict[int, StorageWeakRef] = {}
         self._ignored: dict[int, StorageWeakRef] = {}
         self._of_parameters: set[int] = set()
@@ -282,7 +299,9 @@ class ActivationTracker(TorchDispatchMode):
             into[storage._cdata] = StorageWeakRef(storage)
 
     def live_bytes(self, *, only_of_parameters: bool = False) -> int:
-        """Bytes of the tracked storages that are still referenced; or of those computed from parameters alone."""
+        """Bytes of the tracked storages that are still referenced; or of those computed from
+        parameters alone.
+        """
         gc.collect()  # reference cycles do not count
         counted = (weak for key, weak in self._created.items() if key in self._of_parameters or not only_of_parameters)
         alive = (torch.UntypedStorage._new_with_weak_ptr(weak.cdata) for weak in counted)

@@ -1,8 +1,9 @@
 """When memory runs out: how much was requested, how much there was, and what would have fitted.
 
-The prediction of `lmforge plan` (lab/plan/prediction) is compared with the memory that was free before this process built
-anything. The failure is itself a measurement: where the prediction says that the run should have fitted, all predictions are
-scaled up by the same factor, until it does not.
+The prediction of `lmforge plan` (lab/plan/prediction) is compared with the memory that was free
+before this process built anything. The failure is itself a measurement: where the prediction says
+that the run should have fitted, all predictions are scaled up by the same factor, until it does
+not.
 """
 
 import traceback
@@ -21,7 +22,8 @@ from lmforge.lab.plan.prediction.predict import CONTEXT_BYTES, MEMORY_INTERVAL, 
 from lmforge.lab.plan.prediction.search import suggest_what_fits
 from lmforge.lab.plan.prediction.step_config import StepConfig
 
-# The safety factor of predictions; that of activations on a CPU is the mode's of activation checkpointing.
+# The safety factor of predictions; that of activations on a CPU is the mode's of activation
+# checkpointing.
 MARGIN = MEMORY_INTERVAL[1]
 # Kinds of memory in a prediction that depend on the micro-batch.
 ACTIVATION_KINDS = ("activations", "activations of other micro-batches", "recomputed", "temporary", "loss")
@@ -29,7 +31,9 @@ ACTIVATION_KINDS = ("activations", "activations of other micro-batches", "recomp
 
 @dataclass(frozen=True)
 class MemoryEstimator:
-    """What a run needs on each rank. step_config: of the recipe. resident_bytes: of this process, before it builds anything."""
+    """What a run needs on each rank. step_config: of the recipe. resident_bytes: of this process,
+    before it builds anything.
+    """
 
     step_config: StepConfig
     resident_bytes: int = 0
@@ -60,11 +64,15 @@ class MemoryEstimator:
 
     @cached_property
     def overhead_bytes(self) -> float:
-        """Bytes that any training process needs, without the CUDA context, which exists before the model."""
+        """Bytes that any training process needs, without the CUDA context, which exists before the
+        model.
+        """
         return peak_memory(self.step_config)[OVERHEAD] - (CONTEXT_BYTES if self.step_config.on_gpu else 0)
 
     def predict_run(self, config: StageConfig, device: torch.device) -> RunPrediction | str:
-        """The estimate of what this run will need, or the reason why there is none, which does not end the run."""
+        """The estimate of what this run will need, or the reason why there is none, which does not
+        end the run.
+        """
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
         try:
             most = self.required_bytes(self.step_config) + self.overhead_bytes
@@ -75,7 +83,9 @@ class MemoryEstimator:
             return f"failed, and the run continues: {traceback.format_exception_only(problem)[-1].strip()}"
 
     def suggest_what_fits(self, available_bytes: float) -> str:
-        """Advice after the run did not fit into `available_bytes` on each rank: only what fits by estimate."""
+        """Advice after the run did not fit into `available_bytes` on each rank: only what fits by
+        estimate.
+        """
         step_config = self.step_config
         try:
             # The run did not fit, even if the prediction says so.

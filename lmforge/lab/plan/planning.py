@@ -1,7 +1,8 @@
-"""From a recipe to a prediction: with the options of `lmforge plan`, or of a run on the ranks that it has.
+"""From a recipe to a prediction: with the options of `lmforge plan`, or of a run on the ranks that
+it has.
 
-A run logs the memory and the speed that `lmforge plan` predicts before its first step, and later the measured values with them.
-There is no speed for unknown hardware.
+A run logs the memory and the speed that `lmforge plan` predicts before its first step, and later
+the measured values with them. There is no speed for unknown hardware.
 """
 
 from dataclasses import dataclass, replace
@@ -41,7 +42,9 @@ MOST_OF_PEAK = 1.25
 
 @dataclass(frozen=True)
 class Machine:
-    """The hardware that a run is planned for: `gpus_per_host` GPUs on each host. `network` is None for one host.
+    """The hardware that a run is planned for: `gpus_per_host` GPUs on each host.
+
+    `network` is None for one host.
 
     calibration: what was measured on such a GPU; None for data sheets alone.
     """
@@ -82,7 +85,9 @@ class Machine:
         return None if self.calibration is None else self.calibration.value("disk write")
 
     def with_disk(self, options: PlanOptions) -> PlanOptions:
-        """The options with the measured speed at which checkpoints are written, unless they name one."""
+        """The options with the measured speed at which checkpoints are written, unless they name
+        one.
+        """
         if self._disk is None or "disk_gb_s" in options.changed():
             return options
         return options.model_copy(update={"disk_gb_s": self._disk / GB})
@@ -105,7 +110,10 @@ def find_machine(options: MachineOptions) -> Machine:
 
 
 def calibrated_gpu(gpu: GPU, calibration: Calibration, hardware: Hardware, path: Path, per_host: int) -> GPU:
-    """The device with what was measured of it. Raises UserError for a calibration of another one."""
+    """The device with what was measured of it.
+
+    Raises UserError for a calibration of another one.
+    """
     measured = hardware.gpu("cpu") if calibration.kind == "cpu" else hardware.find(calibration.device)
     if measured is None or measured.name != gpu.name:
         way = f"; give --gpu_type {measured.name}" if measured else "; describe it in a file for --hardware, with `matches`"
@@ -172,7 +180,10 @@ def build_step_config(
     compiled: bool,
     teacher: ModelConfig | None = None,
 ) -> StepConfig:
-    """The StepConfig of a recipe on these ranks; arguments are as its fields. Raises UserError for an impossible engine."""
+    """The StepConfig of a recipe on these ranks; arguments are as its fields.
+
+    Raises UserError for an impossible engine.
+    """
     engine = choose_engine(config.parallel, world_size, "cuda" if on_gpu else "cpu")
     return StepConfig(
         model=model,
@@ -203,7 +214,9 @@ def _loss_kind(config: StageConfig) -> LossKind:
 
 
 def _reference(config: StageConfig) -> Literal["none", "copy", "policy"]:
-    """What scores batches while a recipe trains: not a reference whose log-probabilities were computed before."""
+    """What scores batches while a recipe trains: not a reference whose log-probabilities were
+    computed before.
+    """
     if not isinstance(config, AlignConfig) or config.reference in (None, "precomputed"):
         return "none"
     if config.align.method == "grpo" and build_policy_loss_config(config.rollout).kl_estimator == "none":
@@ -222,8 +235,9 @@ def _check_predictable(config: StageConfig) -> None:
 
 
 def with_default_batch(config: AnyPlanConfig) -> tuple[AnyPlanConfig, list[str]]:
-    """The recipe with a sequence for each GPU, where it gives no global batch and the default has fewer; and a line that says
-    so."""
+    """The recipe with a sequence for each GPU, where it gives no global batch and the default has
+    fewer; and a line that says so.
+    """
     train, gpus = config.train, config.plan.gpus
     if train.global_batch_size or train.global_batch_tokens or gpus <= DEFAULT_GLOBAL_BATCH_SIZE:
         return config, []
@@ -234,8 +248,10 @@ def with_default_batch(config: AnyPlanConfig) -> tuple[AnyPlanConfig, list[str]]
 def make_step_config(
     config: StageConfig, model: ModelConfig, gpus: int, machine: Machine, teacher: ModelConfig | None = None
 ) -> StepConfig:
-    """The StepConfig of a recipe on this number of GPUs. Raises UserError where it does not fit the ranks, the model or the
-    device."""
+    """The StepConfig of a recipe on this number of GPUs.
+
+    Raises UserError where it does not fit the ranks, the model or the device.
+    """
     _check_predictable(config)
     if config.train.epochs is not None:
         raise UserError(f"train.epochs = {config.train.epochs:g}: a plan does not read the data; give --train.steps instead")
@@ -271,7 +287,9 @@ def predict_step(step_config: StepConfig, machine: Machine) -> Prediction:
 
 
 def suggest_reduction(prediction: Prediction, machine: Machine, usable: float) -> str:
-    """What reducing gradients once per step would bring; empty where it is done, makes no difference, or may not fit."""
+    """What reducing gradients once per step would bring; empty where it is done, makes no
+    difference, or may not fit.
+    """
     step_config = prediction.step_config
     if not can_reduce_once(step_config) or not step_config.options.reduce_every_micro_batch:
         return ""
@@ -284,7 +302,9 @@ def suggest_reduction(prediction: Prediction, machine: Machine, usable: float) -
 
 
 def predict_phases(config: StageConfig, prediction: Prediction, machine: Machine) -> list[tuple[int, Prediction]]:
-    """(steps, prediction) of each phase of the run, whose sequences may be shorter than those of `prediction`, the longest."""
+    """(steps, prediction) of each phase of the run, whose sequences may be shorter than those of
+    `prediction`, the longest.
+    """
     step_config, steps = prediction.step_config, config.train.steps
     if not isinstance(config, PretrainConfig) or not config.data.phases:
         return [(steps, prediction)]
@@ -303,10 +323,11 @@ def predict_phases(config: StageConfig, prediction: Prediction, machine: Machine
 class RunPrediction:
     """The prediction of a step of a run.
 
-    memory_bytes, memory_interval: at the peak of the fullest rank, of what `memory_gib` in metrics.jsonl measures: tensors on
+    memory_bytes, memory_interval: at the peak of the fullest rank, of what `memory_gib` in
+    metrics.jsonl measures: tensors on
         a GPU, resident memory on a CPU.
-    tokens_per_second, speed_interval: of all ranks, padding included; None where it is not predicted.
-    speed_source: where its constants are from, or why there is no speed.
+    tokens_per_second, speed_interval: of all ranks, padding included; None where it is not
+    predicted. speed_source: where its constants are from, or why there is no speed.
     """
 
     memory_bytes: float
@@ -354,8 +375,8 @@ def predict_run(
     """The prediction of a run.
 
     Args:
-        device_name: of the GPU, as torch gives it; None on a CPU.
-        resident: on a CPU the bytes of this process before it builds anything, and the upper end of the interval: libraries
+        device_name: of the GPU, as torch gives it; None on a CPU. resident: on a CPU the bytes of
+        this process before it builds anything, and the upper end of the interval: libraries
             take more from the first step on, and the C library keeps more than is live.
 
     Raises UserError, in words for the reader, where nothing can be predicted.

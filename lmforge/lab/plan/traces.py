@@ -1,9 +1,9 @@
-"""What a block computes and keeps, and what the head and its loss keep, traced on fake tensors: real forward and backward
-passes without memory or values.
+"""What a block computes and keeps, and what the head and its loss keep, traced on fake tensors:
+real forward and backward passes without memory or values.
 
-A block that is not compiled runs under an ActivationTracker. One that is compiled goes through torch.compile to the two graphs
-that AOT autograd's partition makes of it, as inductor is given them. All numbers are of one sequence on one rank; they are
-linear in the number of sequences.
+A block that is not compiled runs under an ActivationTracker. One that is compiled goes through
+torch.compile to the two graphs that AOT autograd's partition makes of it, as inductor is given
+them. All numbers are of one sequence on one rank; they are linear in the number of sequences.
 """
 
 import gc
@@ -46,8 +46,9 @@ SPLIT_SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size"
 class TracedModel:
     """Whose block and head are traced, as they are on one rank.
 
-    dtype: of weights and activations. lora: its adapters. tensor: how many ranks split the matrices, and the sequence between
-    them; `vocabulary` how many split the embedding and the head. sparse: whether the block is a mixture of experts.
+    dtype: of weights and activations. lora: its adapters. tensor: how many ranks split the
+    matrices, and the sequence between them; `vocabulary` how many split the embedding and the head.
+    sparse: whether the block is a mixture of experts.
     """
 
     config: ModelConfig
@@ -76,9 +77,11 @@ class TracedModel:
 
 @dataclass(frozen=True)
 class ModelShapes:
-    """(rows, columns) of the parameters of a model, vectors as [size, 1]: of the embedding tables, of a block, trained and
-    frozen, of its experts, which are among these, trained and frozen, of the head, and of all else, such as the last norm.
-    quantized: (rows, bytes) of those of a block in 4 or 8 bits, and `widest` the numbers of the largest of these."""
+    """(rows, columns) of the parameters of a model, vectors as [size, 1]: of the embedding tables,
+    of a block, trained and frozen, of its experts, which are among these, trained and frozen, of
+    the head, and of all else, such as the last norm. quantized: (rows, bytes) of those of a block
+    in 4 or 8 bits, and `widest` the numbers of the largest of these.
+    """
 
     tables: Shapes
     trained: Shapes
@@ -96,7 +99,8 @@ def model_shapes(traced: TracedModel) -> ModelShapes:
     model = traced.build()
 
     def rows(parameter: nn.Parameter) -> int:
-        # Of stacked experts those of each one too: FSDP2 shards by these where ranks do not divide the experts.
+        # Of stacked experts those of each one too: FSDP2 shards by these where ranks do not divide
+        # the experts.
         return parameter.shape[:-1].numel() if parameter.dim() == 3 else parameter.shape[0]
 
     def shapes(parameters: Iterable[nn.Parameter]) -> Shapes:
@@ -126,9 +130,10 @@ class BlockTrace:
     """What one sequence costs a block on a rank.
 
     forward, backward: what the two passes compute; the backward pass also what it recomputes.
-    saved_bytes: kept from the forward to the backward pass, with the block's input, which has `input_bytes`.
-    fixed_bytes: kept too, but once for all sequences, such as weights in another dtype.
-    embedded_bytes: kept before the first block, such as rotary angles, but for masks of attention.
+    saved_bytes: kept from the forward to the backward pass, with the block's input, which has
+    `input_bytes`. fixed_bytes: kept too, but once for all sequences, such as weights in another
+    dtype. embedded_bytes: kept before the first block, such as rotary angles, but for masks of
+    attention.
     """
 
     forward: Work
@@ -143,10 +148,11 @@ class BlockTrace:
 def trace_block(
     traced: TracedModel, length: int, mode: str, *, compiled: bool, on_gpu: bool, has_dropout: bool = False
 ) -> BlockTrace:
-    """Trace a block that `mode` of activation checkpointing applies to, for a sequence of `length` tokens.
+    """Trace a block that `mode` of activation checkpointing applies to, for a sequence of `length`
+    tokens.
 
-    On a GPU attention is causal and has no mask; on a CPU it has a dense one. Raises UserError where a model cannot be traced,
-    such as one whose work depends on its data.
+    On a GPU attention is causal and has no mask; on a CPU it has a dense one. Raises UserError
+    where a model cannot be traced, such as one whose work depends on its data.
     """
     with fake_model(traced) as model:
         if not traced.config.num_experts and any(parameter.dim() > 2 for parameter in model.blocks.parameters()):
@@ -195,7 +201,9 @@ class _Reached(Exception):
 
 
 def _block_inputs(model: LanguageModel, length: int, on_gpu: bool, has_dropout: bool) -> tuple[list[Any], dict[str, Any], int]:
-    """The arguments of the first block, as the model itself makes them, and the bytes that are kept until then."""
+    """The arguments of the first block, as the model itself makes them, and the bytes that are kept
+    until then.
+    """
     reached: dict[str, Any] = {}
 
     def stop(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -227,7 +235,9 @@ def _block_inputs(model: LanguageModel, length: int, on_gpu: bool, has_dropout: 
 
 
 def _split_sequence(block: nn.Module, ranks: int) -> None:
-    """Gather the sequence before each module that has matrices, and sum and scatter it after it, as tensor parallelism does."""
+    """Gather the sequence before each module that has matrices, and sum and scatter it after it, as
+    tensor parallelism does.
+    """
     operators: Any = torch.ops._c10d_functional_autograd
 
     def split(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -296,9 +306,11 @@ def _trace_compiled(block: nn.Module, args: list[Any], kwargs: dict[str, Any]) -
 
 
 def _saved_bytes(nodes: list[torch.fx.Node], hidden: Tensor, parameters: set[torch.Size]) -> tuple[int, int]:
-    """Bytes of what a compiled forward pass hands to its backward pass, each memory once, and of what is computed from
-    `parameters`, whose shapes these are, alone. Of the block's inputs its hidden states and its own rng keys count: parameters
-    are there in any case, and all blocks share the others."""
+    """Bytes of what a compiled forward pass hands to its backward pass, each memory once, and of
+    what is computed from `parameters`, whose shapes these are, alone. Of the block's inputs its
+    hidden states and its own rng keys count: parameters are there in any case, and all blocks share
+    the others.
+    """
     saved = fixed = 0
     for node in {source_node(each) for each in nodes}:
         value = node.meta.get("val")
@@ -320,8 +332,9 @@ def _is_of_parameters(node: torch.fx.Node, shapes: set[torch.Size]) -> bool:
 
 # Sequences of these lengths are traced: bytes grow linearly with tokens.
 LENGTHS = (128, 256)
-# What losses read of the head: the cross-entropy of tokens, whose gradients the forward pass computes; log-probabilities of
-# tokens, whose backward pass computes the logits again; or the reward of each document.
+# What losses read of the head: the cross-entropy of tokens, whose gradients the forward pass
+# computes; log-probabilities of tokens, whose backward pass computes the logits again; or the
+# reward of each document.
 LossKind = Literal["tokens", "logprobs", "rewards"]
 OBJECTIVES: dict[LossKind, Objective] = {
     "tokens": NextTokenObjective(),
@@ -332,7 +345,9 @@ OBJECTIVES: dict[LossKind, Objective] = {
 
 @dataclass(frozen=True)
 class HeadTrace:
-    """Bytes per token that the norm and the loss keep, and those that the loss keeps of the head's gradient."""
+    """Bytes per token that the norm and the loss keep, and those that the loss keeps of the head's
+    gradient.
+    """
 
     norm_bytes: float
     loss_bytes: float

@@ -1,6 +1,8 @@
-"""`lmforge compare`: the first step at which runs differ by more than rounding, by which bound, and what else differs in them.
+"""`lmforge compare`: the first step at which runs differ by more than rounding, by which bound, and
+what else differs in them.
 
-The bounds are in bounds.py. Read are the files of the runs, which may have been resumed on other ranks in between.
+The bounds are in bounds.py. Read are the files of the runs, which may have been resumed on other
+ranks in between.
 """
 
 import json
@@ -36,7 +38,9 @@ METRICS = {"loss": "loss", "val/loss": "loss", "grad_norm": "gradient_norm"}
 
 @dataclass(frozen=True)
 class Row:
-    """A relative difference at a step: of a metric, with both values, the first run's first; or of the named tensor."""
+    """A relative difference at a step: of a metric, with both values, the first run's first; or of
+    the named tensor.
+    """
 
     step: int
     difference: float
@@ -46,7 +50,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Compared:
-    """A metric, or the weights, at `steps` steps that both runs have: the largest difference, and the first beyond `bound`."""
+    """A metric, or the weights, at `steps` steps that both runs have: the largest difference, and
+    the first beyond `bound`.
+    """
 
     bound: float
     steps: int
@@ -56,7 +62,10 @@ class Compared:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A run and the first one. `bound` is None where they do not compute the same; `reason` says why, or why this bound."""
+    """A run and the first one.
+
+    `bound` is None where they do not compute the same; `reason` says why, or why this bound.
+    """
 
     run: str
     differs: dict[str, list[Any]]
@@ -68,7 +77,10 @@ class Comparison:
 
 
 class ComparedRun:
-    """What is compared of a run. Raises UserError where it is no run, or its recipe or metrics cannot be read."""
+    """What is compared of a run.
+
+    Raises UserError where it is no run, or its recipe or metrics cannot be read.
+    """
 
     def __init__(self, run: Run) -> None:
         if not run.exists():
@@ -98,7 +110,9 @@ class ComparedRun:
         self._windows = dict(self._log_windows([event["step"] or 0 for event in starts]))
 
     def _log_windows(self, starts: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Each log step, and the step after which its mean begins: the log step before, or where the run was resumed."""
+        """Each log step, and the step after which its mean begins: the log step before, or where
+        the run was resumed.
+        """
         kept: list[int] = []
         for start in starts:  # what is after a start is trained again
             kept = [*(each for each in kept if each < start), start]
@@ -114,7 +128,10 @@ class ComparedRun:
 
 
 def run_compare(options: CompareOptions) -> int:
-    """Compare each run with the first, and print it. Returns 1 where one differs. Raises UserError."""
+    """Compare each run with the first, and print it.
+
+    Returns 1 where one differs. Raises UserError.
+    """
     first, *others = (ComparedRun(Run.open(path)) for path in options.runs)
     comparisons = [compare_runs(first, other, weights=options.weights) for other in others]
     if options.output == "json":
@@ -126,7 +143,9 @@ def run_compare(options: CompareOptions) -> int:
 
 
 def compare_runs(first: ComparedRun, other: ComparedRun, *, weights: bool = False) -> Comparison:
-    """How far `other` is from `first` at the steps that both have logged, and in the checkpoints of both. Raises UserError."""
+    """How far `other` is from `first` at the steps that both have logged, and in the checkpoints of
+    both. Raises UserError.
+    """
     differs = dict(_differences(first, other))
     bound, reason = _choose_bound(first, other, differs)
     limits, compared = bound or EQUAL_BITS, {}
@@ -147,7 +166,9 @@ def compare_runs(first: ComparedRun, other: ComparedRun, *, weights: bool = Fals
 
 
 def _differences(first: ComparedRun, other: ComparedRun) -> Iterator[tuple[str, list[Any]]]:
-    """What differs in options, ranks, device, versions and data, with both values; the first run's value is the first."""
+    """What differs in options, ranks, device, versions and data, with both values; the first run's
+    value is the first.
+    """
     for name in first.options | other.options:
         values = [run.options.get(name) for run in (first, other)]
         if values[0] != values[1] and not name.startswith(NO_STEP):
@@ -215,8 +236,11 @@ def _row(step: int, begin: int, theirs: float | None, ours: float | None) -> Row
 
 
 def _weight_rows(first: ComparedRun, other: ComparedRun, limit: float) -> Iterator[Row]:
-    """The tensors of the checkpoints of both, one after the other. What is not finite is infinitely far from everything, but
-    where the limit is 0 from what has the same bits. Raises UserError."""
+    """The tensors of the checkpoints of both, one after the other.
+
+    What is not finite is infinitely far from everything, but where the limit is 0 from what has the
+    same bits. Raises UserError.
+    """
     import torch
 
     from lmforge.core.checkpoint import StoredModel
@@ -241,8 +265,8 @@ def _weight_rows(first: ComparedRun, other: ComparedRun, limit: float) -> Iterat
             if same_bits and not limit:  # NaN too
                 yield Row(step, 0.0, tensor=name)
                 continue
-            # A bias may be zero but for its updates. It is added to the product of its weight, whose norm is the weight's for
-            # inputs of size 1.
+            # A bias may be zero but for its updates. It is added to the product of its weight,
+            # whose norm is the weight's for inputs of size 1.
             weight = name.removesuffix("bias") + "weight"
             is_bias = name.endswith(".bias") and weight in models[0].tensors
             scale = float(torch.linalg.vector_norm(models[0].read(weight).float())) if is_bias else 0.0
@@ -257,7 +281,9 @@ def _bits(tensor: "Tensor") -> "Tensor":
 
 
 def _find_differences(rows: Iterable[Row], limit: float) -> Compared:
-    """Rows in order of their steps; tensors of later checkpoints than the first beyond `limit` are not read."""
+    """Rows in order of their steps; tensors of later checkpoints than the first beyond `limit` are
+    not read.
+    """
     steps: set[int] = set()
     largest = first = None
     for row in rows:

@@ -1,4 +1,6 @@
-"""`lmforge ladder`: plans small runs from the recipe of a big one, says what they cost, trains them, and predicts it."""
+"""`lmforge ladder`: plans small runs from the recipe of a big one, says what they cost, trains
+them, and predicts it.
+"""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -67,7 +69,10 @@ class Ladder:
 
 
 def run_ladder(config: LadderConfig) -> int:
-    """Plan, train, fit and write. Returns the exit status. Raises UserError where no law can be fitted."""
+    """Plan, train, fit and write.
+
+    Returns the exit status. Raises UserError where no law can be fitted.
+    """
     if config.ladder.budget is None and not config.ladder.runs:
         rungs = "say what the rungs may cost, such as 0.1 of the big run; or name finished --ladder.runs"
         raise UserError(f"--ladder.budget: {rungs}")
@@ -99,11 +104,14 @@ def run_ladder(config: LadderConfig) -> int:
     return 0
 
 
-# --- what is planned --------------------------------------------------------------------------------------------------
+# --- what is planned
+# --------------------------------------------------------------------------------------------------
 
 
 def _mixtures(config: LadderConfig) -> Iterator[tuple[str, PretrainConfig]]:
-    """(name, recipe of the big run) of each mixture that is compared; one without a name where there are none."""
+    """(name, recipe of the big run) of each mixture that is compared; one without a name where
+    there are none.
+    """
     recipe = with_changes(config, {})
     if not config.ladder.mixtures:
         yield "", recipe
@@ -141,7 +149,10 @@ def _plan(mixture: str, recipe: PretrainConfig, config: LadderConfig, folder: Pa
 
 
 def _flops_paid(target: Budget | None, costs: Costs, big: Cost) -> float | None:
-    """The FLOPs that ladder.target pays, if it is given. Raises UserError where they are far from the recipe's."""
+    """The FLOPs that ladder.target pays, if it is given.
+
+    Raises UserError where they are far from the recipe's.
+    """
     if target is None:
         return None
     flops = costs.flops_for(target, big)
@@ -151,7 +162,9 @@ def _flops_paid(target: Budget | None, costs: Costs, big: Cost) -> float | None:
 
 
 def _check_choice(ladder: Ladder) -> None:
-    """Raise UserError where the smallest or largest of the runs that ladder.target may choose is no run."""
+    """Raise UserError where the smallest or largest of the runs that ladder.target may choose is no
+    run.
+    """
     if ladder.flops is not None:
         choices = candidates(ladder.target, ladder.flops)
         for choice in (choices[0], choices[-1]):
@@ -159,7 +172,9 @@ def _check_choice(ladder: Ladder) -> None:
 
 
 def _check_held_out_text(ladders: Sequence[Ladder]) -> None:
-    """Raise UserError where mixtures would be validated on different text: that of their sources, whatever these weigh."""
+    """Raise UserError where mixtures would be validated on different text: that of their sources,
+    whatever these weigh.
+    """
     for ladder in ladders:
         names = f"--ladder.mixtures: {ladder.mixture} has other {{}} than {ladders[0].mixture}"
         lengths = [each.target.config.data.sequence_length for each in (ladders[0], ladder)]
@@ -220,7 +235,8 @@ def _describe(trial: Trial) -> str:
     return f"{trial.parameters:,} parameters ({shape}), {trial.tokens:,} tokens, {ratio:.3g} for each"
 
 
-# --- what is written --------------------------------------------------------------------------------------------------
+# --- what is written
+# --------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -245,7 +261,10 @@ def _trial_as_json(trial: Trial) -> dict[str, Any]:
 
 
 def _finish(ladder: Ladder, adopted: list[Reached], folder: Path) -> Fitted:
-    """Fit the law, print what it predicts, and write it with the recipe of the big run. Raises UserError."""
+    """Fit the law, print what it predicts, and write it with the recipe of the big run.
+
+    Raises UserError.
+    """
     reached = [*(read_rung(rung) for rung in ladder.rungs), *adopted]
     check_same_text([as_planned(ladder.target, ladder.sources), *reached])
     fit = fit_points([each.point for each in reached])

@@ -1,5 +1,6 @@
-"""`lmforge plan`: prints what a run will need and cost; with `--search` the configurations that fit, why the others are slower,
-and the fastest as recipes. The arithmetic is in plan/prediction."""
+"""`lmforge plan`: prints what a run will need and cost; with `--search` the configurations that
+fit, why the others are slower, and the fastest as recipes. The arithmetic is in plan/prediction.
+"""
 
 import json
 import shlex
@@ -40,7 +41,8 @@ from lmforge.ops.verbs.show.describe import resolve_model, resolve_teacher
 from lmforge.ops.verbs.show.describe_data import find_vocab_size
 
 SHOWN = 10
-# The options that a search chooses, and their values, for which the best configuration of each is shown.
+# The options that a search chooses, and their values, for which the best configuration of each is
+# shown.
 CHOICES = (
     "engine",
     "sharding",
@@ -57,7 +59,10 @@ PICTURE_WIDTH, PICTURE_HEIGHT = 72, 8
 
 
 def run_plan(config: AnyPlanConfig) -> int:
-    """Print the plan of a recipe. Returns the exit status. Raises UserError where the recipe does not fit the GPUs."""
+    """Print the plan of a recipe.
+
+    Returns the exit status. Raises UserError where the recipe does not fit the GPUs.
+    """
     if config.plan.search:
         return run_search(config)
     machine = find_machine(config.plan)
@@ -120,8 +125,11 @@ def run_plan(config: AnyPlanConfig) -> int:
 
 
 def _step_config(config: AnyPlanConfig, machine: Machine) -> tuple[StepConfig, str]:
-    """The step, and a line that says whose vocabulary it has. A preset or a folder has its own: it gets that of data which the
-    recipe names, not of what happens to lie in the default folder."""
+    """The step, and a line that says whose vocabulary it has.
+
+    A preset or a folder has its own: it gets that of data which the recipe names, not of what
+    happens to lie in the default folder.
+    """
     has_own = config.model.preset is not None or config.model.source is not None
     names_data = not {"folder", "sources"}.isdisjoint(config.data.model_fields_set)
     vocab_size = find_vocab_size(config) if names_data or not has_own else None
@@ -159,7 +167,9 @@ def _time_table(prediction: Prediction) -> Table:
 
 
 def live_peaks(prediction: Prediction) -> list[float]:
-    """The maximum bytes of live tensors in each of PICTURE_WIDTH equal parts of the operations, in issue order."""
+    """The maximum bytes of live tensors in each of PICTURE_WIDTH equal parts of the operations, in
+    issue order.
+    """
     values = [count for _, count in prediction.timeline]
     edges = [len(values) * at // PICTURE_WIDTH for at in range(PICTURE_WIDTH + 1)]
     return [max(values[first : max(first + 1, after)]) for first, after in pairwise(edges)]
@@ -253,7 +263,10 @@ def _as_json(
 
 
 def run_search(config: AnyPlanConfig) -> int:
-    """Search, print and write. Raises UserError where nothing can be tried, RunFailed where nothing fits."""
+    """Search, print and write.
+
+    Raises UserError where nothing can be tried, RunFailed where nothing fits.
+    """
     files = _files(config)
     for file in files:
         check_output(file, "--write")
@@ -326,7 +339,9 @@ def _print_search(result: SearchResult, config: AnyPlanConfig, budget: float) ->
 
 
 def other_choices(result: SearchResult) -> list[tuple[str, Candidate, str]]:
-    """For each value of an option that the winner does not have: the best candidate with it, and why it is slower."""
+    """For each value of an option that the winner does not have: the best candidate with it, and
+    why it is slower.
+    """
     winner, rows = result.best[0], list[tuple[str, Candidate, str]]()
     seen: set[tuple[str, Any]] = {(name, getattr(winner.step_config.options, name)) for name in CHOICES}
     seen.add(("micro_batch_size", winner.step_config.micro_batch_size))

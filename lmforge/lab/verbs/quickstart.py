@@ -1,8 +1,10 @@
-"""All stages in a few minutes: the standard library's source → tokenizer → shards → a pretrained model → one that answers.
+"""All stages in a few minutes: the standard library's source → tokenizer → shards → a pretrained
+model → one that answers.
 
-It calls the same verbs that a user types, and prints each before it runs, so that it can be repeated by hand. Each stage is
-measured on validation data, before and after. The end of pretraining runs twice from the same checkpoint, in one process and
-under FSDP2 on two, and the losses are compared.
+It calls the same verbs that a user types, and prints each before it runs, so that it can be
+repeated by hand. Each stage is measured on validation data, before and after. The end of
+pretraining runs twice from the same checkpoint, in one process and under FSDP2 on two, and the
+losses are compared.
 """
 
 import shlex
@@ -33,7 +35,9 @@ from lmforge.text.verbs.prepare import run_prepare
 
 @dataclass(frozen=True)
 class QuickstartStage:
-    """A stage of training: its verb, its recipe in lmforge/recipes, and which validation metric it improves."""
+    """A stage of training: its verb, its recipe in lmforge/recipes, and which validation metric it
+    improves.
+    """
 
     verb: str
     recipe: str
@@ -56,13 +60,16 @@ TRAINING_STAGES = (
 
 
 STEPS_CONTINUED = 50
-# With so few steps the purpose is to try all stages, so the batches of rollouts and the measurements are small.
+# With so few steps the purpose is to try all stages, so the batches of rollouts and the
+# measurements are small.
 TRIAL_STEPS = 10
 TRIAL_SEQUENCES, TRIAL_SFT_BATCH_SIZE, TRIAL_MAX_TOKENS = 8, 2, 16
 
 
 def quickstart(options: QuickstartOptions) -> int:
-    """Prepare, pretrain, fine-tune, align, measure. Returns the exit status. Called again, it continues where it stopped.
+    """Prepare, pretrain, fine-tune, align, measure.
+
+    Returns the exit status. Called again, it continues where it stopped.
 
     Raises UserError and RunFailed as its parts do.
     """
@@ -111,7 +118,9 @@ def quickstart(options: QuickstartOptions) -> int:
 
 
 def _train(title: str, stage: QuickstartStage, words: list[str]) -> Path:
-    """Run a training verb as typed, on ranks that are started for it where it asks for several. Returns its run's directory.
+    """Run a training verb as typed, on ranks that are started for it where it asks for several.
+
+    Returns its run's directory.
 
     Raises UserError or RunFailed where it did not end well.
     """
@@ -131,7 +140,8 @@ def _train(title: str, stage: QuickstartStage, words: list[str]) -> Path:
 
 
 def _continue_sharded(title: str, stage: QuickstartStage, options: QuickstartOptions, base: Path) -> tuple[Path, int]:
-    """Copy the run as it was at its last checkpoint but one, and train the copy to the end under FSDP2.
+    """Copy the run as it was at its last checkpoint but one, and train the copy to the end under
+    FSDP2.
 
     Returns the copy and the step of that checkpoint.
     """
@@ -183,7 +193,9 @@ def _count_processes(processes: int) -> str:
 
 
 def _comparison_table(base: Path, sharded: Path, begun: int, processes: str) -> Table:
-    """The losses of both runs after their common checkpoint, and whether they differ by less than the bound of splits."""
+    """The losses of both runs after their common checkpoint, and whether they differ by less than
+    the bound of splits.
+    """
     config, device_type = Run(base).load_config(), "cuda" if torch.cuda.is_available() else "cpu"
     bound = bound_of_splits(config.train.dtype, device_type).loss
     table = Table("step", "measured", processes, "FSDP2", "difference", "")

@@ -1,10 +1,11 @@
 """The checks of `lmforge doctor`: this machine, then all ranks of a launcher.
 
-Begin with `machine_checks.py` (this machine alone), then `examine_ranks.py` (phase after phase, with `rank_checks.py` and
-`storage_checks.py`). A check returns lines, `Finding`.
+Begin with `machine_checks.py` (this machine alone), then `examine_ranks.py` (phase after phase,
+with `rank_checks.py` and `storage_checks.py`). A check returns lines, `Finding`.
 
-For others: `Finding`, `examine_machine` and `Examination`. Not here: what is printed, and jobs that examine other hosts
-(ops/verbs/doctor.py); whether strategies compute the same (lab/bench/parity_table.py).
+For others: `Finding`, `examine_machine` and `Examination`. Not here: what is printed, and jobs that
+examine other hosts (ops/verbs/doctor.py); whether strategies compute the same
+(lab/bench/parity_table.py).
 """
 
 from collections.abc import Mapping

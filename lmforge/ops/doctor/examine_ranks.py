@@ -1,7 +1,10 @@
-"""The checks of `lmforge doctor` on all ranks, in phases: hosts, storage, devices, network. Rank 0 evaluates the answers.
+"""The checks of `lmforge doctor` on all ranks, in phases: hosts, storage, devices, network.
 
-Ranks report to rank 0 through the store of the rendezvous, in bounded time and before there is a process group. A phase that a
-rank does not finish in time ends without it: the rank is named, and the rest is examined without what needs it.
+Rank 0 evaluates the answers.
+
+Ranks report to rank 0 through the store of the rendezvous, in bounded time and before there is a
+process group. A phase that a rank does not finish in time ends without it: the rank is named, and
+the rest is examined without what needs it.
 """
 
 import json
@@ -36,7 +39,10 @@ Reports = dict[int, dict[str, Any]]
 
 @dataclass
 class Examination:
-    """What this rank is asked about. `machine` are the findings of its host, on the first rank of each."""
+    """What this rank is asked about.
+
+    `machine` are the findings of its host, on the first rank of each.
+    """
 
     info: RankInfo
     config: StageConfig | None
@@ -47,7 +53,10 @@ class Examination:
     _named: set[int] = field(default_factory=set)  # the ranks that are known not to answer
 
     def examine(self, print_findings: Callable[[list[Finding]], None]) -> int:
-        """Carry out all phases; rank 0 prints the findings. Returns the exit status. Every rank calls it."""
+        """Carry out all phases; rank 0 prints the findings.
+
+        Returns the exit status. Every rank calls it.
+        """
         began = time.monotonic()
         self.reports = RankReports(self.info, self.timeout_seconds + ANSWER_SECONDS)
         torch.set_num_threads(threads_per_rank(self.info.local_world_size))
@@ -76,7 +85,10 @@ class Examination:
         return self.reports.collect(self._work(step))
 
     def _work(self, step: dict[str, Any]) -> str:
-        """Carry out this rank's part of a phase, and report the result. Returns the name of the report."""
+        """Carry out this rank's part of a phase, and report the result.
+
+        Returns the name of the report.
+        """
         name = f"{step['phase']}-{self._steps}"
         if step["hosts"] and not self.info.is_counted:
             self.info = count_by_host(self.info, step["hosts"])
@@ -86,7 +98,8 @@ class Examination:
         self._steps += 1
         return name
 
-    # --- what each rank does ------------------------------------------------------------------------------------------
+    # --- what each rank does
+    # ------------------------------------------------------------------------------------------
 
     def _host(self, step: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -119,7 +132,8 @@ class Examination:
         info, seconds = self.info, self.timeout_seconds
         return rank_checks.measure_network(self.reports.store, info.rank, info.world_size, device, step["leaders"], seconds)
 
-    # --- what rank 0 makes of it --------------------------------------------------------------------------------------
+    # --- what rank 0 makes of it
+    # --------------------------------------------------------------------------------------
 
     def _ask(self, began: float) -> Iterator[Finding]:
         self._steps, info = 0, self.info
@@ -210,8 +224,9 @@ def _check_devices_differ(usable: Reports, names: dict[int, str], kinds: set[str
 
 
 def merge_findings(reports: Reports, hosts: dict[int, str]) -> Iterator[Finding]:
-    """The findings of each host as one for all, where they agree: what passes is that of the first host. Others with their
-    hosts."""
+    """The findings of each host as one for all, where they agree: what passes is that of the first
+    host. Others with their hosts.
+    """
     groups: dict[tuple[str, ...], dict[str, list[Finding]]] = {}
     for rank, report in reports.items():
         for each in report.get("findings", ()):
@@ -250,7 +265,10 @@ class RankReports:
         self.store.set(f"{phase}/{self._rank}", json.dumps(value))
 
     def collect(self, phase: str) -> dict[int, Any]:
-        """The reports by rank, on rank 0. A rank that has not answered in time is `missing` from then on."""
+        """The reports by rank, on rank 0.
+
+        A rank that has not answered in time is `missing` from then on.
+        """
         reports = dict[int, Any]()
 
         def all_have_answered() -> bool:
@@ -282,7 +300,9 @@ class RankReports:
         return answer["value"]
 
     def await_departures(self) -> None:
-        """On rank 0, whose process serves the store: wait until the others have read the last answer, or a moment."""
+        """On rank 0, whose process serves the store: wait until the others have read the last
+        answer, or a moment.
+        """
         wait_until(lambda: self.store.add("left", 0) >= len(self._answering) - 1, min(self._timeout, 5.0))
 
     def leave(self) -> None:
@@ -308,7 +328,9 @@ def _connect(info: RankInfo, timeout_seconds: float) -> dist.Store:
 
 
 def run_bounded(fn: Callable[[], dict[str, Any]], seconds: float) -> dict[str, Any]:
-    """The result of `fn`, or {"error": reason} where it raises or takes too long; it then continues in a thread."""
+    """The result of `fn`, or {"error": reason} where it raises or takes too long; it then continues
+    in a thread.
+    """
     try:
         return call_bounded(fn, seconds)
     except TimeoutError as problem:

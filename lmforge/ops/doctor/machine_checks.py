@@ -1,6 +1,7 @@
 """Whether this machine has what lmforge needs: Python, packages, torch, devices, compiler, memory.
 
-A check returns findings. torch is imported by the checks that need it, so that a broken one is a finding too.
+A check returns findings. torch is imported by the checks that need it, so that a broken one is a
+finding too.
 """
 
 import importlib.metadata
@@ -106,7 +107,9 @@ def _check_gpus(device: str) -> Iterator[Finding]:
 
 
 def _check_compiler() -> Finding:
-    """Whether a C++ compiler builds a function with Python's headers and OpenMP: torch.compile needs that on a CPU."""
+    """Whether a C++ compiler builds a function with Python's headers and OpenMP: torch.compile
+    needs that on a CPU.
+    """
     import ctypes
 
     name, uncompiled = "compiler", "without it training on a CPU is not compiled, and about a tenth slower"
@@ -132,7 +135,9 @@ def _check_compiler() -> Finding:
 
 
 def _check_memory() -> Finding:
-    """What a training could allocate of the machine's memory, within the limits of this process and its container."""
+    """What a training could allocate of the machine's memory, within the limits of this process and
+    its container.
+    """
     available = available_host_memory(1)
     if available is None:
         return Finding("memory", "pass", "unknown on this system")

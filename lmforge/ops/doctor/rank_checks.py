@@ -1,5 +1,7 @@
-"""What ranks report, compared: versions and code, clocks, the speed of matrix products on each rank's device, and that of
-communication: collectives of all ranks by size, and each host and the next in both directions."""
+"""What ranks report, compared: versions and code, clocks, the speed of matrix products on each
+rank's device, and that of communication: collectives of all ranks by size, and each host and the
+next in both directions.
+"""
 
 import importlib.metadata
 import platform
@@ -22,12 +24,15 @@ from lmforge.ops.doctor import Finding
 
 PACKAGES = ("lmforge", "torch", "numpy", "tokenizers", "safetensors", "triton", "datasets", "transformers")
 MAX_CLOCK_DIFFERENCE_SECONDS = 1.0
-# (rows and columns of a product, dtype, seconds) by kind of device. A GPU slows down only once it is warm.
+# (rows and columns of a product, dtype, seconds) by kind of device. A GPU slows down only once it
+# is warm.
 PRODUCTS = {"cpu": (512, torch.float32, 0.2), "cuda": (8192, torch.bfloat16, 2.0)}
-# Below this fraction of the median a rank is slow. Ranks on the cores of one machine disturb each other.
+# Below this fraction of the median a rank is slow. Ranks on the cores of one machine disturb each
+# other.
 SLOW_BELOW = {"cpu": 0.5, "cuda": 0.85}
 KIB, MIB = 2**10, 2**20
-# Bytes of each collective's result on a rank. The next is left out where one would take longer than BUDGET_SECONDS.
+# Bytes of each collective's result on a rank. The next is left out where one would take longer than
+# BUDGET_SECONDS.
 SIZES = {"cpu": (64 * KIB, 4 * MIB, 32 * MIB), "cuda": (64 * KIB, 16 * MIB, 512 * MIB)}
 REPETITIONS = 3
 BUDGET_SECONDS = 3.0
@@ -41,7 +46,9 @@ Collectives = dict[str, list[list[float]]]
 
 
 def describe_host() -> dict[str, Any]:
-    """The host and versions of this rank, for comparison with the others'. No torch device is touched."""
+    """The host and versions of this rank, for comparison with the others'. No torch device is
+    touched.
+    """
     versions = {"python": platform.python_version(), "lmforge code": code_digest(), "CUDA": torch.version.cuda or "none"}
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -54,8 +61,9 @@ def describe_host() -> dict[str, Any]:
 
 
 def compare_versions(facts: Mapping[int, Mapping[str, Any]]) -> Iterator[Finding]:
-    """For each version that differs between ranks the most frequent one beside the others, and the hosts that have these.
-    `facts` by rank, of `describe_host`."""
+    """For each version that differs between ranks the most frequent one beside the others, and the
+    hosts that have these. `facts` by rank, of `describe_host`.
+    """
     versions = {rank: each["versions"] for rank, each in facts.items()}
     differ = False
     for name in dict.fromkeys(name for each in versions.values() for name in each):
@@ -73,7 +81,9 @@ def compare_versions(facts: Mapping[int, Mapping[str, Any]]) -> Iterator[Finding
 
 
 def compare_clocks(times: Mapping[int, float], names: Mapping[int, str]) -> Finding:
-    """A finding about the clocks of ranks, in seconds since the epoch, read when rank 0 asked for them."""
+    """A finding about the clocks of ranks, in seconds since the epoch, read when rank 0 asked for
+    them.
+    """
     offsets = {rank: seconds - times[0] for rank, seconds in times.items()}
     late = {rank: offset for rank, offset in offsets.items() if abs(offset) > MAX_CLOCK_DIFFERENCE_SECONDS}
     if late:
@@ -96,7 +106,10 @@ def measure_device(device: torch.device) -> dict[str, float]:
 
 
 def check_devices(reports: Mapping[int, Mapping[str, Any]], names: Mapping[int, str], kind: str) -> Iterator[Finding]:
-    """Findings about the speed of each rank compared with the others. `names` are those of ranks."""
+    """Findings about the speed of each rank compared with the others.
+
+    `names` are those of ranks.
+    """
     rates = {rank: report["tflops"] for rank, report in reports.items() if "tflops" in report}
     if not rates:
         return
@@ -117,9 +130,12 @@ def check_devices(reports: Mapping[int, Mapping[str, Any]], names: Mapping[int, 
 def measure_network(
     store: dist.Store, rank: int, world_size: int, device: torch.device, leaders: Sequence[int], timeout_seconds: float
 ) -> dict[str, Any]:
-    """Connect all ranks and measure the network. Every rank calls it; raises torch's exception where a rank does not answer.
+    """Connect all ranks and measure the network.
 
-    leaders: the first rank of each host. Returns {"collectives": …} on every rank, and on leaders {"links": …}.
+    Every rank calls it; raises torch's exception where a rank does not answer.
+
+    leaders: the first rank of each host. Returns {"collectives": …} on every rank, and on leaders
+    {"links": …}.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)  # of this thread
@@ -137,9 +153,11 @@ def measure_network(
 
 
 def time_collectives(world_size: int, device: torch.device, sizes: Sequence[int], names: Sequence[str]) -> Collectives:
-    """(bytes, seconds) of each size, by the name of the collective; the seconds of the slowest rank, median of repetitions.
+    """(bytes, seconds) of each size, by the name of the collective; the seconds of the slowest
+    rank, median of repetitions.
 
-    `sizes` are bytes of all that a rank gathers, reduces or scatters. Every rank of the default group calls it.
+    `sizes` are bytes of all that a rank gathers, reduces or scatters. Every rank of the default
+    group calls it.
     """
     timed: Collectives = {name: [] for name in names}
     # Their names since torch 2.13; the old ones print a warning there.
@@ -172,8 +190,9 @@ def time_collectives(world_size: int, device: torch.device, sizes: Sequence[int]
 
 
 def _time_links(leaders: Sequence[int], rank: int, device: torch.device) -> list[list[float]]:
-    """[sender, receiver, bytes per second] of what this rank sends to the leaders of the hosts before and after its own, by its
-    clock."""
+    """[sender, receiver, bytes per second] of what this rank sends to the leaders of the hosts
+    before and after its own, by its clock.
+    """
     links, answer = list[list[float]](), torch.zeros(1, device=device)
     pairs = [pair for first, second in neighbours(leaders) for pair in ((first, second), (second, first))]
     for sender, receiver in (pair for pair in pairs if rank in pair):
@@ -202,10 +221,14 @@ def neighbours(leaders: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def check_network(reports: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str]) -> Iterator[Finding]:
-    """Findings about the collectives of all ranks, and about the links between hosts. `hosts` by rank."""
+    """Findings about the collectives of all ranks, and about the links between hosts.
+
+    `hosts` by rank.
+    """
     timed, world_size = reports[0].get("collectives", {}), len(hosts)
     for name, results in timed.items():
-        # The bus bandwidth as in nccl-tests: what each link carries, independent of the number of ranks.
+        # The bus bandwidth as in nccl-tests: what each link carries, independent of the number of
+        # ranks.
         factor = (2 if name == "all-reduce" else 1) * (world_size - 1) / world_size
         rates = [(size, factor * size / seconds) for size, seconds in results]
         rates_text = ", ".join(f"{_rate(rate)} at {_size(size)}" for size, rate in rates)

@@ -1,4 +1,6 @@
-"""Whether a host reads the same data and models as the others, and can write checkpoints: space and speed."""
+"""Whether a host reads the same data and models as the others, and can write checkpoints: space and
+speed.
+"""
 
 import os
 import shutil
@@ -33,12 +35,15 @@ from lmforge.text.chat.examples import hash_files
 
 BLOCK_BYTES, WRITE_BYTES, WRITE_SECONDS = 16 * 2**20, 256 * 2**20, 1.0
 SLOW_BYTES_PER_SECOND, LOW_DISK_BYTES = 50e6, 10 * 2**30
-# The number of parts of each split that are read, evenly spaced, and verified against their checksums.
+# The number of parts of each split that are read, evenly spaced, and verified against their
+# checksums.
 READS, READ_TOKENS = 8, 32_768
 
 
 def check_storage(config: StageConfig | None, world_size: int) -> dict[str, Any]:
-    """{"findings": of this host, "contents": digests by what they are of, which must be the same on all hosts}."""
+    """{"findings": of this host, "contents": digests by what they are of, which must be the same on
+    all hosts}.
+    """
     findings: list[Finding] = []
     contents: dict[str, str] = {}
     if config is not None:
@@ -69,7 +74,8 @@ def _read_data(config: StageConfig, findings: list[Finding]) -> dict[str, str]:
     contents = {}
     if isinstance(config, PretrainConfig):
         for source in config.data.all_sources:
-            # The original folder, not the copy that a run makes on this host, since doctor runs before and compares the hosts.
+            # The original folder, not the copy that a run makes on this host, since doctor runs
+            # before and compares the hosts.
             folder = open_source(config.data, source, staged=False)
             contents[source.folder], text = _read_tokens(folder)
             findings.append(Finding("data", "pass", text))
@@ -86,7 +92,10 @@ def _read_data(config: StageConfig, findings: list[Finding]) -> dict[str, str]:
 
 
 def _read_tokens(folder: TokenFolder) -> tuple[str, str]:
-    """A digest of a folder's manifest and some of its tokens, and a line about them. Raises UserError for damaged ones."""
+    """A digest of a folder's manifest and some of its tokens, and a line about them.
+
+    Raises UserError for damaged ones.
+    """
     digest = xxhash.xxh3_64(folder.storage.read_file(SHARDS_MANIFEST))
     began, read = time.perf_counter(), 0
     for name in (name for name, shards in folder.manifest.splits.items() if any(shard.tokens for shard in shards)):
@@ -103,7 +112,10 @@ def _read_tokens(folder: TokenFolder) -> tuple[str, str]:
 
 
 def _read_models(config: StageConfig, findings: list[Finding]) -> dict[str, str]:
-    """Digests of the models that the recipe names: the names and sizes of their files. Nothing is downloaded."""
+    """Digests of the models that the recipe names: the names and sizes of their files.
+
+    Nothing is downloaded.
+    """
     sources = [config.model.source] if config.model.source is not None else []
     if isinstance(config, AlignConfig):
         sources += [Path(spec) for spec in config.rollout.reward_functions if Path(spec).is_dir()]
@@ -126,7 +138,10 @@ def _read_models(config: StageConfig, findings: list[Finding]) -> dict[str, str]
 
 
 def _checkpoint_bytes(config: StageConfig, world_size: int) -> int:
-    """The size of a checkpoint of the recipe. Raises UserError where the recipe does not fit this number of ranks."""
+    """The size of a checkpoint of the recipe.
+
+    Raises UserError where the recipe does not fit this number of ranks.
+    """
     if isinstance(config, PretrainConfig):
         model_config = open_pretrain_inputs(config, world_size).model_config
     else:
@@ -138,8 +153,9 @@ def _checkpoint_bytes(config: StageConfig, world_size: int) -> int:
 
 
 def _check_checkpoint_folder(config: StageConfig | None, needed: int) -> Finding:
-    """Whether checkpoints can be written where the recipe puts them (`runs` without one): space and speed. Raises UserError
-    where they cannot."""
+    """Whether checkpoints can be written where the recipe puts them (`runs` without one): space and
+    speed. Raises UserError where they cannot.
+    """
     folder = checkpoint_folder(config)
     if config is not None and not is_local(folder):
         checkpoint.check_writable(Run.from_config(config))
@@ -167,8 +183,10 @@ def checkpoint_folder(config: StageConfig | None) -> Path:
 
 
 def time_disk(folder: Path) -> tuple[int, float, float]:
-    """Free bytes of a folder, or of its nearest existing parent, and bytes per second written, with fsync, and read again; at
-    most a quarter of what is free is written. Raises UserError where nothing can be."""
+    """Free bytes of a folder, or of its nearest existing parent, and bytes per second written, with
+    fsync, and read again; at most a quarter of what is free is written. Raises UserError where
+    nothing can be.
+    """
     block, path = os.urandom(BLOCK_BYTES), None
     try:
         existing = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir())

@@ -1,4 +1,6 @@
-"""The code that a run was started with: commit and changes of the folder where `lmforge launch` was typed."""
+"""The code that a run was started with: commit and changes of the folder where `lmforge launch` was
+typed.
+"""
 
 import platform
 import subprocess
@@ -15,8 +17,10 @@ GIT_SECONDS = 60
 
 
 def save_code(folder: Path, directory: Path) -> None:
-    """Write into `folder` what restores the code in `directory`: code.json with the commit, and code.diff with the changes to
-    it, including new files, for `git apply`. Outside of a git repository there is only code.json."""
+    """Write into `folder` what restores the code in `directory`: code.json with the commit, and
+    code.diff with the changes to it, including new files, for `git apply`. Outside of a git
+    repository there is only code.json.
+    """
     fields: dict[str, Any] = {"lmforge": __version__, "python": platform.python_version(), "directory": str(directory)}
     top = _git(directory, "rev-parse", "--show-toplevel")
     if top is None:

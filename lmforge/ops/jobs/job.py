@@ -1,4 +1,6 @@
-"""`JobPlan`, what is to be started; `Job`, what was started, as `launch/job.json` in the run's directory records it."""
+"""`JobPlan`, what is to be started; `Job`, what was started, as `launch/job.json` in the run's
+directory records it.
+"""
 
 import os
 import shlex
@@ -26,7 +28,9 @@ STOP_FILE = "stop"
 
 
 class JobState(StrEnum):
-    """The state of a job, as `lmforge jobs` prints it; the same words as in `monitor.run_status` for states that both have."""
+    """The state of a job, as `lmforge jobs` prints it; the same words as in `monitor.run_status`
+    for states that both have.
+    """
 
     PENDING = "pending"
     RUNNING = "running"
@@ -43,7 +47,9 @@ class JobState(StrEnum):
 
 @dataclass(frozen=True)
 class Session:
-    """A process that has no terminal: the script of a job on a host (None for this machine), found by its id and start."""
+    """A process that has no terminal: the script of a job on a host (None for this machine), found
+    by its id and start.
+    """
 
     host: str | None
     process: int
@@ -128,8 +134,11 @@ class Job:
 
     @property
     def has_ended(self) -> bool:
-        """Whether its status says that it runs no more. A scheduler queues a job again by itself whose node is lost, or whose
-        place another takes; its script may have written a status before."""
+        """Whether its status says that it runs no more.
+
+        A scheduler queues a job again by itself whose node is lost, or whose place another takes;
+        its script may have written a status before.
+        """
         state = self.state_by_status()
         return state in (JobState.DONE, JobState.REFUSED) or (state != JobState.LOST and self.job_id is None)
 
@@ -156,7 +165,10 @@ class Job:
 
 
 def read_job(run_folder: Path) -> Job | None:
-    """The job of a run's directory; None where `lmforge launch` has not started it. Raises UserError."""
+    """The job of a run's directory; None where `lmforge launch` has not started it.
+
+    Raises UserError.
+    """
     path = run_folder / LAUNCH_FOLDER / JOB_FILE
     try:
         job = read_json(path, Job, hint=DELETE_HINT)

@@ -39,18 +39,27 @@ def plan_scripts(plan: JobPlan, hosts: sessions.Hosts | None) -> dict[str, str]:
 
 
 def find_hosts(plan: JobPlan) -> sessions.Hosts | None:
-    """The hosts of a job without a scheduler, after checking that each can run it. Raises UserError."""
+    """The hosts of a job without a scheduler, after checking that each can run it.
+
+    Raises UserError.
+    """
     return sessions.find_hosts(plan) if _MODULES[plan.options.on] is sessions else None
 
 
 def check(plan: JobPlan, script: Path) -> None:
-    """Let the scheduler check a script without submitting it, if it can. Raises UserError with its message."""
+    """Let the scheduler check a script without submitting it, if it can.
+
+    Raises UserError with its message.
+    """
     if plan.options.on == "slurm":
         slurm.check(plan, script)
 
 
 def submit(plan: JobPlan, hosts: sessions.Hosts | None) -> Job:
-    """Submit the script of the job's folder, or start it. Raises UserError, and then nothing runs."""
+    """Submit the script of the job's folder, or start it.
+
+    Raises UserError, and then nothing runs.
+    """
     job_id, started = None, []
     if hosts is not None:
         started = sessions.submit(plan, hosts)
@@ -69,7 +78,10 @@ def submit(plan: JobPlan, hosts: sessions.Hosts | None) -> Job:
 
 
 def job_state(job: Job) -> tuple[JobState, str]:
-    """The state of a job now, and a few words about it. Raises UserError where its scheduler does not answer."""
+    """The state of a job now, and a few words about it.
+
+    Raises UserError where its scheduler does not answer.
+    """
     state: tuple[JobState, str] = _MODULES[job.launcher].state(job)
     return state
 
@@ -80,8 +92,9 @@ def check_no_job_of(config: StageConfig, run: Run) -> None:
 
 
 def check_no_job(run_folder: Path) -> None:
-    """Raise UserError where a job that has not started this process trains in a run's directory, or will. Where its scheduler
-    or hosts do not answer, that is said."""
+    """Raise UserError where a job that has not started this process trains in a run's directory, or
+    will. Where its scheduler or hosts do not answer, that is said.
+    """
     job = read_job(run_folder)
     if job is None or os.environ.get(JOB_VARIABLE) == job.folder or job.has_ended:
         return

@@ -1,4 +1,5 @@
-"""The scripts of a job: `job.sh`, which a launcher runs once (ssh: on each host), and `node.sh`, which it runs on each node.
+"""The scripts of a job: `job.sh`, which a launcher runs once (ssh: on each host), and `node.sh`,
+which it runs on each node.
 
 They are meant to be read: they look like scripts written by hand, and can be submitted by hand.
 """
@@ -21,8 +22,8 @@ from lmforge.ops.jobs.job import JOB_SCRIPT, NODE_SCRIPT, STOP_FILE, JobPlan
 IMPORT_CHECK = 'import importlib.util, lmforge.cli; importlib.util.find_spec("torch") or exit("torch is not installed")'
 # Files with the output of doctor on each node, and its exit status.
 PRINTED_PREFIX, STATUS_PREFIX = "printed", "ended"
-# The status of the first rank of mpiexec that failed. mpiexec's own status is unreliable: with some it is that of another rank,
-# which mpiexec ended because of the failure, or 0 after a signal.
+# The status of the first rank of mpiexec that failed. mpiexec's own status is unreliable: with some
+# it is that of another rank, which mpiexec ended because of the failure, or 0 after a signal.
 FIRST_STATUS_FILE = "first-status"
 # A shell's exit status for a command that was ended by SIGABRT, SIGBUS, SIGFPE, SIGKILL or SIGSEGV.
 KILLED_STATUSES = "134 | 135 | 136 | 137 | 139"
@@ -42,10 +43,11 @@ exit $status
 
 
 def _forward_signals(terminate: str = "TERM") -> str:
-    """A function of the shell that runs a command and passes signals on, for which a shell would wait for its end first.
+    """A function of the shell that runs a command and passes signals on, for which a shell would
+    wait for its end first.
 
-    SIGUSR1, SIGUSR2 and SIGXCPU mean that the time limit is near. SIGTERM comes from `lmforge stop`; the command gets
-    `terminate` instead.
+    SIGUSR1, SIGUSR2 and SIGXCPU mean that the time limit is near. SIGTERM comes from `lmforge
+    stop`; the command gets `terminate` instead.
     """
     return f"""\
 # Run a command, pass signals on to it, and keep its exit status.
@@ -72,7 +74,9 @@ def node_script(plan: JobPlan) -> str:
 
 
 def rank_script(plan: JobPlan) -> str:
-    """As `node_script`, for a rank that mpiexec starts: the status of the first rank that ends with another than 0 is kept."""
+    """As `node_script`, for a rank that mpiexec starts: the status of the first rank that ends with
+    another than 0 is kept.
+    """
     return f"""\
 {_node_preamble(plan)}
 {_forward_signals()}
@@ -87,9 +91,11 @@ exit $status
 
 
 def examination_script(plan: JobPlan) -> str:
-    """What runs on each node for `lmforge doctor`, or with mpi for each rank: what it prints and its status go into files.
+    """What runs on each node for `lmforge doctor`, or with mpi for each rank: what it prints and
+    its status go into files.
 
-    Its own exit status is always 0: for another one, mpiexec and srun would end the other nodes and print an error.
+    Its own exit status is always 0: for another one, mpiexec and srun would end the other nodes and
+    print an error.
     """
     own = f'{shlex.quote(str(plan.folder))}/"{{}}.$(hostname).$$"'
     return f"""\
@@ -118,7 +124,10 @@ export TTY_COMPATIBLE=0  # some of mpiexec are a terminal to their ranks: no pro
 
 
 def slurm_script(plan: JobPlan) -> str:
-    """The script for sbatch. Slurm sends SIGUSR1 to it before the time limit, and runs it again when a node has failed."""
+    """The script for sbatch.
+
+    Slurm sends SIGUSR1 to it before the time limit, and runs it again when a node has failed.
+    """
     options = plan.options
     lines = [
         f"--job-name={plan.name}",
@@ -164,8 +173,9 @@ kill $watcher 2>/dev/null
 
 
 def _requeue_lines(options: LaunchOptions) -> str:
-    """Lines that let Slurm queue the job again: after a signal before the time limit, when the run has saved, or after a rank
-    was lost for good on a node that Slurm takes for healthy."""
+    """Lines that let Slurm queue the job again: after a signal before the time limit, when the run
+    has saved, or after a rank was lost for good on a node that Slurm takes for healthy.
+    """
     limit = f" of {options.time}" if options.time else ""
     return f"""\
 case $srun_status in {KILLED_STATUSES})
@@ -188,7 +198,11 @@ fi
 
 
 def pbs_script(plan: JobPlan) -> str:
-    """The script for qsub. Before the time limit it sends SIGUSR1 to itself, and submits itself again once the run is saved."""
+    """The script for qsub.
+
+    Before the time limit it sends SIGUSR1 to itself, and submits itself again once the run is
+    saved.
+    """
     options, folder, limit = plan.options, plan.folder, plan.options.time_seconds
     select = [f"select={plan.nodes}", *([f"ncpus={options.cpus}"] if options.cpus else [])]
     select += [f"ngpus={plan.gpus}"] if plan.gpus else []
@@ -248,7 +262,9 @@ def session_script(plan: JobPlan) -> str:
 
 
 def mpi_script(plan: JobPlan, command: list[str]) -> str:
-    """What runs without a terminal on this machine: mpiexec (`command`) starts every rank itself, and again if one is lost."""
+    """What runs without a terminal on this machine: mpiexec (`command`) starts every rank itself,
+    and again if one is lost.
+    """
     most = plan.options.max_restarts
     functions = f"""\
 {_forward_signals(MPI_STOP_SIGNAL)}
@@ -267,7 +283,9 @@ start() {{
 
 
 def _without_scheduler(plan: JobPlan, what: str, functions: str, start: str) -> str:
-    """A script that says `what` it does, defines functions of the shell, and starts the run by one line."""
+    """A script that says `what` it does, defines functions of the shell, and starts the run by one
+    line.
+    """
     return f"""\
 #!/bin/bash
 # Written by lmforge {__version__} launch. {what} ({NODE_SCRIPT}).
@@ -283,8 +301,9 @@ exit $status
 
 
 def _rendezvous_lines(options: JobOptions, list_nodes: str) -> str:
-    """Lines of a scheduler's script that set the nodes of the job and the address of the first, which takes a free port where
-    none is given. `list_nodes` is a command that prints the nodes, one per line.
+    """Lines of a scheduler's script that set the nodes of the job and the address of the first,
+    which takes a free port where none is given. `list_nodes` is a command that prints the nodes,
+    one per line.
     """
     address = shlex.quote(options.address) if options.address else f"${{{NODES_VARIABLE}%%,*}}"
     return f"export {NODES_VARIABLE}=$({list_nodes} | paste -sd,)\nexport {ADDRESS_VARIABLE}={address}:{options.port or 0}"

@@ -1,4 +1,5 @@
-"""Jobs without a scheduler: a script that runs without a terminal on this machine, or on each host of a file by ssh.
+"""Jobs without a scheduler: a script that runs without a terminal on this machine, or on each host
+of a file by ssh.
 
 It continues after logout, and is identified by its process id and that process's start time.
 """
@@ -27,7 +28,8 @@ from lmforge.core.files.untrusted import parse_json
 from lmforge.ops.jobs.job import JOB_SCRIPT, NODE_SCRIPT, Job, JobPlan, JobState, Session
 from lmforge.ops.jobs.scripts import IMPORT_CHECK
 
-# Runs on each host before anything is started, and checks what a run would need there. Prints a line of JSON.
+# Runs on each host before anything is started, and checks what a run would need there. Prints a
+# line of JSON.
 HOST_CHECK = """
 import json, os, random, socket, sys
 import lmforge
@@ -65,8 +67,10 @@ class Hosts:
 
 
 def find_hosts(plan: JobPlan) -> Hosts:
-    """Check on every host whether it can run the job. Raises UserError naming those that cannot; nothing has been changed
-    then."""
+    """Check on every host whether it can run the job.
+
+    Raises UserError naming those that cannot; nothing has been changed then.
+    """
     options = plan.options
     if options.on != "ssh":
         return Hosts((None,), options.address or "localhost", options.port or free_port())
@@ -106,8 +110,9 @@ def _check_script(plan: JobPlan, environment: str, port: int) -> str:
 
 
 def _check_hosts_differ(names: Sequence[str], facts: Sequence["_HostFacts"]) -> None:
-    """Raise UserError where two entries are the same host, such as its name and its address: its GPUs would have two ranks
-    each."""
+    """Raise UserError where two entries are the same host, such as its name and its address: its
+    GPUs would have two ranks each.
+    """
     seen: dict[tuple[str, str], str] = {}
     for name, each in zip(names, facts, strict=True):
         if (first := seen.setdefault((each.name, each.address), name)) != name:
@@ -188,7 +193,10 @@ def state(job: Job) -> tuple[JobState, str]:
 
 
 def stop(job: Job, now: JobState, kill: bool) -> None:
-    """Make the job save and end on all hosts, or end it at once. Raises UserError naming hosts that do not answer."""
+    """Make the job save and end on all hosts, or end it at once.
+
+    Raises UserError naming hosts that do not answer.
+    """
     raise_for_hosts(_signal(job.sessions, job.ssh_options, "KILL" if kill else "TERM"), "the others have got the signal")
 
 
@@ -206,8 +214,10 @@ def _signal(sessions: Sequence[Session], ssh_options: Sequence[str], name: str) 
 
 
 def mpi_command(plan: JobPlan, hosts: Hosts) -> list[str]:
-    """The mpiexec command that starts every rank, with the options of its implementation. Raises UserError where there is
-    none."""
+    """The mpiexec command that starts every rank, with the options of its implementation.
+
+    Raises UserError where there is none.
+    """
     options = plan.options
     mpiexec = shutil.which("mpiexec")
     if mpiexec is None:

@@ -25,7 +25,10 @@ ACTIVE_STATES = {
 
 
 def check(plan: JobPlan, script: Path) -> None:
-    """Let Slurm check a script without submitting it. Raises UserError with Slurm's message where it refuses it."""
+    """Let Slurm check a script without submitting it.
+
+    Raises UserError with Slurm's message where it refuses it.
+    """
     call(["sbatch", "--test-only", str(script)], "sbatch refuses the job")
 
 

@@ -15,8 +15,11 @@ from lmforge.ops.monitor.watchdog import Watchdog
 def open_monitors(
     config: StageConfig, run: Run, dist_ctx: DistributedContext, attempt: int, add_event: Callable[..., Any]
 ) -> Monitors:
-    """Open this rank's log and start its watchdog. Every rank calls it; ranks other than 0 print to their logs from now on.
-    Raises UserError on all ranks where one cannot open its log."""
+    """Open this rank's log and start its watchdog.
+
+    Every rank calls it; ranks other than 0 print to their logs from now on. Raises UserError on all
+    ranks where one cannot open its log.
+    """
     path = run.log_path(attempt, dist_ctx.rank_info.rank)
     # A rank's host may see another folder at this path, or none.
     with dist_ctx.raise_on_all(), storage_errors(path, "cannot be opened", "all hosts need the folder of the run"):

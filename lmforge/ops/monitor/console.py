@@ -1,4 +1,6 @@
-"""The console of a run: lines for the reader, which rank 0 also logs, and on a terminal a panel below them."""
+"""The console of a run: lines for the reader, which rank 0 also logs, and on a terminal a panel
+below them.
+"""
 
 import os
 import sys
@@ -19,13 +21,17 @@ from lmforge.ops.terminal.live_area import LiveArea, can_redraw
 
 MAX_TEXT_LINES = 3
 MAX_POINTS = 1000  # of the curve; a terminal shows fewer
-# The curve is of the first of these that the run measures, and the others are on the line of numbers.
+# The curve is of the first of these that the run measures, and the others are on the line of
+# numbers.
 CURVES = ("reward", "rewards/accuracy", "loss")
 
 
 class ConsoleLogger:
-    """Writes lines on the first rank, and all of them to the log. A terminal shows a panel while the run trains, and log
-    steps only there; elsewhere each log step is a line."""
+    """Writes lines on the first rank, and all of them to the log.
+
+    A terminal shows a panel while the run trains, and log steps only there; elsewhere each log step
+    is a line.
+    """
 
     def __init__(self, dist_ctx: DistributedContext, steps: int, log_path: Path | None, *, panel: bool = True) -> None:
         self._is_rank0, self._steps = dist_ctx.is_rank0, steps
@@ -54,7 +60,9 @@ class ConsoleLogger:
             self._log_file.flush()
 
     def warn(self, line: str) -> None:
-        """One line that must not be overlooked: also printed on standard error, if that is another stream."""
+        """One line that must not be overlooked: also printed on standard error, if that is another
+        stream.
+        """
         self.info(line)
         if self._is_rank0 and not self._console.is_terminal:
             print_past_log(f"lmforge: {line}")
@@ -125,7 +133,8 @@ class ConsoleLogger:
 class ProgressPanel:
     """The panel of a run: progress, the curve of the loss, speed, validation and the last sample.
 
-    Values are set by the training, and drawn by another thread: only numbers that were logged anyway.
+    Values are set by the training, and drawn by another thread: only numbers that were logged
+    anyway.
     """
 
     def __init__(self, step: int, steps: int) -> None:
@@ -178,11 +187,13 @@ class ProgressPanel:
 class CapturedOutput:
     """Standard output and error, where they are terminals, go to the log at `path` until `close`.
 
-    C libraries and child processes write to descriptors 1 and 2 directly, and the panel would overwrite it. So they are
-    redirected to the log, from which the lines to show are read. A pipe would lose the last words of a process that crashes,
-    and block a library that writes more than it holds, where the reader waits for the interpreter lock that the library has.
+    C libraries and child processes write to descriptors 1 and 2 directly, and the panel would
+    overwrite it. So they are redirected to the log, from which the lines to show are read. A pipe
+    would lose the last words of a process that crashes, and block a library that writes more than
+    it holds, where the reader waits for the interpreter lock that the library has.
 
-    `sys.stdout` of a `RankLog` writes to the terminal all the same. `sys.stderr` is for the caller to redirect.
+    `sys.stdout` of a `RankLog` writes to the terminal all the same. `sys.stderr` is for the caller
+    to redirect.
     """
 
     def __init__(self, path: Path) -> None:
@@ -206,12 +217,17 @@ class CapturedOutput:
             redirect_terminal(self._stdout, lambda _: terminal)
 
     def take_lines(self) -> list[str]:
-        """The complete lines since the last call that have no time stamp yet, as text that is safe to print on a terminal."""
+        """The complete lines since the last call that have no time stamp yet, as text that is safe
+        to print on a terminal.
+        """
         *lines, self._unfinished = (self._unfinished + self._log.read()).split(b"\n")
         return [printable(line) for line in lines if not STAMP.match(line)]
 
     def close(self) -> list[str]:
-        """Restore the descriptors and `sys.stdout`. Returns the lines that have not been taken yet, complete or not."""
+        """Restore the descriptors and `sys.stdout`.
+
+        Returns the lines that have not been taken yet, complete or not.
+        """
         for descriptor, original in self._originals.items():
             os.dup2(original, descriptor)
             os.close(original)

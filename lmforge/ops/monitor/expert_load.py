@@ -1,7 +1,7 @@
 """How many tokens each expert of a mixture gets, and a line where one gets none.
 
-A mixture counts the choices of its router in the training step itself (core/model/mixture/experts.py); here the counts of all
-ranks are added up at log steps.
+A mixture counts the choices of its router in the training step itself
+(core/model/mixture/experts.py); here the counts of all ranks are added up at log steps.
 """
 
 from typing import Any
@@ -17,12 +17,16 @@ from lmforge.core.stages.observer import ObservedRun, Observer
 
 # After so many steps without a token an expert is called dead.
 DEAD_AFTER_STEPS = 100
-# About as many records of all counts are written over the length of a run: one is 60 kB for 58 layers of 256 experts.
+# About as many records of all counts are written over the length of a run: one is 60 kB for 58
+# layers of 256 experts.
 MAX_RECORDS = 256
 
 
 class ExpertLoad:
-    """Of a model whose mixtures count. Every rank has one; in a pipeline the mixtures of other ranks count there."""
+    """Of a model whose mixtures count.
+
+    Every rank has one; in a pipeline the mixtures of other ranks count there.
+    """
 
     def __init__(self, model: LanguageModel, dist_ctx: DistributedContext, start_step: int = 0) -> None:
         config = model.config
@@ -37,10 +41,12 @@ class ExpertLoad:
         self._log_steps = start_step, start_step
 
     def take(self, step: int) -> tuple[dict[str, float], list[str]]:
-        """Metrics of the steps since the last call, by name, and lines about experts that have become dead. All ranks call it.
+        """Metrics of the steps since the last call, by name, and lines about experts that have
+        become dead. All ranks call it.
 
-        For each mixture: "experts/fullest/LAYER" and "experts/emptiest/LAYER", fractions of the tokens that went to these, and
-        "experts/entropy/LAYER", of the choices, in parts of the largest possible; and "experts/dead", their number in all.
+        For each mixture: "experts/fullest/LAYER" and "experts/emptiest/LAYER", fractions of the
+        tokens that went to these, and "experts/entropy/LAYER", of the choices, in parts of the
+        largest possible; and "experts/dead", their number in all.
         """
         counts = self._dist_ctx.all_reduce_sum(self._counts.clone()).cpu()
         self._counts.zero_()
@@ -57,8 +63,10 @@ class ExpertLoad:
         return record, self._lines(dead & ~was_dead)
 
     def record(self, steps: int) -> dict[str, Any] | None:
-        """A line of experts.jsonl with what the last `take` has counted, once in each of the MAX_RECORDS parts of a run of
-        those steps: at the first log step in each, also of a run that was continued. None at the others, which are left out."""
+        """A line of experts.jsonl with what the last `take` has counted, once in each of the
+        MAX_RECORDS parts of a run of those steps: at the first log step in each, also of a run that
+        was continued. None at the others, which are left out.
+        """
         before, now = (each * MAX_RECORDS // steps for each in self._log_steps)
         if self._taken is None or before == now:
             return None

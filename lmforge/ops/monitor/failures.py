@@ -1,8 +1,9 @@
 """Which rank of an attempt failed first, and how: ordered by cause, then by time.
 
-When one rank fails, all others fail too: they lose it, or time out. Their errors come later, and there are more of them. So the
-error of a rank that failed by itself comes before that of a rank that lost another one, whatever the clocks of the hosts say. A
-rank that was killed says nothing: its heartbeat stops.
+When one rank fails, all others fail too: they lose it, or time out. Their errors come later, and
+there are more of them. So the error of a rank that failed by itself comes before that of a rank
+that lost another one, whatever the clocks of the hosts say. A rank that was killed says nothing:
+its heartbeat stops.
 """
 
 import os
@@ -73,9 +74,11 @@ def find_failures(run: Run, attempt: int, status: RunStatus | None = None) -> li
 
 
 def _bytes_from_first_mark(path: Path) -> int:
-    """How many bytes before its end a log has the first mark of a failure, with some before it; 0 where it has none.
+    """How many bytes before its end a log has the first mark of a failure, with some before it; 0
+    where it has none.
 
-    Searching for a few words is twenty times as fast as parsing the lines, and most of a thousand ranks have no failure.
+    Searching for a few words is twenty times as fast as parsing the lines, and most of a thousand
+    ranks have no failure.
     """
     with open_file(path) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
@@ -85,7 +88,9 @@ def _bytes_from_first_mark(path: Path) -> int:
 
 
 def _order(failure: Failure) -> tuple[int, float, int]:
-    """By cause, then by the latest time at which it can have failed: a rank that is killed has written its heartbeat before."""
+    """By cause, then by the latest time at which it can have failed: a rank that is killed has
+    written its heartbeat before.
+    """
     cause = 0 if failure.kind in CAUSES else 1 if failure.kind == "stalled" else 2
     return cause, failure.time + (MAX_HEARTBEAT_SECONDS if failure.kind == "vanished" else 0.0), failure.rank
 
@@ -113,7 +118,9 @@ def _failures_in(lines: Sequence[LogLine], rank: int, host: str) -> Iterator[Fai
 
 
 def _crashed_thread_first(texts: list[str]) -> list[str]:
-    """What Python writes as it crashes: the stacks of all threads, that of the thread which crashed moved up."""
+    """What Python writes as it crashes: the stacks of all threads, that of the thread which crashed
+    moved up.
+    """
     current = next((at for at, text in enumerate(texts) if text.startswith("Current thread ")), None)
     first = next((at for at, text in enumerate(texts) if text.startswith(("Current thread ", "Thread 0x"))), None)
     if current is None or first is None:

@@ -1,8 +1,9 @@
-"""The last collectives of this rank, from PyTorch's flight recorders: gloo has one, and NCCL another.
+"""The last collectives of this rank, from PyTorch's flight recorders: gloo has one, and NCCL
+another.
 
-A collective has no name: in each group the n-th of one rank pairs with the n-th of the others. So ranks are compared by
-group and sequence number: a rank with a pending one waits, and ranks with different operations of one number have diverged.
-`stall.py` reports it.
+A collective has no name: in each group the n-th of one rank pairs with the n-th of the others. So
+ranks are compared by group and sequence number: a rank with a pending one waits, and ranks with
+different operations of one number have diverged. `stall.py` reports it.
 """
 
 import pickle
@@ -14,7 +15,8 @@ from typing import Any
 from lmforge.core.records.run_records import Count
 
 MAX_PER_GROUP = 8
-# The functions of gloo and of NCCL; builds for the CPU lack the second. Private to torch; checked with 2.13.0.
+# The functions of gloo and of NCCL; builds for the CPU lack the second. Private to torch; checked
+# with 2.13.0.
 _DUMP_FUNCTIONS = ("_dump_fr_trace", "_dump_nccl_trace")
 
 
@@ -36,7 +38,8 @@ def recent_collectives() -> list[CollectiveRecord]:
     if not dist.is_available() or not dist.is_initialized():
         return []
     dump_functions = [getattr(torch._C._distributed_c10d, name, None) for name in _DUMP_FUNCTIONS]
-    # Without the recorded stacks: looking up their lines takes seconds, and the stack of a waiting rank says the same.
+    # Without the recorded stacks: looking up their lines takes seconds, and the stack of a waiting
+    # rank says the same.
     return merge_records([pickle.loads(dump(True, False, False)) for dump in dump_functions if dump is not None])
 
 

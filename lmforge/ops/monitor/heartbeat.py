@@ -1,9 +1,11 @@
-"""The current step and phase of a rank, for other ranks to read: `health/rank-R.json`, written every few seconds by a thread.
+"""The current step and phase of a rank, for other ranks to read: `health/rank-R.json`, written
+every few seconds by a thread.
 
-The training thread sets its step and phase, which takes about a microsecond; the thread decides when to write. An old
-phase in a fresh heartbeat is a stall, an old heartbeat is a dead process; `stall.py` draws these conclusions. The file is
-overwritten in place by one write, not renamed: on a file system that many hosts share, a new name every second from each of
-a thousand ranks is work for its one metadata server, and old names stay in caches.
+The training thread sets its step and phase, which takes about a microsecond; the thread decides
+when to write. An old phase in a fresh heartbeat is a stall, an old heartbeat is a dead process;
+`stall.py` draws these conclusions. The file is overwritten in place by one write, not renamed: on a
+file system that many hosts share, a new name every second from each of a thousand ranks is work for
+its one metadata server, and old names stay in caches.
 """
 
 import json
@@ -32,12 +34,15 @@ MAX_HEARTBEAT_SECONDS = 2.0
 COMPILING = "compiling"
 # The maximum delay until a file server shows what another host wrote.
 SILENT_AFTER_SECONDS = 10.0
-# Longer than any heartbeat. Shorter ones are padded with blanks, so that they overwrite the previous one completely.
+# Longer than any heartbeat. Shorter ones are padded with blanks, so that they overwrite the
+# previous one completely.
 FILE_BYTES = 512
 
 
 class PhaseMark(NamedTuple):
-    """The current phase: the `phase_number`-th of `step`, since `since` (epoch) and `started` (time.perf_counter)."""
+    """The current phase: the `phase_number`-th of `step`, since `since` (epoch) and `started`
+    (time.perf_counter).
+    """
 
     step: int
     phase_number: int
@@ -82,7 +87,10 @@ def heartbeat_paths(folder: Path) -> dict[int, Path]:
 
 
 def overwrite(path: Path, record: Any, width: int) -> int:
-    """Write a dataclass as JSON in place by one write, padded with blanks to `width` bytes. Returns how many it has now."""
+    """Write a dataclass as JSON in place by one write, padded with blanks to `width` bytes.
+
+    Returns how many it has now.
+    """
     text = json.dumps(asdict(record)).encode().ljust(width)
     with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o644), "wb", buffering=0) as file:
         file.write(text + b"\n")
@@ -90,7 +98,9 @@ def overwrite(path: Path, record: Any, width: int) -> int:
 
 
 def read_overwritten(path: Path, schema: type[T]) -> tuple[float, T] | None:
-    """When a file was last overwritten, by its file system's clock, and its content; None where it cannot be read."""
+    """When a file was last overwritten, by its file system's clock, and its content; None where it
+    cannot be read.
+    """
     for _ in range(3):  # it may be read half-written
         with suppress(UserError, OSError):
             return path.stat().st_mtime, read_json(path, schema)
@@ -117,8 +127,10 @@ class Heartbeat:
         self._phase_before_compiling = ""
 
     def set_phase(self, phase: str, step: int) -> None:
-        """Set the current phase of this rank; docs/watching.md lists the phases. It takes about a microsecond and never
-        fails."""
+        """Set the current phase of this rank; docs/watching.md lists the phases.
+
+        It takes about a microsecond and never fails.
+        """
         before, clock = self.current, time.perf_counter()
         self.current = PhaseMark(step, before.phase_number + 1 if step == before.step else 0, phase, time.time(), clock)
         seconds, name = clock - before.started, before.phase
@@ -130,7 +142,10 @@ class Heartbeat:
 
     @contextmanager
     def barrier(self) -> Iterator[None]:
-        """Context for waiting for other ranks, in which the phase is `barrier`. Does nothing in other threads."""
+        """Context for waiting for other ranks, in which the phase is `barrier`.
+
+        Does nothing in other threads.
+        """
         if threading.get_ident() != self._training_thread or self.current.phase == "barrier":
             yield
             return
@@ -142,7 +157,10 @@ class Heartbeat:
             self.set_phase(before.phase, before.step)
 
     def begin_compiling(self, _: object) -> None:
-        """The phase is `compiling` from now on. With `end_compiling` a callback of torch's compiler, in whatever thread."""
+        """The phase is `compiling` from now on.
+
+        With `end_compiling` a callback of torch's compiler, in whatever thread.
+        """
         self._phase_before_compiling = self.current.phase
         self.set_phase(COMPILING, self.current.step)
 
@@ -152,11 +170,16 @@ class Heartbeat:
             self.set_phase(self._phase_before_compiling, self.current.step)
 
     def usual_seconds(self, phase: str) -> float:
-        """The second longest time that this phase has taken in this run: the longest may have been a stall."""
+        """The second longest time that this phase has taken in this run: the longest may have been
+        a stall.
+        """
         return self._longest.get(phase, (0.0, 0.0))[0]
 
     def write(self, final_phase: str | None = None) -> None:
-        """Write the file, with `final_phase` in place of the current one. OSError where that fails."""
+        """Write the file, with `final_phase` in place of the current one.
+
+        OSError where that fails.
+        """
         step, number, phase, since, _ = self.current
         phase, written, count = final_phase or phase, time.time(), process_io_bytes()
         noticed, reported = self.stall_noticed, self.stall_reported

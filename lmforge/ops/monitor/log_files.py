@@ -1,8 +1,9 @@
-"""Reads the logs of ranks: in pieces of bounded size, from the end or as they grow, and merged by time.
+"""Reads the logs of ranks: in pieces of bounded size, from the end or as they grow, and merged by
+time.
 
-A line of a log begins with its time (`rank_log.py`). What libraries in C write has none: it counts as written when the line
-before it was, or, at the end of the file, when the file was last changed. No file stays open between two reads, so that a
-thousand ranks need no thousand descriptors.
+A line of a log begins with its time (`rank_log.py`). What libraries in C write has none: it counts
+as written when the line before it was, or, at the end of the file, when the file was last changed.
+No file stays open between two reads, so that a thousand ranks need no thousand descriptors.
 """
 
 import heapq
@@ -37,7 +38,8 @@ class LogLine(NamedTuple):
 
 
 def printable(line: bytes) -> str:
-    """A line as text that is safe to print on a terminal: without escape sequences, other control characters as dots.
+    """A line as text that is safe to print on a terminal: without escape sequences, other control
+    characters as dots.
 
     Where carriage returns overwrote text, as in a progress bar, the last state is left.
     """
@@ -51,7 +53,10 @@ def printable(line: bytes) -> str:
 
 @dataclass
 class LogFile:
-    """One rank's log. `read` returns what follows the last read; `skip_to_tail` begins near the end."""
+    """One rank's log.
+
+    `read` returns what follows the last read; `skip_to_tail` begins near the end.
+    """
 
     path: Path
     rank: int
@@ -61,7 +66,10 @@ class LogFile:
     _time: float = 0.0
 
     def skip_to_tail(self, num_lines: int) -> None:
-        """Make the next read begin with the last `num_lines` lines. Reads backwards, only as far as needed."""
+        """Make the next read begin with the last `num_lines` lines.
+
+        Reads backwards, only as far as needed.
+        """
         with open_file(self.path) as file:
             offset, missing = file.seek(0, os.SEEK_END), num_lines + 1  # the last line's own end is one of them
             while offset > 0 and missing > 0:
@@ -85,7 +93,8 @@ class LogFile:
     def read(self, *, to_the_end: bool = True) -> list[LogLine] | None:
         """The lines of the next piece of the file; None where there is nothing more.
 
-        A last line without an end is left for later, unless this is `to_the_end` and nothing follows.
+        A last line without an end is left for later, unless this is `to_the_end` and nothing
+        follows.
         """
         with open_file(self.path) as file:
             if os.fstat(file.fileno()).st_size < self._offset:  # it was replaced
@@ -123,7 +132,9 @@ class LogFile:
         return result
 
     def _parse(self, line: bytes) -> list[LogLine]:
-        """The line, with time 0 if it has none; nothing for zero bytes, which a crash of the host leaves in a file."""
+        """The line, with time 0 if it has none; nothing for zero bytes, which a crash of the host
+        leaves in a file.
+        """
         if line and not line.strip(b"\0"):
             return []
         seconds = 0.0
@@ -156,7 +167,10 @@ def merged(files: Sequence[LogFile]) -> Iterator[LogLine]:
 
 
 def tail(files: Sequence[LogFile], num_lines: int) -> list[LogLine]:
-    """The last `num_lines` lines of all files together, in the order of time. Reads only the end of each."""
+    """The last `num_lines` lines of all files together, in the order of time.
+
+    Reads only the end of each.
+    """
     last: list[LogLine] = []
     for file in files:
         file.skip_to_tail(num_lines)

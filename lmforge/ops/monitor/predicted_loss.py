@@ -1,4 +1,6 @@
-"""The validation loss that a ladder predicts while its big run trains, and a line where the run leaves the interval."""
+"""The validation loss that a ladder predicts while its big run trains, and a line where the run
+leaves the interval.
+"""
 
 from bisect import bisect_right
 from pathlib import Path
@@ -15,7 +17,9 @@ from lmforge.core.stages.observer import ObservedRun, Observer
 
 
 class PredictedLoss(BaseModel):
-    """A file of `lmforge ladder`. points: (step, loss, low, high) in ascending steps; low and high are of a 90 % interval."""
+    """A file of `lmforge ladder`. points: (step, loss, low, high) in ascending steps; low and high
+    are of a 90 % interval.
+    """
 
     steps: StepNumber
     points: Annotated[list[tuple[StepNumber, Measure, Measure, Measure]], Field(min_length=1)]
@@ -33,7 +37,10 @@ class PredictedLoss(BaseModel):
 
 
 def read_predicted_loss(path: Path, steps: int) -> PredictedLoss:
-    """The prediction for a run of so many steps. Raises UserError where the file cannot be read, or is of another run."""
+    """The prediction for a run of so many steps.
+
+    Raises UserError where the file cannot be read, or is of another run.
+    """
     try:
         predicted = read_json(path, PredictedLoss)
     except OSError as problem:
@@ -52,7 +59,9 @@ class LossWatch:
         self._predicted, self._is_outside = predicted, False
 
     def check(self, step: int, loss: float | None) -> str | None:
-        """A line about the loss at this step, if it was measured; None where there is nothing new to say."""
+        """A line about the loss at this step, if it was measured; None where there is nothing new
+        to say.
+        """
         if loss is None or (expected := self._predicted.at(step)) is None:
             return None
         predicted, low, high = expected
@@ -64,7 +73,9 @@ class LossWatch:
 
 
 class LossObserver(Observer):
-    """Compares the validation losses of a run with those that a ladder has predicted (log.prediction)."""
+    """Compares the validation losses of a run with those that a ladder has predicted
+    (log.prediction).
+    """
 
     @classmethod
     def open(cls, config: StageConfig, inputs: RunInputs, resumes: bool) -> None:

@@ -1,8 +1,10 @@
-"""The log of a rank in one attempt, `logs/attempt-1/rank-3.log`: every line with its time, and how the rank failed.
+"""The log of a rank in one attempt, `logs/attempt-1/rank-3.log`: every line with its time, and how
+the rank failed.
 
-The first line says where the rank runs. Ranks other than 0 print to their log, also what libraries in C write. Rank 0 prints
-to the terminal; what it writes to standard error is in its log too, and beside a panel what libraries in C write
-(`console.py`). `log_files.py` reads logs and `failures.py` says which rank failed first.
+The first line says where the rank runs. Ranks other than 0 print to their log, also what libraries
+in C write. Rank 0 prints to the terminal; what it writes to standard error is in its log too, and
+beside a panel what libraries in C write (`console.py`). `log_files.py` reads logs and `failures.py`
+says which rank failed first.
 """
 
 import faulthandler
@@ -40,7 +42,9 @@ def _now() -> str:
 
 
 def is_caused_by_peer(problem: BaseException) -> bool:
-    """Whether a rank failed because another one failed or did not join, so that it is not the cause."""
+    """Whether a rank failed because another one failed or did not join, so that it is not the
+    cause.
+    """
     if isinstance(problem, PeerLost) or getattr(problem, "raised_on_peer", False):
         return True
     text = str(problem)
@@ -64,8 +68,9 @@ class StampedFile(io.TextIOWrapper):
 
 
 class Output:
-    """Standard output or error (`number` 1 or 2) of work that goes on where nothing reads it: what the reader, terminal or file
-    does not take any more is dropped. That is said once: in the rank's `log`, where errors are too, or on standard error.
+    """Standard output or error (`number` 1 or 2) of work that goes on where nothing reads it: what
+    the reader, terminal or file does not take any more is dropped. That is said once: in the rank's
+    `log`, where errors are too, or on standard error.
 
     `terminal` is None for a stream that is closed, or another Output, whose place this one takes.
     """
@@ -125,8 +130,10 @@ class Output:
 
 @contextmanager
 def losing_output(keeps_stdout: bool = False) -> Iterator[None]:
-    """For work that goes on where nothing reads what it prints, and where standard output or error is closed. With
-    `keeps_stdout` a standard output that is open stays as it is: what it does not take is an error."""
+    """For work that goes on where nothing reads what it prints, and where standard output or error
+    is closed. With `keeps_stdout` a standard output that is open stays as it is: what it does not
+    take is an error.
+    """
     before = sys.stdout, sys.stderr
     if sys.stdout is None or not keeps_stdout:
         sys.stdout = Output(sys.stdout, 1)
@@ -140,8 +147,9 @@ def losing_output(keeps_stdout: bool = False) -> Iterator[None]:
 
 
 def redirect_terminal(stream: TextIO, replace: Callable[[TextIO], TextIO] | None) -> None:
-    """What rank 0 writes to `stream`, its `sys.stdout` or `sys.stderr`, goes to `replace(terminal)` from now on; None: to the
-    terminal."""
+    """What rank 0 writes to `stream`, its `sys.stdout` or `sys.stderr`, goes to `replace(terminal)`
+    from now on; None: to the terminal.
+    """
     if isinstance(stream, Output):
         stream.terminal = replace(stream.original) if replace else stream.original
 
@@ -154,7 +162,9 @@ def print_past_log(line: str) -> None:
 
 
 def write_to_terminal(text: str) -> None:
-    """Write to the launcher's standard error, which a rank has even where its output goes to a file."""
+    """Write to the launcher's standard error, which a rank has even where its output goes to a
+    file.
+    """
     if isinstance(sys.stderr, Output) and sys.stderr.terminal is not sys.stderr.original:
         sys.stderr.write_past_log(text)
         return
@@ -162,7 +172,10 @@ def write_to_terminal(text: str) -> None:
 
 
 class RankLog:
-    """The log of this rank, at `path`, from now on until `close`. Raises OSError where it cannot be opened."""
+    """The log of this rank, at `path`, from now on until `close`.
+
+    Raises OSError where it cannot be opened.
+    """
 
     def __init__(self, path: Path, rank_info: RankInfo, attempt: int) -> None:
         self.path = path
@@ -179,8 +192,10 @@ class RankLog:
             self._take_output()
 
     def _take_output(self) -> None:
-        """Send all output of this process to the log, apart from `sys.__stdout__` and `sys.__stderr__`: they stay what they
-        were, for the few lines of this rank that are for the terminal."""
+        """Send all output of this process to the log, apart from `sys.__stdout__` and
+        `sys.__stderr__`: they stay what they were, for the few lines of this rank that are for the
+        terminal.
+        """
         for descriptor, name in ((1, "__stdout__"), (2, "__stderr__")):
             stream = getattr(sys, name)
             if stream is not None and stream.fileno() == descriptor:
@@ -194,9 +209,11 @@ class RankLog:
         self._file.write(f"{line}\n")
 
     def write_failure(self, problem: BaseException, progress: str) -> None:
-        """Write that this rank failed at `progress`, with the traceback, and whether another rank caused it.
+        """Write that this rank failed at `progress`, with the traceback, and whether another rank
+        caused it.
 
-        The exception's `log_path` is this log from then on. A disk that is full does not hide the failure.
+        The exception's `log_path` is this log from then on. A disk that is full does not hide the
+        failure.
         """
         beginning = PEER_FAILED if is_caused_by_peer(problem) else FAILED
         what = " ".join(traceback.format_exception_only(problem)[-1].split())
@@ -207,7 +224,10 @@ class RankLog:
             problem.log_path = self.path  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        """Restore what rank 0 writes to, and crash reports. Ranks other than 0 go on printing to their log."""
+        """Restore what rank 0 writes to, and crash reports.
+
+        Ranks other than 0 go on printing to their log.
+        """
         if self._reports_crashes:
             faulthandler.disable()
         if isinstance(sys.stderr, Output):

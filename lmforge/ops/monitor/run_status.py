@@ -1,6 +1,8 @@
-"""The state of a run, from its directory alone: heartbeats, the end of metrics.jsonl, what its hosts publish.
+"""The state of a run, from its directory alone: heartbeats, the end of metrics.jsonl, what its
+hosts publish.
 
-It serves every command that shows a run, on any machine that sees the directory. Nothing is written, and no rank is asked.
+It serves every command that shows a run, on any machine that sees the directory. Nothing is
+written, and no rank is asked.
 """
 
 import time
@@ -20,8 +22,9 @@ from lmforge.ops.monitor.usage.host import HostUsage, read_published
 from lmforge.ops.terminal.cells import format_age
 
 RankState = Literal["running", "missing", "ended", "gone", "stopped", "silent"]
-# not started: no rank has written a heartbeat; lost: all ranks are gone or silent, and have not said how they ended;
-# stalled: ranks have reported that nothing moves; degraded: some ranks go on, others do not.
+# not started: no rank has written a heartbeat; lost: all ranks are gone or silent, and have not
+# said how they ended; stalled: ranks have reported that nothing moves; degraded: some ranks go on,
+# others do not.
 RunState = Literal["not started", "running", "stalled", "degraded", "done", "interrupted", "failed", "lost"]
 # Without a bound, one damaged heartbeat could claim a million ranks.
 MAX_MISSING = 2**12
@@ -37,7 +40,8 @@ class RankStatus:
     heartbeat_age_seconds   since then, by the file system's clock; None where there is none
     slow                    the phases in which it is a straggler
     stalled                 it has noticed that it makes no progress
-    verdict                 of a stalled run: stuck, waits, or empty where nothing tells (`stall.classify_ranks`)
+    verdict                 of a stalled run: stuck, waits, or empty where nothing tells
+                            (`stall.classify_ranks`)
     """
 
     rank: int
@@ -60,7 +64,9 @@ class RankStatus:
 
     @property
     def severity(self) -> tuple[int, int, float]:
-        """Sorts ranks, the worst first: that cannot go on, are stuck, are slow, are behind, are longest in a phase."""
+        """Sorts ranks, the worst first: that cannot go on, are stuck, are slow, are behind, are
+        longest in a phase.
+        """
         level = 0 if self.has_problem else 1 if self.verdict == "stuck" else 2 if self.slow else 3 if self.stalled else 4
         return level, self.step, -self.seconds_in_phase
 
@@ -82,8 +88,12 @@ class RankStatus:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """A run at a time. `metrics` has the newest value of each metric that is finite; `steps` is None where the recipe cannot be
-    read. `job` describes the job of a launched run that waits, or has ended before the run began."""
+    """A run at a time.
+
+    `metrics` has the newest value of each metric that is finite; `steps` is None where the recipe
+    cannot be read. `job` describes the job of a launched run that waits, or has ended before the
+    run began.
+    """
 
     path: str
     state: RunState
@@ -132,7 +142,10 @@ def run_state(ranks: Sequence[RankStatus]) -> RunState:
 
 
 def _read_ranks(folder: Path) -> list[RankStatus]:
-    """The ranks of the run, by rank; heartbeats contain their number. Of those without a heartbeat, the first MAX_MISSING."""
+    """The ranks of the run, by rank; heartbeats contain their number.
+
+    Of those without a heartbeat, the first MAX_MISSING.
+    """
     written: dict[int, float] = {}
     for rank, path in heartbeat_paths(folder).items():
         with suppress(OSError):

@@ -1,8 +1,8 @@
 """The report of a stall: which rank is stuck, which ranks wait for it, and where each of them is.
 
-`write_evidence` writes what a stalled rank knows about itself, `read_peer` reads what another rank wrote, `classify_ranks`
-decides from that which ranks are stuck, and `report_lines` writes the report. Only files are read, since a rank that hangs
-cannot answer.
+`write_evidence` writes what a stalled rank knows about itself, `read_peer` reads what another rank
+wrote, `classify_ranks` decides from that which ranks are stuck, and `report_lines` writes the
+report. Only files are read, since a rank that hangs cannot answer.
 """
 
 import json
@@ -27,7 +27,8 @@ from lmforge.ops.monitor.heartbeat import COMPILING, FINAL_PHASES, HeartbeatReco
 
 # How many of the innermost calls of a stack are printed; the file has them all.
 FRAMES_SHOWN = 8
-# Parts of the paths of code that is not the user's and not ours, apart from the wrapper of `Work.wait`.
+# Parts of the paths of code that is not the user's and not ours, apart from the wrapper of
+# `Work.wait`.
 LIBRARY_PATHS = (
     "site-packages",
     "dist-packages",
@@ -57,8 +58,11 @@ class StackFrame(NamedTuple):
 
 @dataclass(frozen=True)
 class PeerStatus:
-    """What is known of a rank from its files. `heartbeat` is a HeartbeatRecord, empty where there is none; `state` is running,
-    missing, ended, gone, stopped or silent; `stack` and `collectives` are those of this stall, or empty."""
+    """What is known of a rank from its files.
+
+    `heartbeat` is a HeartbeatRecord, empty where there is none; `state` is running, missing, ended,
+    gone, stopped or silent; `stack` and `collectives` are those of this stall, or empty.
+    """
 
     rank: int
     heartbeat: dict[str, Any]
@@ -108,8 +112,9 @@ def stall_file(folder: Path, rank: int) -> Path:
 
 
 def write_evidence(folder: Path, stacks_file: Path, rank: int, progress: tuple[int, int], thread_id: int) -> None:
-    """Write where this rank is: the stack of the training thread and its collectives for `read_peer`, and the stacks of all
-    threads into `stacks_file`."""
+    """Write where this rank is: the stack of the training thread and its collectives for
+    `read_peer`, and the stacks of all threads into `stacks_file`.
+    """
     names = {each.ident: each.name for each in threading.enumerate()}
     extracted = {ident: traceback.extract_stack(frame) for ident, frame in sys._current_frames().items()}
     collectives = recent_collectives()
@@ -128,8 +133,8 @@ def write_evidence(folder: Path, stacks_file: Path, rank: int, progress: tuple[i
 def read_peer(folder: Path, rank: int, own_written_at: float, silent_after_seconds: float) -> PeerStatus:
     """What `rank` has written about itself.
 
-    A rank is silent if its heartbeat is older than `own_written_at`, a time of the same file system's clock, by more than
-    `silent_after_seconds`.
+    A rank is silent if its heartbeat is older than `own_written_at`, a time of the same file
+    system's clock, by more than `silent_after_seconds`.
     """
     if (content := read_overwritten(heartbeat_path(folder, rank), HeartbeatRecord)) is None:
         return PeerStatus(rank, {}, "missing")
@@ -160,9 +165,10 @@ def _process_state(heartbeat: dict[str, Any]) -> str:
 def classify_ranks(peers: Sequence[PeerStatus]) -> dict[int, str]:
     """Which ranks are stuck in this stall and which wait; neither where nothing distinguishes them.
 
-    A rank that cannot continue (missing, ended, gone, stopped, silent) is stuck. Otherwise the ranks that wait in no
-    collective while others do are stuck, those with the least progress among them. Where all wait in collectives, none is
-    stuck: they diverged. Where none waits in a collective, the ranks with the least progress are stuck.
+    A rank that cannot continue (missing, ended, gone, stopped, silent) is stuck. Otherwise the
+    ranks that wait in no collective while others do are stuck, those with the least progress among
+    them. Where all wait in collectives, none is stuck: they diverged. Where none waits in a
+    collective, the ranks with the least progress are stuck.
     """
     if any(peer.state != "running" for peer in peers):
         return {peer.rank: WAITING if peer.state == "running" else STUCK for peer in peers}
@@ -175,8 +181,9 @@ def classify_ranks(peers: Sequence[PeerStatus]) -> dict[int, str]:
 
 
 def compiling_peers(peers: Sequence[PeerStatus], patience_seconds: float) -> list[PeerStatus]:
-    """The ranks that the others wait for, if they have been compiling for less than `patience_seconds`: this is not reported as
-    a stall."""
+    """The ranks that the others wait for, if they have been compiling for less than
+    `patience_seconds`: this is not reported as a stall.
+    """
     verdict = classify_ranks(peers)
     return [
         peer
@@ -195,7 +202,10 @@ def compiling_line(compiling: Sequence[PeerStatus], num_ranks: int) -> str:
 def report_lines(
     peers: Sequence[PeerStatus], stalled_seconds: float, step_seconds: float | None, stacks_path: str
 ) -> list[str]:
-    """The lines of the report. `stacks_path` says where all stacks are; `step_seconds` is what a step took, if known."""
+    """The lines of the report.
+
+    `stacks_path` says where all stacks are; `step_seconds` is what a step took, if known.
+    """
     verdict = classify_ranks(peers)
     stuck = [peer for peer in peers if verdict[peer.rank] == STUCK]
     waiting = [peer for peer in peers if verdict[peer.rank] == WAITING]
@@ -266,13 +276,17 @@ def _format_time_in_phase(peers: Sequence[PeerStatus]) -> str:
 
 
 def _wait_in_one_collective(waiting: Sequence[PeerStatus]) -> bool:
-    """Whether each of these ranks has begun the same collective: then the code is not the reason that it does not end."""
+    """Whether each of these ranks has begun the same collective: then the code is not the reason
+    that it does not end.
+    """
     pending = [peer.pending_collective for peer in waiting]
     return None not in pending and len({(each.group, each.sequence, each.operation) for each in pending if each}) == 1
 
 
 def _divergence_lines(waiting: Sequence[PeerStatus]) -> list[str]:
-    """The last collective that the ranks had in common, and where they probably diverged; or that they did not diverge."""
+    """The last collective that the ranks had in common, and where they probably diverged; or that
+    they did not diverge.
+    """
     if _wait_in_one_collective(waiting):
         return ["  Likely the network between these ranks, or a device: `lmforge doctor` on the same hosts names a bad link."]
     pending = [peer.pending_collective for peer in waiting if peer.pending_collective]

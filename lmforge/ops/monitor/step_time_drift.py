@@ -1,7 +1,7 @@
 """Drift of the step time: a line where steps have become slower by a fifth and stay so.
 
-Single log steps vary with other load on the machine. So medians of several are compared, and most of the late ones must be
-slow.
+Single log steps vary with other load on the machine. So medians of several are compared, and most
+of the late ones must be slow.
 """
 
 import math
@@ -11,14 +11,18 @@ from collections import deque
 # Log steps in a median; short ones are combined until they cover a second.
 WINDOW_READINGS = 20
 MIN_READING_SECONDS = 1.0
-# How much slower than the best median is reported, and again at each multiple; recovered is below half of it.
+# How much slower than the best median is reported, and again at each multiple; recovered is below
+# half of it.
 DRIFT_THRESHOLD = 0.2
 # This fraction of the late readings must be slower than the baseline by half of that.
 SLOW_FRACTION = 0.8
 
 
 class DriftDetector:
-    """Takes step times, and returns lines. The baseline is the smallest median of twenty neighbouring readings so far."""
+    """Takes step times, and returns lines.
+
+    The baseline is the smallest median of twenty neighbouring readings so far.
+    """
 
     def __init__(self) -> None:
         # (seconds, step) of each.
@@ -47,7 +51,8 @@ class DriftDetector:
             return []
         now = statistics.median(seconds for seconds, _ in self._readings)
         lines = self._compare(now)
-        # Windows of the baseline do not overlap: the fastest of many overlapping ones would be too low by chance.
+        # Windows of the baseline do not overlap: the fastest of many overlapping ones would be too
+        # low by chance.
         if self._num_readings % WINDOW_READINGS == 0 and now < self._baseline[0]:
             self._baseline = (now, self._readings[WINDOW_READINGS // 2][1])
         return lines

@@ -1,9 +1,10 @@
 """Stragglers: ranks whose own work in a phase takes clearly longer than that of the others.
 
-Fast ranks wait for slow ones inside the same phases, so that phase times alone point to the wrong rank. A rank's own seconds
-are compared. On a CPU, waiting is measured in torch's `Work.wait` and subtracted. On a GPU, events time the phases of one step
-in each interval; there `forward` and `backward` include waiting in the all-gathers of sharding, which makes ranks look alike,
-but never a fast one slow.
+Fast ranks wait for slow ones inside the same phases, so that phase times alone point to the wrong
+rank. A rank's own seconds are compared. On a CPU, waiting is measured in torch's `Work.wait` and
+subtracted. On a GPU, events time the phases of one step in each interval; there `forward` and
+`backward` include waiting in the all-gathers of sharding, which makes ranks look alike, but never a
+fast one slow.
 """
 
 import statistics
@@ -22,16 +23,20 @@ from lmforge.ops.monitor.heartbeat import Heartbeat
 
 # Phases in which a rank works by itself; reduce and barrier are waiting.
 COMPARED_PHASES = ("data", "forward", "backward", "optimizer", "save", "evaluate")
-# Healthy ranks differ by a few per cent. A phase that takes 50 % longer is reported if the difference is at least a tenth of
-# the step, and only when seen twice: once may be a page fault or another process.
+# Healthy ranks differ by a few per cent. A phase that takes 50 % longer is reported if the
+# difference is at least a tenth of the step, and only when seen twice: once may be a page fault or
+# another process.
 SLOW_RATIO, SLOW_FRACTION, TIMES_SEEN = 1.5, 0.1, 2
 RECOVERED_RATIO = 1.25
-# Short steps are combined until they cover this time, so that a pause of the system does not count as a slow rank.
+# Short steps are combined until they cover this time, so that a pause of the system does not count
+# as a slow rank.
 MIN_WINDOW_SECONDS = 1.0
 
 
 class StragglerDetector:
-    """Takes the own seconds of every rank, and returns lines about ranks that are slow, or no longer slow."""
+    """Takes the own seconds of every rank, and returns lines about ranks that are slow, or no
+    longer slow.
+    """
 
     def __init__(self) -> None:
         # How often in a row a (rank, phase) was slow; from TIMES_SEEN on it is reported.
@@ -42,10 +47,11 @@ class StragglerDetector:
     def update(
         self, seconds_by_rank: Sequence[Sequence[float]], pipeline_ranks: Sequence[int], steps: float, step_seconds: float
     ) -> list[str]:
-        """Lines such as "rank 3: forward takes 1.8 times the median (0.42 s against 0.23 s per step); …".
+        """Lines such as "rank 3: forward takes 1.8 times the median (0.42 s against 0.23 s per
+        step); …".
 
-        `seconds_by_rank[rank]` has the own seconds over `steps` steps of each of COMPARED_PHASES. Only ranks of one
-        pipeline rank are compared.
+        `seconds_by_rank[rank]` has the own seconds over `steps` steps of each of COMPARED_PHASES.
+        Only ranks of one pipeline rank are compared.
         """
         self._tables.append(seconds_by_rank)
         self._steps += steps
@@ -135,7 +141,10 @@ class StragglerMonitor:
 
 
 def _exclude_wait_time(heartbeat: Heartbeat) -> Callable[[], None]:
-    """Subtract what this thread waits in collectives from its phases. Returns a function that undoes it."""
+    """Subtract what this thread waits in collectives from its phases.
+
+    Returns a function that undoes it.
+    """
     thread, wait = threading.get_ident(), dist.Work.wait
 
     def counted(work: dist.Work, *arguments: Any) -> Any:
@@ -152,7 +161,9 @@ def _exclude_wait_time(heartbeat: Heartbeat) -> Callable[[], None]:
 
 
 class _CudaPhaseTimer:
-    """GPU times of the phases of one step: an event at each phase, read after something has waited for the device."""
+    """GPU times of the phases of one step: an event at each phase, read after something has waited
+    for the device.
+    """
 
     def __init__(self, heartbeat: Heartbeat) -> None:
         self._heartbeat = heartbeat
@@ -176,7 +187,9 @@ class _CudaPhaseTimer:
             self._heartbeat.on_phase = None
 
     def read(self) -> dict[str, float]:
-        """Seconds of forward, backward and optimizer in the step that was timed; the other phases are the host's work."""
+        """Seconds of forward, backward and optimizer in the step that was timed; the other phases
+        are the host's work.
+        """
         seconds: dict[str, float] = {}
         if self._heartbeat.on_phase is None:  # every phase of the step is recorded
             for (phase, begin), (_, end) in zip(self._events, self._events[1:], strict=False):

@@ -1,8 +1,10 @@
-"""The watchdog of a run: heartbeats, reports of stalls while they last, stragglers, drift, and the disk.
+"""The watchdog of a run: heartbeats, reports of stalls while they last, stragglers, drift, and the
+disk.
 
-The loop sets its phase (`set_phase`) and gives the time of its steps (`check_step_times`). A thread writes the heartbeat and
-looks only at this rank's clock; when a phase lasts too long it reads what the other ranks wrote. So a healthy run writes a
-small file every two seconds, and a rank that hangs need not answer.
+The loop sets its phase (`set_phase`) and gives the time of its steps (`check_step_times`). A thread
+writes the heartbeat and looks only at this rank's clock; when a phase lasts too long it reads what
+the other ranks wrote. So a healthy run writes a small file every two seconds, and a rank that hangs
+need not answer.
 """
 
 import os
@@ -25,20 +27,24 @@ from lmforge.ops.monitor.stragglers import StragglerMonitor
 from lmforge.ops.monitor.usage.disk import DiskMonitor
 from lmforge.ops.monitor.usage.host import publish_usage
 
-# A stall is noticed this many heartbeats before it is reported: ranks that wait for each other notice it within one
-# heartbeat, and what they write must exist when one of them reports.
+# A stall is noticed this many heartbeats before it is reported: ranks that wait for each other
+# notice it within one heartbeat, and what they write must exist when one of them reports.
 HEARTBEATS_BEFORE_REPORT = 3
 # A phase may take this many times its usual time before it is a stall.
 PATIENCE_FACTOR = 3.0
-# Compilation may take this many times `stall_seconds` before it is a stall; until then it is reported as what it is.
+# Compilation may take this many times `stall_seconds` before it is a stall; until then it is
+# reported as what it is.
 COMPILE_PATIENCE_FACTOR = 10.0
-# A rank that has read and written less in half of `timeout_seconds` is not reading anything large: it hangs.
+# A rank that has read and written less in half of `timeout_seconds` is not reading anything large:
+# it hangs.
 MIN_PROGRESS_BYTES = 16 * 2**20
 
 
 @dataclass
 class _Stall:
-    """A stall that this rank has noticed: its phase, when it is reported next, and the progress of all ranks at a time."""
+    """A stall that this rank has noticed: its phase, when it is reported next, and the progress of
+    all ranks at a time.
+    """
 
     started: float
     phase: str
@@ -50,10 +56,12 @@ class _Stall:
 
 
 class Watchdog:
-    """Watches this rank. `folder` is for heartbeats; reports go to standard error and to `log_path`, stacks beside it.
+    """Watches this rank.
 
-    `add_event(kind, step, **fields)` keeps what the rank that reports a stall says about it. `may_write`: whether `folder` is
-    still that of this run.
+    `folder` is for heartbeats; reports go to standard error and to `log_path`, stacks beside it.
+
+    `add_event(kind, step, **fields)` keeps what the rank that reports a stall says about it.
+    `may_write`: whether `folder` is still that of this run.
     """
 
     def __init__(
@@ -88,8 +96,9 @@ class Watchdog:
         self._thread.start()
 
     def set_phase(self, phase: str, step: int | None = None) -> None:
-        """Say what this rank does from now on, at the same step unless one is given. docs/watching.md lists the phases. Does
-        nothing in threads that work beside the training."""
+        """Say what this rank does from now on, at the same step unless one is given.
+        docs/watching.md lists the phases. Does nothing in threads that work beside the training.
+        """
         if threading.get_ident() == self._training_thread:
             self._heartbeat.set_phase(phase, self._heartbeat.current.step if step is None else step)
 
@@ -104,7 +113,10 @@ class Watchdog:
         self._to_stop += [partial(callback_handler.remove_end_callback, end)]
 
     def watch_disk(self, folder: Path, next_checkpoint_bytes: Callable[[], int]) -> None:
-        """From now on rank 0 warns where the disk of the checkpoints has become full. A store does not say how much it has."""
+        """From now on rank 0 warns where the disk of the checkpoints has become full.
+
+        A store does not say how much it has.
+        """
         if self._dist_ctx.is_rank0 and is_local(folder):
             self._to_stop.append(DiskMonitor(folder, next_checkpoint_bytes).start(self._log_lines))
 
@@ -115,8 +127,8 @@ class Watchdog:
     def check_step_times(self, step: int, step_seconds: float, pipeline_rank: int) -> list[str]:
         """Lines about stragglers and drift. Every rank calls it at the same steps, and none waits.
 
-        `step_seconds` is the mean since the last log step, of training alone. Ranks of the same `pipeline_rank` do equal work.
-        Call it after something has waited for the device.
+        `step_seconds` is the mean since the last log step, of training alone. Ranks of the same
+        `pipeline_rank` do equal work. Call it after something has waited for the device.
         """
         self._step_seconds = step_seconds
         return [*self._stragglers.exchange(step, step_seconds, pipeline_rank), *self._drift.update(step, step_seconds)]
@@ -139,13 +151,16 @@ class Watchdog:
             last = self._stopped.wait(wait_seconds)
             wait_seconds = self._heartbeat_seconds
             for act in acts[:1] if last else acts:
-                # A heartbeat that cannot be written or read, as on a full disk, must not stop the training or this thread.
+                # A heartbeat that cannot be written or read, as on a full disk, must not stop the
+                # training or this thread.
                 with suppress(OSError, UserError):
                     if self._owns_folder():
                         act()
 
     def _owns_folder(self) -> bool:
-        """Whether the folder is this run's, as far as can be found out: a file server that fails is a stall to report."""
+        """Whether the folder is this run's, as far as can be found out: a file server that fails is
+        a stall to report.
+        """
         with suppress(OSError):
             return self._may_write()
         return True
@@ -189,14 +204,17 @@ class Watchdog:
         return [stall.read_peer(self._folder, rank, written, patience) for rank in range(self._dist_ctx.world_size)]
 
     def _is_reporter(self, peers: list[stall.PeerStatus]) -> bool:
-        """Whether this rank reports: the one that has reported this stall before, or the lowest that has noticed it."""
+        """Whether this rank reports: the one that has reported this stall before, or the lowest
+        that has noticed it.
+        """
         able = [peer for peer in peers if peer.state == "running" and peer.heartbeat["noticed"]]
         reporters = [peer.rank for peer in able if peer.heartbeat["reported"]] or [peer.rank for peer in able]
         return min(reporters, default=self._rank) == self._rank
 
     def _report_stall(self, observed: _Stall, age: float) -> None:
         if self._rank and not self._heartbeat.stall_reported:
-            # Usually rank 0 reports: thousands of ranks should not each read what all the others wrote.
+            # Usually rank 0 reports: thousands of ranks should not each read what all the others
+            # wrote.
             self._heartbeat.write()
             first = stall.read_peer(self._folder, 0, self._heartbeat.path.stat().st_mtime, SILENT_AFTER_SECONDS)
             if first.state == "running" and first.heartbeat["noticed"]:
@@ -232,7 +250,8 @@ class Watchdog:
         self._stall, self._heartbeat.stall_noticed, self._heartbeat.stall_reported = None, False, False
 
     def _check_timeout(self, observed: _Stall, age: float, limit: float) -> None:
-        """End this process where no rank has made progress, or read and written much, for `limit` seconds.
+        """End this process where no rank has made progress, or read and written much, for `limit`
+        seconds.
 
         The ranks are read twice, half of that apart: a slow rank has made progress in between.
         """
@@ -257,7 +276,9 @@ class Watchdog:
         os._exit(EXIT_PEER_LOST)
 
     def _log_lines(self, lines: str) -> None:
-        """Write to the launcher's standard error, which a rank has even where its output goes to a file, and to the log."""
+        """Write to the launcher's standard error, which a rank has even where its output goes to a
+        file, and to the log.
+        """
         printed = [line if line.startswith(" ") else f"lmforge: {line}" for line in lines.split("\n")]
         with suppress(OSError, ValueError):
             write_to_terminal("".join(f"{line}\n" for line in printed))

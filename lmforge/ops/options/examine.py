@@ -1,4 +1,6 @@
-"""The options of the verbs that say what a thing is, and whether a machine has what a run needs: `show` and `doctor`."""
+"""The options of the verbs that say what a thing is, and whether a machine has what a run needs:
+`show` and `doctor`.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +16,9 @@ from lmforge.core.options.sections import DEVICE, Device, ExampleFormat
 
 
 class ShowOptions(Options):
-    """lmforge show THING [OF]: what a recipe, model, token folder, run or checkpoint is; `show data OF`: its data."""
+    """lmforge show THING [OF]: what a recipe, model, token folder, run or checkpoint is; `show data
+    OF`: its data.
+    """
 
     thing: str = argument(
         ..., "recipe.toml, preset name, Hugging Face folder or name, token folder, run, checkpoint, `presets` or `data`"
@@ -44,7 +48,9 @@ class ShowOptions(Options):
 
 
 class DoctorOptions(JobOptions):
-    """lmforge doctor [RECIPE.toml] [--on slurm]: check machine, data and network before a run; --parity compares strategies."""
+    """lmforge doctor [RECIPE.toml] [--on slurm]: check machine, data and network before a run;
+    --parity compares strategies.
+    """
 
     recipe: Path | None = argument(None, "recipe whose data, model and checkpoint folder are checked too, on every host")
     parity: bool = option(False, "train a small model with every strategy that fits the ranks, and compare")

@@ -1,5 +1,6 @@
-"""The options of the verbs that start runs and look at them: `run`, `launch`, `jobs`, `stop`, `logs`, `runs`, `compare`,
-`report`, `top`, and `quickstart`; the contents of a pipeline file, and what a command line of `launch` asks for.
+"""The options of the verbs that start runs and look at them: `run`, `launch`, `jobs`, `stop`,
+`logs`, `runs`, `compare`, `report`, `top`, and `quickstart`; the contents of a pipeline file, and
+what a command line of `launch` asks for.
 """
 
 import re
@@ -19,7 +20,9 @@ from lmforge.core.options.stage import StageConfig
 
 
 class QuickstartOptions(Options):
-    """lmforge quickstart: all stages on the Python standard library's source, some 5 minutes on 2 cores."""
+    """lmforge quickstart: all stages on the Python standard library's source, some 5 minutes on 2
+    cores.
+    """
 
     folder: Path = option(Path("."), "folder for data and runs")
     steps: int | None = option(
@@ -31,7 +34,9 @@ class QuickstartOptions(Options):
 
 
 class RunPipelineOptions(Options):
-    """lmforge run PIPELINE.toml: a pipeline: stages in order, each from the run of the one before it."""
+    """lmforge run PIPELINE.toml: a pipeline: stages in order, each from the run of the one before
+    it.
+    """
 
     file: Path = argument(..., "a TOML file of [[stages]]: each a verb, with a recipe and arguments")
 
@@ -74,13 +79,17 @@ class LaunchCommandOptions(Options):
 
 
 class LaunchVerbOptions(LaunchOptions, LaunchCommandOptions):
-    """lmforge launch [VERB] RECIPE.toml [--on slurm]: start a recipe on this machine, hosts or a cluster, and return."""
+    """lmforge launch [VERB] RECIPE.toml [--on slurm]: start a recipe on this machine, hosts or a
+    cluster, and return.
+    """
 
     recipe: Path = argument(..., "recipe; if it has no run.stage, write its verb first, such as sft")
 
 
 class JobsOptions(Options):
-    """lmforge jobs [NAME]: what `lmforge launch` has started: job, state, step, age and log of each run."""
+    """lmforge jobs [NAME]: what `lmforge launch` has started: job, state, step, age and log of each
+    run.
+    """
 
     name: str | None = argument(None, "one run only")
     folder: Path = RUNS_FOLDER
@@ -108,7 +117,10 @@ class LaunchRequest:
 
 
 def parse_launch(arguments: list[str]) -> LaunchRequest:
-    """Options without a section are those of `[launch]`; the others are the recipe's. Raises UserError."""
+    """Options without a section are those of `[launch]`; the others are the recipe's.
+
+    Raises UserError.
+    """
     first_option = next((at for at, word in enumerate(arguments) if word.startswith("--")), len(arguments))
     given, words = arguments[:first_option], arguments[first_option:]
     verb = given.pop(0) if given and given[0] in STAGES else None
@@ -147,7 +159,9 @@ def _split_options(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 class LogsOptions(Options):
-    """lmforge logs RUN [--rank N] [--follow] [--errors]: the logs of all ranks in one view, the first error first."""
+    """lmforge logs RUN [--rank N] [--follow] [--errors]: the logs of all ranks in one view, the
+    first error first.
+    """
 
     run: Path = argument(..., "directory of a run")
     rank: int | None = option(None, "show only this rank (default: all)", ge=0, lt=RANKS["le"])
@@ -158,7 +172,9 @@ class LogsOptions(Options):
 
 
 class RunsOptions(Options):
-    """lmforge runs [FOLDER]: all runs in a folder: state, step, loss, speed, and when they last wrote."""
+    """lmforge runs [FOLDER]: all runs in a folder: state, step, loss, speed, and when they last
+    wrote.
+    """
 
     folder: Path = argument(Path("runs"), "folder that holds the runs")
     watch: bool = option(False, "update the table every two seconds, until Ctrl-C")
@@ -170,7 +186,9 @@ class RunsOptions(Options):
 
 
 class CompareOptions(Options):
-    """lmforge compare RUN RUN [RUN …]: where runs begin to differ by more than rounding, and what else differs in them."""
+    """lmforge compare RUN RUN [RUN …]: where runs begin to differ by more than rounding, and what
+    else differs in them.
+    """
 
     runs: tuple[Path, ...] = argument(..., "directories of runs; each is compared with the first")
     weights: bool = option(False, "compare the checkpoints of the same steps too")
@@ -182,7 +200,9 @@ class CompareOptions(Options):
 
 
 class ReportOptions(Options):
-    """lmforge report RUN [RUN …]: one HTML page of a run, several side by side, or all stages of a pipeline."""
+    """lmforge report RUN [RUN …]: one HTML page of a run, several side by side, or all stages of a
+    pipeline.
+    """
 
     runs: tuple[Path, ...] = argument(..., "runs, or the TOML file of a pipeline for the runs of its stages")
     out: Path | None = option(None, "file to write (default: report.html, of a single run in its directory)")
@@ -195,7 +215,9 @@ class ReportOptions(Options):
 
 
 class TopOptions(Options):
-    """lmforge top [RUN|HOST …]: what hosts, GPUs and the ranks of a run do, live; without a name, this host."""
+    """lmforge top [RUN|HOST …]: what hosts, GPUs and the ranks of a run do, live; without a name,
+    this host.
+    """
 
     names: tuple[str, ...] = argument((), "directories of runs, and hosts that are asked over ssh (default: this host)")
     slurm_job: int | None = option(None, "ask the hosts of this Slurm job too, over srun", **COUNT)

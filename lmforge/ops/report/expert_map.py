@@ -1,4 +1,6 @@
-"""Reads experts.jsonl, the tokens of each expert of a mixture over the run; ops/monitor/expert_load.py counts them."""
+"""Reads experts.jsonl, the tokens of each expert of a mixture over the run;
+ops/monitor/expert_load.py counts them.
+"""
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -16,7 +18,9 @@ MAX_LINE_BYTES = 2**22
 
 
 class ExpertRecord(BaseModel):
-    """A line of experts.jsonl: `counts` [layers, experts], the tokens that each expert got since the log step before."""
+    """A line of experts.jsonl: `counts` [layers, experts], the tokens that each expert got since
+    the log step before.
+    """
 
     step: StepNumber
     layers: list[Count]
@@ -24,9 +28,11 @@ class ExpertRecord(BaseModel):
 
 
 def read_expert_loads(run: Run) -> list[dict[str, Any]]:
-    """By step, the load of each expert: the tokens that it got, in hundredths of what all would get if they were alike.
+    """By step, the load of each expert: the tokens that it got, in hundredths of what all would get
+    if they were alike.
 
-    Each has "step", "layers" and "loads", an int32 array [layers, experts] as large as the last one's. Empty without a file.
+    Each has "step", "layers" and "loads", an int32 array [layers, experts] as large as the last
+    one's. Empty without a file.
     """
     records: list[dict[str, Any]] = []
     with suppress(OSError), open_file(run.experts_path) as file:

@@ -31,7 +31,9 @@ CLOSE_SECONDS = 30.0  # a file server that does not answer must not hang the end
 
 
 def write_report(runs: Sequence[Run], path: Path, title: str | None = None, state: str | None = None) -> Path:
-    """Write the report of one run, or of several side by side, to `path`. Returns it. `state` is as for `read_run`.
+    """Write the report of one run, or of several side by side, to `path`.
+
+    Returns it. `state` is as for `read_run`.
 
     Raises UserError where a run cannot be read, OSError where the file cannot be written.
     """
@@ -43,7 +45,10 @@ def write_report(runs: Sequence[Run], path: Path, title: str | None = None, stat
 
 
 def is_report(path: Path) -> bool:
-    """Whether a path is a file as `write_report` has written it, unedited. Raises OSError where it cannot be read."""
+    """Whether a path is a file as `write_report` has written it, unedited.
+
+    Raises OSError where it cannot be read.
+    """
     if not path.is_file():
         return False
     with open_file(path) as file:
@@ -58,13 +63,19 @@ def _last_line(page: bytes) -> bytes:
 
 
 def write_run_report(run: Run, state: str | None = None) -> Path:
-    """Write `report.html` into a run. `state` is its state, which the ranks may not have written yet. Returns its path; raises
-    as `write_report` does."""
+    """Write `report.html` into a run.
+
+    `state` is its state, which the ranks may not have written yet. Returns its path; raises as
+    `write_report` does.
+    """
     return write_report([run], run.path / REPORT_FILE, state=state)
 
 
 class ReportThread:
-    """Writes the report of a run from time to time in a thread. Errors are ignored here, and reported at the end of the run."""
+    """Writes the report of a run from time to time in a thread.
+
+    Errors are ignored here, and reported at the end of the run.
+    """
 
     def __init__(self, run: Run) -> None:
         self._run, self._next_at = run, time.monotonic() + FIRST_AFTER_SECONDS

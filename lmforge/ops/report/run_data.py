@@ -1,4 +1,7 @@
-"""What a report shows of one run, read from its directory as values that JSON has. Everything but the recipe may be missing."""
+"""What a report shows of one run, read from its directory as values that JSON has.
+
+Everything but the recipe may be missing.
+"""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -26,7 +29,8 @@ from lmforge.ops.monitor.predicted_loss import read_predicted_loss
 from lmforge.ops.monitor.run_status import RunState, RunStatus, read_run_status
 from lmforge.ops.report.expert_map import read_expert_loads
 
-# More points would make the page slow to open. A longer series is shown with every n-th point and the last.
+# More points would make the page slow to open. A longer series is shown with every n-th point and
+# the last.
 MAX_POINTS = 2000
 MAX_SAMPLES = 40
 MAX_CELLS = 500_000  # of the map of experts
@@ -55,7 +59,9 @@ class _ModelEvent(BaseModel):
 
 
 def read_run(run: Run, state: str | None = None) -> dict[str, Any]:
-    """What page.js calls a run. `state`: given where the run's end is known before all of its ranks have ended.
+    """What page.js calls a run.
+
+    `state`: given where the run's end is known before all of its ranks have ended.
 
     Raises UserError where the recipe or the metrics cannot be read.
     """
@@ -89,8 +95,8 @@ def read_run(run: Run, state: str | None = None) -> dict[str, Any]:
 
 
 def read_events(run: Run) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The events of a run in time order, without its samples; and some of the samples, including the last. Invalid lines and
-    those that announce tables of completions are left out.
+    """The events of a run in time order, without its samples; and some of the samples, including
+    the last. Invalid lines and those that announce tables of completions are left out.
     """
     events: list[dict[str, Any]] = []
     samples: list[dict[str, Any]] = []
@@ -126,7 +132,10 @@ def _last_model(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def last_state(run: Run, status: RunStatus) -> str:
-    """The state of a run, from its `status`. Where its heartbeats are lost, its events say how its last attempt ended."""
+    """The state of a run, from its `status`.
+
+    Where its heartbeats are lost, its events say how its last attempt ended.
+    """
     if status.state != "not started":
         return status.state
     ends = [event.get("state") for event in read_events(run)[0] if event["kind"] in ("start", "end")]  # None of a start
@@ -145,13 +154,17 @@ def _series(records: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
 
 
 def _prediction(records: list[dict[str, Any]]) -> dict[str, float]:
-    """The predictions for the run and the measured values, of its last attempt; empty where there are none."""
+    """The predictions for the run and the measured values, of its last attempt; empty where there
+    are none.
+    """
     compared = ({name: value for name, value in each.items() if name.startswith(PREDICTION_PREFIXES)} for each in records)
     return next(filter(None, reversed(list(compared))), {})
 
 
 def _predicted_loss(config: StageConfig) -> list[tuple[int, float, float, float]]:
-    """(step, loss, low, high) of the ladder that has predicted this run; empty where there is none, or its file is gone."""
+    """(step, loss, low, high) of the ladder that has predicted this run; empty where there is none,
+    or its file is gone.
+    """
     with suppress(UserError):
         if config.log.prediction is not None:
             return read_predicted_loss(config.log.prediction, config.train.steps).points
@@ -159,8 +172,10 @@ def _predicted_loss(config: StageConfig) -> list[tuple[int, float, float, float]
 
 
 def _axis(records: list[dict[str, Any]]) -> dict[str, list[float]]:
-    """Steps, and the tokens and the seconds of training up to each. The seconds begin at 0, also for a run that began at a
-    later step."""
+    """Steps, and the tokens and the seconds of training up to each.
+
+    The seconds begin at 0, also for a run that began at a later step.
+    """
     seconds = [0.0]
     for before, record in pairwise([_begin(records), *records]):
         seconds.append(seconds[-1] + (record.get("step_seconds") or 0.0) * (record["step"] - before["step"]))
@@ -176,7 +191,9 @@ def _begin(records: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _step_times(records: list[dict[str, Any]]) -> list[list[float]]:
-    """Step, and the mean seconds per step since the previous record: total, waiting for data, and waiting for a save."""
+    """Step, and the mean seconds per step since the previous record: total, waiting for data, and
+    waiting for a save.
+    """
     rows, stalled = [], 0.0
     for before, record in pairwise([_begin(records), *records]):
         total = record.get("save_stall_seconds") or stalled
@@ -197,7 +214,9 @@ def _downsample(points: list[Any], limit: int) -> list[Any]:
 
 
 def _experts(run: Run, begin: int) -> dict[str, Any] | None:
-    """Layers, steps from the one where the run began, and loads [steps, layers, experts] up to each of the others."""
+    """Layers, steps from the one where the run began, and loads [steps, layers, experts] up to each
+    of the others.
+    """
     if not (records := read_expert_loads(run)):
         return None
     shown = _downsample(records, max(2, MAX_CELLS // records[-1]["loads"].size))
@@ -209,7 +228,9 @@ def _experts(run: Run, begin: int) -> dict[str, Any] | None:
 
 
 def _ranks(status: RunStatus) -> dict[str, Any]:
-    """The ranks by their last heartbeats: how many are in each phase, and which are in the worst state."""
+    """The ranks by their last heartbeats: how many are in each phase, and which are in the worst
+    state.
+    """
     ranks = sorted(status.ranks, key=lambda rank: rank.severity)
     worst = [
         {
@@ -253,7 +274,9 @@ def _checkpoints(run: Run) -> list[dict[str, Any]]:
 
 
 def _sources(config: PretrainConfig) -> list[dict[str, Any]]:
-    """The token folders of a recipe: weight, tokens, and how many documents have 2^k to 2^(k+1) − 1 tokens."""
+    """The token folders of a recipe: weight, tokens, and how many documents have 2^k to 2^(k+1) − 1
+    tokens.
+    """
     results = []
     for source in config.data.all_sources[:MAX_LENGTHS_SOURCES]:
         entry: dict[str, Any] = {"name": source.label, "weight": getattr(source, "weight", None)}

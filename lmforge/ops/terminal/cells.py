@@ -1,4 +1,6 @@
-"""Cells, lines and tables for terminals: numbers with their units, bars, sparklines, tables with notes."""
+"""Cells, lines and tables for terminals: numbers with their units, bars, sparklines, tables with
+notes.
+"""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -38,7 +40,10 @@ METRIC_WORDS = {
 
 
 def page_console(file_columns: int, **options: Any) -> Console:
-    """The console for tables on standard output. In a file or a pipe they have their full width, up to this maximum."""
+    """The console for tables on standard output.
+
+    In a file or a pipe they have their full width, up to this maximum.
+    """
     return Console(width=None if sys.stdout.isatty() else file_columns, highlight=False, **options)
 
 
@@ -75,8 +80,8 @@ def progress_line(step: int, steps: int | None, seconds_left: float | None, colu
 
 
 def sparkline(values: Sequence[float | None], columns: int) -> str:
-    """The curve of values in at most this many characters: means of equal parts, scaled from their minimum to their maximum.
-    None stands for a value that is not finite.
+    """The curve of values in at most this many characters: means of equal parts, scaled from their
+    minimum to their maximum. None stands for a value that is not finite.
     """
     if len(values) > columns:
         edges = [index * len(values) // max(1, columns) for index in range(columns + 1)]
@@ -89,7 +94,9 @@ def sparkline(values: Sequence[float | None], columns: int) -> str:
 
 
 def note_table(columns: int, heads: Sequence[tuple[str, int, bool]]) -> Table:
-    """A table with these columns (name, least width, right-aligned), and one for notes, which may be on several lines."""
+    """A table with these columns (name, least width, right-aligned), and one for notes, which may
+    be on several lines.
+    """
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style=QUIET, width=columns)
     for name, width, is_number in heads:
         most = None if is_number else 24 if columns >= WIDE_COLUMNS else 12

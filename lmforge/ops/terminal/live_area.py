@@ -1,5 +1,5 @@
-"""Lines at the bottom of a terminal that are drawn again and again, while other lines are printed above them: rich's Live, with
-the cursor left visible, which a killed process could not show again.
+"""Lines at the bottom of a terminal that are drawn again and again, while other lines are printed
+above them: rich's Live, with the cursor left visible, which a killed process could not show again.
 """
 
 import os
@@ -25,8 +25,9 @@ def can_redraw(console: Console) -> bool:
 
 
 class LiveArea(Live):
-    """Shows the lines that `draw(columns, lines)` returns, which must fit in that many columns and lines, from `start` to
-    `stop`. What Python prints meanwhile, and what is written to a `writer`, appears above them line by line.
+    """Shows the lines that `draw(columns, lines)` returns, which must fit in that many columns and
+    lines, from `start` to `stop`. What Python prints meanwhile, and what is written to a `writer`,
+    appears above them line by line.
     """
 
     def __init__(self, console: Console, draw: Callable[[int, int], Sequence[Text]]) -> None:
@@ -69,7 +70,9 @@ class LiveArea(Live):
             self.console.print(Text(text), soft_wrap=True)
 
     def writer(self, stream: TextIO) -> TextIO:
-        """Replaces `stream`, which writes to the same terminal: what is written to it is printed above the area."""
+        """Replaces `stream`, which writes to the same terminal: what is written to it is printed
+        above the area.
+        """
         writer: Any = FileProxy(self.console, stream)
         self._writers.append(writer)
         return writer

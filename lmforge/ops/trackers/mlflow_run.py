@@ -1,4 +1,8 @@
-"""MLflow. Its own variables say where runs go: MLFLOW_TRACKING_URI, …; without it, a database beside the run's directory."""
+"""MLflow.
+
+Its own variables say where runs go: MLFLOW_TRACKING_URI, …; without it, a database beside the run's
+directory.
+"""
 
 import logging
 import os

@@ -43,7 +43,9 @@ class TensorBoardRun(Tracker):
         self._writer.flush()
 
     def attach(self, report: Path) -> None:
-        """The path of the report, as text: TensorBoard stores no files, and would show the page's source."""
+        """The path of the report, as text: TensorBoard stores no files, and would show the page's
+        source.
+        """
         self.log_text("report", f"`{report.absolute()}`", 0)
 
     def close(self, state: str) -> None:

@@ -1,4 +1,6 @@
-"""What a tracker does (`Tracker`), what it is given (`TrackedRun`), and whether those that a run names are installed."""
+"""What a tracker does (`Tracker`), what it is given (`TrackedRun`), and whether those that a run
+names are installed.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +23,8 @@ class TrackedRun:
     project   what groups runs: a project, or an experiment of mlflow
     run_id    what `Tracker.run_id` was in an earlier attempt, None in the first
     config    every option as `section.name`, with values that JSON has
-    options   the tracker's own options, of the class that it was registered with; None where it has none
+    options   the tracker's own options, of the class that it was registered with; None where it has
+              none
     """
 
     path: Path
@@ -37,7 +40,8 @@ class Table:
     """What the model wrote once `step` steps were done, as rows of a table.
 
     name      samples; completions, of a policy that is trained; or val/completions
-    columns   the names of the columns: step, prompt, text; of completions also reward, tokens and ended
+    columns   the names of the columns: step, prompt, text; of completions also reward, tokens and
+              ended
     rows      values that JSON has, in the order of the columns
     """
 
@@ -48,8 +52,11 @@ class Table:
 
 
 class Tracker(Protocol):
-    """An open run of a tracker. Its methods are called in one thread, not the main one, and may wait for the network. What a
-    call that raises was to send is sent once more."""
+    """An open run of a tracker.
+
+    Its methods are called in one thread, not the main one, and may wait for the network. What a
+    call that raises was to send is sent once more.
+    """
 
     run_id: str
     """By which the tracker continues this run."""
@@ -58,7 +65,10 @@ class Tracker(Protocol):
     """Where people see the run, if it is somewhere."""
 
     def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Finite values, by the names that they have in metrics.jsonl. A step may come again, after a resume or a rollback."""
+        """Finite values, by the names that they have in metrics.jsonl.
+
+        A step may come again, after a resume or a rollback.
+        """
 
     def log_table(self, table: Table) -> None:
         """All samples of one step, or completions that were sampled at it."""
@@ -76,7 +86,9 @@ def check_trackers_of(config: StageConfig, run: Run) -> None:
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise UserError for a tracker that does not exist, or whose package (of that name, as is its extra) is not installed."""
+    """Raise UserError for a tracker that does not exist, or whose package (of that name, as is its
+    extra) is not installed.
+    """
     for name in names:
         if registry.get("tracker", name).origin == registry.BUILT_IN and find_spec(name) is None:
             raise UserError(f"log.trackers: {name} is not installed; {how_to_install(name)}, or leave it out")

@@ -1,8 +1,10 @@
-"""Passes the records of a run to its trackers: each has a daemon thread, which reads them from the run's own files.
+"""Passes the records of a run to its trackers: each has a daemon thread, which reads them from the
+run's own files.
 
-The training only says that there are more. So a tracker that raises, hangs or is slow delays no step and takes no memory: it is
-sent later what it missed, in the next attempt too. The thread calls the tracker's own client, which retries as it does
-elsewhere. A client that crashes the interpreter ends the run.
+The training only says that there are more. So a tracker that raises, hangs or is slow delays no
+step and takes no memory: it is sent later what it missed, in the next attempt too. The thread calls
+the tracker's own client, which retries as it does elsewhere. A client that crashes the interpreter
+ends the run.
 """
 
 import json
@@ -42,8 +44,8 @@ Records = Sequence[dict[str, Any]]
 class TrackerThreads:
     """The trackers of a run; none before `start`, which only rank 0 calls.
 
-    `info` and `warn` are called with lines for people, in the thread that calls `wake` or `finish`. `warn` is called for the
-    first problem of a tracker, and at the end with what was not sent.
+    `info` and `warn` are called with lines for people, in the thread that calls `wake` or `finish`.
+    `warn` is called for the first problem of a tracker, and at the end with what was not sent.
     """
 
     def __init__(self, info: Callable[[str], None], warn: Callable[[str], None]) -> None:
@@ -51,9 +53,12 @@ class TrackerThreads:
         self._threads: list[_TrackerThread] = []
 
     def start(self, run: Run, config: StageConfig) -> None:
-        """Open `log.trackers`, each in a thread, and send what an earlier attempt did not. Does not wait."""
-        # Clients import packages when they first need them. Two threads that import packages with circular imports at the same
-        # time can see a module that is not complete.
+        """Open `log.trackers`, each in a thread, and send what an earlier attempt did not.
+
+        Does not wait.
+        """
+        # Clients import packages when they first need them. Two threads that import packages with
+        # circular imports at the same time can see a module that is not complete.
         first_calls = threading.Lock()
         self._threads = [_TrackerThread(run, config, name, first_calls) for name in dict.fromkeys(config.log.trackers)]
         for thread in self._threads:
@@ -61,13 +66,17 @@ class TrackerThreads:
             thread.start()
 
     def wake(self) -> None:
-        """There are new records in metrics.jsonl or events.jsonl; of samples and completions, all of a step. Does not wait."""
+        """There are new records in metrics.jsonl or events.jsonl; of samples and completions, all
+        of a step. Does not wait.
+        """
         for thread in self._threads:
             thread.wake()
             self._print_messages(thread)
 
     def finish(self, state: str) -> None:
-        """Let trackers send what is left, the report and `state` (done, interrupted, failed), for FINISH_SECONDS in all."""
+        """Let trackers send what is left, the report and `state` (done, interrupted, failed), for
+        FINISH_SECONDS in all.
+        """
         deadline = time.monotonic() + FINISH_SECONDS
         for thread in self._threads:
             thread.end(state)
@@ -87,7 +96,9 @@ class TrackerThreads:
 
 @dataclass
 class _SentPosition:
-    """What `trackers/NAME.json` keeps: the tracker's id of the run, and how many bytes of each of the run's files were sent."""
+    """What `trackers/NAME.json` keeps: the tracker's id of the run, and how many bytes of each of
+    the run's files were sent.
+    """
 
     run_id: str | None = None
     sent_bytes: dict[str, Count] = field(default_factory=dict)
@@ -146,7 +157,10 @@ class _TrackerThread(threading.Thread):
         self._call(self._close)
 
     def _new_records(self, path: Path) -> Iterator[tuple[dict[str, Any], int]]:
-        """The records of a file that are not read yet, and where each ends. A line that is none is left out."""
+        """The records of a file that are not read yet, and where each ends.
+
+        A line that is none is left out.
+        """
         position = self._progress.sent_bytes.get(path.name, 0)
         with suppress(OSError), open_file(path) as file:
             file.seek(position)
@@ -161,7 +175,10 @@ class _TrackerThread(threading.Thread):
         return senders.get(record.get("kind"))
 
     def _send_new_records(self, path: Path) -> None:
-        """Those of a step together. What raises is sent once more after the next call that does not."""
+        """Those of a step together.
+
+        What raises is sent once more after the next call that does not.
+        """
         steps = groupby(self._new_records(path), lambda each: (self._sender(each[0]), each[0].get("step")))
         for (sender, _), group in steps:
             records, ends = zip(*group, strict=True)
@@ -226,7 +243,9 @@ class _TrackerThread(threading.Thread):
         self._tracker.log_table(Table("samples", step, ("step", "prompt", "text"), rows))
 
     def _send_completions(self, events: Records) -> None:
-        """The rows of rank 0, which writes a table before its event; none where the folder was cleared."""
+        """The rows of rank 0, which writes a table before its event; none where the folder was
+        cleared.
+        """
         for event in events:
             step, table = event["step"], event["table"]
             rows: list[tuple[Any, ...]] = []

@@ -1,4 +1,7 @@
-"""Trackio. Its own variables say where runs go: TRACKIO_DIR, TRACKIO_SPACE_ID, TRACKIO_SERVER_URL, …"""
+"""Trackio.
+
+Its own variables say where runs go: TRACKIO_DIR, TRACKIO_SPACE_ID, TRACKIO_SERVER_URL, …
+"""
 
 import secrets
 from collections.abc import Mapping
@@ -8,7 +11,9 @@ from lmforge.ops.trackers.tracker import Table, TrackedRun, Tracker
 
 
 class TrackioRun(Tracker):
-    """A run of trackio, which identifies runs by name: two runs of one name in a project would be merged."""
+    """A run of trackio, which identifies runs by name: two runs of one name in a project would be
+    merged.
+    """
 
     url: str | None = None
 

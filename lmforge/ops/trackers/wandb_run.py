@@ -1,4 +1,7 @@
-"""Weights & Biases. Its own variables say where runs go: WANDB_API_KEY, WANDB_ENTITY, WANDB_MODE=offline, …"""
+"""Weights & Biases.
+
+Its own variables say where runs go: WANDB_API_KEY, WANDB_ENTITY, WANDB_MODE=offline, …
+"""
 
 import secrets
 from collections.abc import Mapping
@@ -8,7 +11,10 @@ from lmforge.ops.trackers.tracker import Table, TrackedRun, Tracker
 
 
 class WandbRun(Tracker):
-    """A run of wandb. Its charts use our step: wandb's own counter must not decrease, and ours does after a rollback."""
+    """A run of wandb.
+
+    Its charts use our step: wandb's own counter must not decrease, and ours does after a rollback.
+    """
 
     def __init__(self, run: TrackedRun) -> None:
         import wandb

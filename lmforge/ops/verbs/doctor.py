@@ -1,7 +1,9 @@
-"""`lmforge doctor`: on this machine, or with `--on` over the hosts of a job, which is started for it and waited for.
+"""`lmforge doctor`: on this machine, or with `--on` over the hosts of a job, which is started for
+it and waited for.
 
-The checks are in ops/doctor, the comparison of strategies in lab/bench/parity_table.py. This module prints their answers,
-starts the job with the launchers of `lmforge launch`, and removes its folder at the end.
+The checks are in ops/doctor, the comparison of strategies in lab/bench/parity_table.py. This module
+prints their answers, starts the job with the launchers of `lmforge launch`, and removes its folder
+at the end.
 """
 
 import json
@@ -36,19 +38,23 @@ from lmforge.ops.verbs.show.describe import resolve_model
 from lmforge.ops.verbs.show.describe_data import find_vocab_size
 
 POLL_SECONDS, STATE_SECONDS = 0.1, 3.0
-# How long a scheduler may take to report the end of a job after its script has written its exit status.
+# How long a scheduler may take to report the end of a job after its script has written its exit
+# status.
 ENDING_SECONDS = 30.0
 
 
 def run_doctor(options: DoctorOptions) -> int:
-    """Examine this machine, or the hosts of a job. Returns the exit status; raises UserError and RunFailed."""
+    """Examine this machine, or the hosts of a job.
+
+    Returns the exit status; raises UserError and RunFailed.
+    """
     return _examine_job(options) if options.is_elsewhere else _examine_here(options)
 
 
 def _examine_here(options: DoctorOptions) -> int:
-    """Examine the ranks of this process group, and print the findings on rank 0; or compare the strategies. Returns 1 on all
-    ranks where a required check fails. Raises UserError for a recipe that cannot be read, and RunFailed on a rank that cannot
-    reach rank 0.
+    """Examine the ranks of this process group, and print the findings on rank 0; or compare the
+    strategies. Returns 1 on all ranks where a required check fails. Raises UserError for a recipe
+    that cannot be read, and RunFailed on a rank that cannot reach rank 0.
     """
     if options.parity:
         return int(registry.get("doctor_check", "parity").build(options))
@@ -151,7 +157,9 @@ def _ended_with_this_process(job: Job) -> Iterator[None]:
 
 
 def _await_end(job: Job) -> None:
-    """Wait for the end of a job, with the lines of its logs on standard error, and what its scheduler says while it waits."""
+    """Wait for the end of a job, with the lines of its logs on standard error, and what its
+    scheduler says while it waits.
+    """
     shown: dict[Path, int] = {}
     last_detail, last_query = "", 0.0
     deadline = float("inf")
@@ -187,7 +195,10 @@ def _show_logs(folder: Path, shown: dict[Path, int]) -> None:
 
 
 def _report(plan: JobPlan, job: Job) -> int:
-    """Print what doctor printed on the nodes. Returns one exit status for all nodes: 2 takes precedence."""
+    """Print what doctor printed on the nodes.
+
+    Returns one exit status for all nodes: 2 takes precedence.
+    """
     for path in sorted(plan.folder.glob(f"{PRINTED_PREFIX}.*")):
         sys.stdout.write(path.read_text(errors="replace"))
     statuses = [int(path.read_text().strip() or 1) for path in plan.folder.glob(f"{STATUS_PREFIX}.*")]

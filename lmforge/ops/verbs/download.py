@@ -1,6 +1,8 @@
-"""`lmforge download`: models and datasets of the Hugging Face hub, by name or as recipes and pipelines name them.
+"""`lmforge download`: models and datasets of the Hugging Face hub, by name or as recipes and
+pipelines name them.
 
-What is downloaded here is found later by its name, also on hosts without a network that share the cache.
+What is downloaded here is found later by its name, also on hosts without a network that share the
+cache.
 """
 
 from collections.abc import Iterator
@@ -26,8 +28,9 @@ MODEL_OPTIONS = {"model": True, "models": True, "tokenizer": False, "config_from
 
 @dataclass(frozen=True)
 class HubItem:
-    """A model or a dataset by its name on the hub; `weights`: whether the weights of a model are needed, and not only its
-    tokenizer."""
+    """A model or a dataset by its name on the hub; `weights`: whether the weights of a model are
+    needed, and not only its tokenizer.
+    """
 
     name: str
     kind: hub.Kind = "model"

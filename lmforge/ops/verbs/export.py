@@ -1,4 +1,5 @@
-"""`lmforge export` and `lmforge import`: a checkpoint, ours or another trainer's, as a Hugging Face folder.
+"""`lmforge export` and `lmforge import`: a checkpoint, ours or another trainer's, as a Hugging Face
+folder.
 
 Tensors are read and written one at a time, without a GPU.
 """
@@ -55,7 +56,10 @@ def run_export(options: ExportOptions) -> int:
 
 
 def export_checkpoint(options: ExportOptions) -> tuple[Manifest, list[str]]:
-    """Write the folder. Returns the manifest of the checkpoint, and a line for each corrupt one that was skipped."""
+    """Write the folder.
+
+    Returns the manifest of the checkpoint, and a line for each corrupt one that was skipped.
+    """
     return checkpoint.open_checkpoint(options.model, partial(_export, options))
 
 
@@ -99,10 +103,11 @@ def _write_adapters(options: ExportOptions, stored: checkpoint.StoredModel, chec
 def _grown_rows(
     stored: checkpoint.StoredModel, manifest: Manifest, checkpoint_path: Path, base: str
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Embedding and head, and the tokenizer's files, where a run has added rows for tokens that its base lacks.
+    """Embedding and head, and the tokenizer's files, where a run has added rows for tokens that its
+    base lacks.
 
-    PEFT saves such matrices whole, a tied pair as two. It opens the base with as many rows as the tokenizer beside the adapters
-    has tokens, so rows of padding are left out.
+    PEFT saves such matrices whole, a tied pair as two. It opens the base with as many rows as the
+    tokenizer beside the adapters has tokens, so rows of padding are left out.
     """
     config, tokenizer = stored_model_config(manifest), Tokenizer.open(checkpoint_path)
     rows = tokenizer.vocab_size
@@ -138,7 +143,9 @@ def run_import(options: ImportOptions) -> int:
 
 
 def _layout_hints(options: ImportOptions, model_type: str) -> LayoutHints:
-    """Values that the checkpoint may lack: the options that were given, else those of --config_from, a model of that type."""
+    """Values that the checkpoint may lack: the options that were given, else those of
+    --config_from, a model of that type.
+    """
     names = {each.name: each.name for each in fields(LayoutHints)} | {"hidden_act": "activation"}
     given = {name: value for name, option in names.items() if (value := getattr(options, option, None)) is not None}
     if options.config_from is None:
@@ -166,10 +173,12 @@ def _write_model_folder(
     tokenizer_path: Path | None,
     template: ChatTemplate | None = None,
 ) -> None:
-    """Write a model's tensors, one at a time, and its tokenizer, if there is one, as a Hugging Face folder.
+    """Write a model's tensors, one at a time, and its tokenizer, if there is one, as a Hugging Face
+    folder.
 
-    `tensors` have shapes and dtypes, `read` gives the data of one. `tokenizer_path` is a folder or a tokenizer.json,
-    `template` the chat template that the model was trained with. Raises UserError where fp16 overflows.
+    `tensors` have shapes and dtypes, `read` gives the data of one. `tokenizer_path` is a folder or
+    a tokenizer.json, `template` the chat template that the model was trained with. Raises UserError
+    where fp16 overflows.
     """
     export_folder(
         tensors,
@@ -186,7 +195,9 @@ def _write_model_folder(
 def companion_files(
     tokenizer: Tokenizer, config: ModelConfig, template: ChatTemplate | None
 ) -> dict[str, dict[str, Any] | str]:
-    """Files that transformers needs for generation and tokenizer, where the run's tokenizer came without them."""
+    """Files that transformers needs for generation and tokenizer, where the run's tokenizer came
+    without them.
+    """
     end, begin = tokenizer.eos_token_id, tokenizer.bos_token_id
     # A model that came with several end tokens, as chat models do, keeps them.
     ends = {end, *(config.end_token_ids if len(config.end_token_ids) > 1 else ()), *(template.stop_ids if template else ())}

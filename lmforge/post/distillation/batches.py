@@ -1,4 +1,6 @@
-"""The batches of a distillation: those of fine-tuning, or answers of the student, with what the teacher says of them."""
+"""The batches of a distillation: those of fine-tuning, or answers of the student, with what the
+teacher says of them.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -54,7 +56,9 @@ def build_distill_batches(ctx: RunContext, inputs: RunInputs, built: BuiltModel)
 
 
 class DistillBatches(DatasetBatches):
-    """Batches with the teacher beside the student; a fraction `lmbda` of them has answers that the student samples."""
+    """Batches with the teacher beside the student; a fraction `lmbda` of them has answers that the
+    student samples.
+    """
 
     def __init__(self, ctx: RunContext, inputs: RunInputs, built: BuiltModel, teacher: TeacherModel) -> None:
         super().__init__(ctx, inputs, built, teacher.add_hidden)
@@ -80,7 +84,9 @@ class DistillBatches(DatasetBatches):
         return [self._add_extras(batch) for batch in micro_batches]
 
     def _with_sampled_answers(self, micro_batches: Sequence[Batch], batch_index: int) -> list[Batch]:
-        """The same prompts, up to the last answer of each, with what the student as it is now answers."""
+        """The same prompts, up to the last answer of each, with what the student as it is now
+        answers.
+        """
         step, device = batch_index - self._built.detector.batch_offset, self._ctx.dist_ctx.device
         given = Batch.cat([batch.to("cpu") for batch in micro_batches])
         first, length = batch_index * self.global_batch_size + self._loader.first, given.sequence_length
@@ -108,7 +114,9 @@ class DistillBatches(DatasetBatches):
 
 
 def _prompt_ids(tokens: torch.Tensor, labels: torch.Tensor) -> list[int]:
-    """What comes before the last scored span of a sequence, which has one document; nothing where none is scored."""
+    """What comes before the last scored span of a sequence, which has one document; nothing where
+    none is scored.
+    """
     scored = (labels != IGNORE_INDEX).nonzero().flatten().tolist()
     begin = next((at for at in reversed(scored) if at == 0 or labels[at - 1] == IGNORE_INDEX), None)
     return [] if begin is None else tokens[: begin + 1].tolist()

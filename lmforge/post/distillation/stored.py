@@ -1,8 +1,9 @@
-"""Tokens of the teacher, its likeliest or drawn ones, stored once: a folder with a manifest of what they depend on, and files
-of 64 sequences each: how many tokens each sequence has, their records, and the checksum of these (`write_chunks`).
+"""Tokens of the teacher, its likeliest or drawn ones, stored once: a folder with a manifest of what
+they depend on, and files of 64 sequences each: how many tokens each sequence has, their records,
+and the checksum of these (`write_chunks`).
 
-Only scored tokens are stored. At 64 ids each takes 516 bytes, 0.4 % of its 32,000 logits in fp32. A file is verified once, when
-the first of its sequences is read.
+Only scored tokens are stored. At 64 ids each takes 516 bytes, 0.4 % of its 32,000 logits in fp32. A
+file is verified once, when the first of its sequences is read.
 """
 
 import json
@@ -34,7 +35,8 @@ MANIFEST = "manifest.json"
 # Of the probability, in what is stored: with 0.4 of it a student got worse (docs/log.md).
 LEAST_MASS = 0.9
 FORMAT = 2
-# What 0 may be rounded to; and with less than the other a token weighs nothing, and its id may be any (`drawn_tokens`).
+# What 0 may be rounded to; and with less than the other a token weighs nothing, and its id may be
+# any (`drawn_tokens`).
 MAX_LOGPROB, LEAST_LOGPROB = 1e-3, -600.0
 # What a manifest says, and how a message calls it.
 DESCRIBED = {
@@ -52,8 +54,9 @@ COUNT_DTYPE = np.dtype("<i4")
 
 
 def record_dtype(k: int) -> np.dtype[Any]:
-    """What is stored of a token: k ids, the logarithms of their probabilities, and at the end that of all others' together, or
-    the τ of drawn ones (post/objectives/distillation.py)."""
+    """What is stored of a token: k ids, the logarithms of their probabilities, and at the end that
+    of all others' together, or the τ of drawn ones (post/objectives/distillation.py).
+    """
     return np.dtype([("ids", "<i4", (k,)), ("logprobs", "<f4", (k + 1,))])
 
 
@@ -93,8 +96,9 @@ def describe_stored(config: DistillConfig, inputs: RunInputs, teacher_digest: st
 
 
 def check_stored(config: DistillConfig, inputs: RunInputs, teacher_digest: str | None) -> None:
-    """Raise UserError where distill.logprobs is of something else, or lacks what only a teacher could add. A new
-    folder is made, so that one that cannot be is refused before the run."""
+    """Raise UserError where distill.logprobs is of something else, or lacks what only a teacher
+    could add. A new folder is made, so that one that cannot be is refused before the run.
+    """
     folder = config.distill.logprobs
     assert folder is not None
     if not (folder / MANIFEST).exists():
@@ -123,8 +127,11 @@ def check_stored(config: DistillConfig, inputs: RunInputs, teacher_digest: str |
 
 
 def begin_stored(config: DistillConfig, inputs: RunInputs, teacher_digest: str | None, dist_ctx: DistributedContext) -> None:
-    """Make distill.logprobs a folder with this manifest. Raises UserError as `check_stored` does, also where another run has
-    begun the folder since that was called. Every rank calls it."""
+    """Make distill.logprobs a folder with this manifest.
+
+    Raises UserError as `check_stored` does, also where another run has begun the folder since that
+    was called. Every rank calls it.
+    """
     folder = config.distill.logprobs
     assert folder is not None
 
@@ -139,8 +146,9 @@ def begin_stored(config: DistillConfig, inputs: RunInputs, teacher_digest: str |
 
 
 def read_stored(ctx: RunContext, inputs: RunInputs, digest: str | None, score: Callable[[Batch], Any]) -> None:
-    """Give the sequences of all datasets the extras "teacher_ids" and "teacher_logprobs". What is missing is computed by
-    `score` (TeacherModel.score_top) and written. Every rank calls it."""
+    """Give the sequences of all datasets the extras "teacher_ids" and "teacher_logprobs". What is
+    missing is computed by `score` (TeacherModel.score_top) and written. Every rank calls it.
+    """
     assert isinstance(ctx.config, DistillConfig)
     folder = ctx.config.distill.logprobs
     assert folder is not None
@@ -171,7 +179,10 @@ def read_stored(ctx: RunContext, inputs: RunInputs, digest: str | None, score: C
 
 
 def read_counts(file: BinaryIO, path: Path, k: int) -> np.ndarray:
-    """How many tokens each sequence of a file has; their records follow. Raises UserError where it has not all of them."""
+    """How many tokens each sequence of a file has; their records follow.
+
+    Raises UserError where it has not all of them.
+    """
     content = file.read(CHUNK_SEQUENCES * COUNT_DTYPE.itemsize)
     counts = np.frombuffer(content, COUNT_DTYPE, len(content) // COUNT_DTYPE.itemsize)
     size = len(content) + int(counts.sum(dtype=np.int64)) * record_dtype(k).itemsize + CHECKSUM_BYTES
@@ -230,7 +241,10 @@ class StoredPacking(Packing):
             return np.frombuffer(file.read(int(counts[at]) * dtype.itemsize), dtype)
 
     def _verify(self, file: BinaryIO, path: Path) -> None:
-        """Raise UserError where a file does not hold what was written, or that is wrong. It has one sequence in memory."""
+        """Raise UserError where a file does not hold what was written, or that is wrong.
+
+        It has one sequence in memory.
+        """
         counts, checksum, problem = read_counts(file, path, self.k), chunk_checksum(path), ""
         checksum.update(counts.tobytes())
         for count in counts.tolist():

@@ -56,7 +56,10 @@ def find_teacher(config: DistillConfig) -> Pretrained:
 
 
 def prepare_distillation(config: DistillConfig, dist_ctx: DistributedContext) -> None:
-    """Make student, teacher and tokenized examples available on every host. Every rank calls it. Raises UserError."""
+    """Make student, teacher and tokenized examples available on every host.
+
+    Every rank calls it. Raises UserError.
+    """
     config.require_inputs()
     if config.distill.teacher is not None and not config.distill.server:
         dist_ctx.run_once_per_folder(partial(find_teacher, config), cache_folder())
@@ -64,7 +67,10 @@ def prepare_distillation(config: DistillConfig, dist_ctx: DistributedContext) ->
 
 
 def open_distill_inputs(config: DistillConfig, world_size: int) -> RunInputs:
-    """The inputs of fine-tuning, of which the teacher can say something. Raises UserError where it cannot."""
+    """The inputs of fine-tuning, of which the teacher can say something.
+
+    Raises UserError where it cannot.
+    """
     inputs = open_example_inputs(config, world_size)
     if config.distill.logprobs is not None:
         check_stored(config, inputs, teacher_digest(config, inputs))
@@ -92,8 +98,9 @@ def open_server(config: DistillConfig, inputs: RunInputs) -> TeacherServer:
 
 
 def teacher_digest(config: DistillConfig, inputs: RunInputs) -> str | None:
-    """What the manifest of stored tokens calls the teacher: of a server the name of its model; None where none is named. Raises
-    UserError where it has another tokenizer, or does not answer."""
+    """What the manifest of stored tokens calls the teacher: of a server the name of its model; None
+    where none is named. Raises UserError where it has another tokenizer, or does not answer.
+    """
     if config.distill.server is not None:
         name = open_server(config, inputs).check(inputs.tokenizer, TEXTS, config.data.sequence_length)
         return f"served as {name}"
@@ -101,7 +108,9 @@ def teacher_digest(config: DistillConfig, inputs: RunInputs) -> str | None:
 
 
 def check_same_tokenizer(theirs: Tokenizer, ours: Tokenizer, teacher: str) -> None:
-    """Raise UserError where the same ids do not mean the same to both, in text or as special tokens."""
+    """Raise UserError where the same ids do not mean the same to both, in text or as special
+    tokens.
+    """
     if theirs.hash == ours.hash:
         return
     for what, their_ids, our_ids in _encodings(theirs, ours):
@@ -121,8 +130,9 @@ def _encodings(theirs: Tokenizer, ours: Tokenizer) -> Iterator[tuple[str, Any, A
 
 
 def _packed_top(model: Any, batch: Batch, k: int, config: DistillationConfig) -> Tensor:
-    """What `top_log_probs` returns, ids before values: fp32 [sequences, length, 2 k + 1] of full sequences, on every rank. A
-    batch with keys has drawn tokens."""
+    """What `top_log_probs` returns, ids before values: fp32 [sequences, length, 2 k + 1] of full
+    sequences, on every rank. A batch with keys has drawn tokens.
+    """
     hidden = model(batch.tokens, batch.positions, batch.document_ids, document_starts=batch.document_starts)
     packed: Tensor = model.lm_head(hidden, partial(_packed_top_of_head, k=k, config=config, rng_keys=batch.rng_keys))
     return packed if model.context_parallel is None else model.context_parallel.all_gather_sequence(packed, 1)
@@ -176,22 +186,28 @@ class TeacherModel:
 
     @torch.no_grad()
     def copy_head(self, sequence_length: int) -> TeacherHead:
-        """A copy of its head, whole on each rank: the student's may be split over ranks between other ids. Every rank calls
-        it."""
+        """A copy of its head, whole on each rank: the student's may be split over ranks between
+        other ids. Every rank calls it.
+        """
         batch = Batch.from_token_lists([[0] * sequence_length]).to(self.parallel_model.dist_ctx.device)
         weight, bias = self.parallel_model.score(batch, partial(_head, dtype=self.dtype))
         return TeacherHead(weight, bias, self.parallel_model.model.lm_head.softcap)
 
     @torch.no_grad()
     def add_hidden(self, batch: Batch) -> Batch:
-        """The batch with the extra "teacher_hidden" [sequences, length, width]. Every rank calls it equally often."""
+        """The batch with the extra "teacher_hidden" [sequences, length, width].
+
+        Every rank calls it equally often.
+        """
         states: Tensor = self.parallel_model.score(batch, _hidden)
         return with_extras(batch, teacher_hidden=states.to(self.dtype))
 
     @torch.no_grad()
     def score_top(self, batch: Batch, k: int, config: DistillationConfig) -> Tensor:
-        """The `k` likeliest, or drawn, ids of each label's place, and then the values of StoredTeacher or SampledTeacher: fp32
-        [sequences, length, 2 k + 1], -1 where nothing is scored. Every rank calls it equally often."""
+        """The `k` likeliest, or drawn, ids of each label's place, and then the values of
+        StoredTeacher or SampledTeacher: fp32 [sequences, length, 2 k + 1], -1 where nothing is
+        scored. Every rank calls it equally often.
+        """
         batch = batch if config.sampled else replace(batch, rng_keys=None)
         packed: Tensor = self.parallel_model.score(batch, partial(_packed_top, k=k, config=config))
         return packed.masked_fill((batch.labels == IGNORE_INDEX)[..., None], -1.0)

@@ -1,6 +1,8 @@
-"""A teacher that is a server: `lmforge serve` or vLLM, which says the likeliest tokens of each place of a prompt.
+"""A teacher that is a server: `lmforge serve` or vLLM, which says the likeliest tokens of each
+place of a prompt.
 
-What is stored of them is in stored.py. The calls are those of vLLM's interface for ids (post/rl/engines).
+What is stored of them is in stored.py. The calls are those of vLLM's interface for ids
+(post/rl/engines).
 """
 
 import os
@@ -56,8 +58,11 @@ class TeacherServer(TokenServer):
         self._k = k
 
     def check(self, tokenizer: Tokenizer, texts: tuple[str, ...], sequence_length: int) -> str:
-        """The name of its model. Raises UserError where it does not answer, has another tokenizer, or cannot score a sequence
-        of this length and all ids."""
+        """The name of its model.
+
+        Raises UserError where it does not answer, has another tokenizer, or cannot score a sequence
+        of this length and all ids.
+        """
         try:
             names = [each.id for each in self._call("/v1/models", _Models).data]
             for text in texts:
@@ -75,8 +80,10 @@ class TeacherServer(TokenServer):
         return names[0] if names else ""
 
     def top_logprobs(self, token_ids: list[int], vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
-        """What the teacher says after each token but the last: ids int64 [n - 1, k], the likeliest first, and the logarithms
-        of their probabilities and of that of all other ids, fp32 [n - 1, k + 1]. Raises ServerProblem."""
+        """What the teacher says after each token but the last: ids int64 [n - 1, k], the likeliest
+        first, and the logarithms of their probabilities and of that of all other ids, fp32 [n - 1,
+        k + 1]. Raises ServerProblem.
+        """
         sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": self._k}
         body = {"token_ids": token_ids, "sampling_params": sampling}
         places = self._call("/inference/v1/generate", _Scored, body, self._timeout_seconds).prompt_logprobs[1:]
@@ -95,7 +102,10 @@ class TeacherServer(TokenServer):
         return ids, np.concatenate([logprobs, rest], 1).astype(np.float32)
 
     def score_top(self, batch: Batch, vocab_size: int) -> Tensor:
-        """What TeacherModel.score_top returns, fp32 [sequences, length, 2 k + 1]. Raises RunFailed."""
+        """What TeacherModel.score_top returns, fp32 [sequences, length, 2 k + 1].
+
+        Raises RunFailed.
+        """
         scored = torch.full((*batch.tokens.shape, 2 * self._k + 1), -1.0)
 
         def score(place: tuple[int, int]) -> None:

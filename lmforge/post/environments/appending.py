@@ -1,7 +1,9 @@
-"""A conversation whose token ids only grow: a prompt, what was sampled, and after it the messages that an environment answers.
+"""A conversation whose token ids only grow: a prompt, what was sampled, and after it the messages
+that an environment answers.
 
-The chat template renders the new messages alone, after a small conversation that stands for what came before. `check` proves
-for the template at hand that the ids are then those of the whole conversation.
+The chat template renders the new messages alone, after a small conversation that stands for what
+came before. `check` proves for the template at hand that the ids are then those of the whole
+conversation.
 """
 
 import itertools
@@ -21,21 +23,25 @@ from lmforge.text.chat.template_probe import ANSWER, QUESTION
 from lmforge.text.chat.templates import ChatTemplate
 from lmforge.text.chat.tool_calls import ToolCall, marker_ids, tool_call_format
 
-# How many replies the longest conversations of the check have; of several kinds of replies, all sequences are tried.
+# How many replies the longest conversations of the check have; of several kinds of replies, all
+# sequences are tried.
 MAX_REPLIES, MAX_MIXED_REPLIES = 4, 3
 MAX_CALLS = 100  # in one answer: their ids have two digits
 THOUGHT = "<think>\nHm.\n</think>\n\n"
 
 
 class TurnEncoder:
-    """Prompts, answers and replies of conversations with `tools`, schemas, by a tokenizer's chat template.
+    """Prompts, answers and replies of conversations with `tools`, schemas, by a tokenizer's chat
+    template.
 
-    tools: their schemas. can_call_twice: whether the template takes several calls in one answer. turn_end_ids: the tokens that
-    end an answer which may have a reply, as `check` found them.
+    tools: their schemas. can_call_twice: whether the template takes several calls in one answer.
+    turn_end_ids: the tokens that end an answer which may have a reply, as `check` found them.
     """
 
     def __init__(self, tokenizer: Tokenizer, tools: Sequence[dict[str, Any]]) -> None:
-        """Raises UserError where there is no chat template, or one that knows no tools or calls them in an unknown form."""
+        """Raises UserError where there is no chat template, or one that knows no tools or calls
+        them in an unknown form.
+        """
         self._tokenizer, self.tools = tokenizer, list(tools)
         self._tools = self.tools or None
         self.template = ChatTemplate.from_tokenizer(tokenizer)
@@ -68,8 +74,11 @@ class TurnEncoder:
         return self.template.encode_prompt(messages, self._tools)
 
     def read_answer(self, ids: Sequence[int], number: int, ended: bool) -> Message:
-        """The message that was sampled, with its calls; a call that cannot be read is content. `number`: that of the answer,
-        from 0. Of one that has `ended` the last id is the token that ended it."""
+        """The message that was sampled, with its calls; a call that cannot be read is content.
+
+        `number`: that of the answer, from 0. Of one that has `ended` the last id is the token that
+        ended it.
+        """
         decoder = StreamDecoder(self._tokenizer, False, self._shown)
         text = "".join(map(decoder.feed, ids[:-1] if ended else ids)) + decoder.finish()
         content, calls = self._call_format.split(text) if self._call_format else (text, list[ToolCall]())
@@ -82,9 +91,11 @@ class TurnEncoder:
         }
 
     def encode_reply(self, answer: Message, messages: Sequence[Message]) -> list[int]:
-        """The ids of `messages`, which follow an answer that has ended, to where the next answer begins.
+        """The ids of `messages`, which follow an answer that has ended, to where the next answer
+        begins.
 
-        Raises UserError where the template does not take them, or `check` has not proved it of messages such as these.
+        Raises UserError where the template does not take them, or `check` has not proved it of
+        messages such as these.
         """
         for message in messages:
             if message["role"] not in self._reply_roles:
@@ -101,10 +112,11 @@ class TurnEncoder:
         return reply
 
     def check(self, kinds: Sequence[str], max_turns: int = 2) -> None:
-        """Raises UserError, with the shortest conversation that shows it, unless ids that were appended are those of the whole.
+        """Raises UserError, with the shortest conversation that shows it, unless ids that were
+        appended are those of the whole.
 
-        `kinds`: what an environment replies with, "tool", "user" or both; without tools there is no "tool". If `max_turns` is 1
-        nothing is appended, and only calls need to be read.
+        `kinds`: what an environment replies with, "tool", "user" or both; without tools there is no
+        "tool". If `max_turns` is 1 nothing is appended, and only calls need to be read.
         """
         if any(kind not in ("tool", "user") for kind in kinds):
             raise UserError(f"reply_roles: expected tool, user or both, got {cut(repr(kinds))}")
@@ -137,7 +149,10 @@ class TurnEncoder:
             self.turn_end_ids = frozenset(answer[-1:])
 
     def _check_last(self, messages: list[Message], before: list[int], size: int) -> list[int]:
-        """The ids of a conversation. Raises UserError unless they are those `before`, the answer and its reply."""
+        """The ids of a conversation.
+
+        Raises UserError unless they are those `before`, the answer and its reply.
+        """
         try:
             prompt, answer, reply = self._split_last(messages)
             if prompt != before:

@@ -79,7 +79,9 @@ class PythonTool:
         """Nothing is kept between programs."""
 
     def run_python(self, code: str) -> str:
-        """Run a Python program and return what it printed. There is no network, and no file is kept.
+        """Run a Python program and return what it printed.
+
+        There is no network, and no file is kept.
 
         Args:
             code: The program

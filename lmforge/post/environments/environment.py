@@ -1,7 +1,9 @@
-"""What an environment is: first messages, tools, and what it answers to each message of the assistant.
+"""What an environment is: first messages, tools, and what it answers to each message of the
+assistant.
 
-A class of the user's derives from `Environment`, or is one of TRL's `environment_factory`: `reset(**row)`, and public methods
-that are tools. A function with type hints and a docstring is an environment of one tool.
+A class of the user's derives from `Environment`, or is one of TRL's `environment_factory`:
+`reset(**row)`, and public methods that are tools. A function with type hints and a docstring is an
+environment of one tool.
 """
 
 import asyncio
@@ -24,7 +26,9 @@ class WrongReturn(TypeError):
 
 
 class Reply(NamedTuple):
-    """What an environment answers: the next messages, a reward for the answer, and whether this was the end."""
+    """What an environment answers: the next messages, a reward for the answer, and whether this was
+    the end.
+    """
 
     messages: Sequence[Message] = ()
     reward: float | None = None
@@ -32,12 +36,14 @@ class Reply(NamedTuple):
 
 
 class Environment:
-    """A task of several turns. One instance has one episode at a time, and one after another, each begun by `reset`. With a
+    """A task of several turns.
+
+    One instance has one episode at a time, and one after another, each begun by `reset`. With a
     `close` of its own it has one episode only.
 
-    tools: functions, or schemas as OpenAI's API has them, that the model is offered. reply_roles: of the messages that `step`
-    answers, "tool" or "user". begins_early: whether `begin` is called. The reward of an episode is the sum of those of its
-    replies, or what `get_reward` says.
+    tools: functions, or schemas as OpenAI's API has them, that the model is offered. reply_roles:
+    of the messages that `step` answers, "tool" or "user". begins_early: whether `begin` is called.
+    The reward of an episode is the sum of those of its replies, or what `get_reward` says.
     """
 
     tools: ClassVar[Sequence[Callable[..., Any] | dict[str, Any]]] = ()
@@ -47,23 +53,36 @@ class Environment:
     failed_calls = 0  # of the last step, for a metric
 
     def begin(self, call: str, given: dict[str, Any]) -> None:
-        """Begin what takes long in a call of `reset`, `step` or `reward`, without waiting, so that episodes wait at the same
-        time: their calls follow one after the other. `given`: the row or the message."""
+        """Begin what takes long in a call of `reset`, `step` or `reward`, without waiting, so that
+        episodes wait at the same time: their calls follow one after the other. `given`: the row or
+        the message.
+        """
 
     def reset(self, **row: Any) -> Sequence[Message]:
-        """Begin an episode with a row of the data: its columns, and `prompt`, messages. Returns the first messages."""
+        """Begin an episode with a row of the data: its columns, and `prompt`, messages.
+
+        Returns the first messages.
+        """
         return list(row["prompt"])
 
     def step(self, message: Message) -> Reply:
-        """Answer a message of the assistant, with its `tool_calls` if it has some. Calls that could not be read are content."""
+        """Answer a message of the assistant, with its `tool_calls` if it has some.
+
+        Calls that could not be read are content.
+        """
         raise NotImplementedError
 
     def get_reward(self) -> Any:
-        """The reward of the episode at its end, which may come early; None if it is the sum of those of its replies."""
+        """The reward of the episode at its end, which may come early; None if it is the sum of
+        those of its replies.
+        """
         return None
 
     def close(self) -> None:
-        """End what the instance has opened. It is called at the end of its episode, of one that failed too."""
+        """End what the instance has opened.
+
+        It is called at the end of its episode, of one that failed too.
+        """
 
     @property
     def has_close(self) -> bool:
@@ -76,12 +95,18 @@ class Environment:
 
 
 class ToolEnvironment(Environment):
-    """Tools that are called as the model asks, until an answer calls none. The reward is `get_reward()` where there is one."""
+    """Tools that are called as the model asks, until an answer calls none.
+
+    The reward is `get_reward()` where there is one.
+    """
 
     reply_roles = ("tool",)
 
     def __init__(self, functions: Sequence[Callable[..., Any]], instance: Any = None) -> None:
-        """`instance`: of a class as TRL's, which the functions are methods of. Raises UserError where it has no reset."""
+        """`instance`: of a class as TRL's, which the functions are methods of.
+
+        Raises UserError where it has no reset.
+        """
         self.instance = instance
         self._functions = {function.__name__: function for function in functions}
         self.gives_rewards = hasattr(instance, "get_reward")
@@ -99,7 +124,9 @@ class ToolEnvironment(Environment):
         return [tool_schema(function) for function in self._functions.values()]
 
     def reset(self, **row: Any) -> Sequence[Message]:
-        """The messages of the row's prompt; text that the instance's `reset` returns ends the last of them, as in TRL."""
+        """The messages of the row's prompt; text that the instance's `reset` returns ends the last
+        of them, as in TRL.
+        """
         messages = list(row["prompt"])
         observation = None if self.instance is None else _call_with_columns(self.instance.reset, row)
         if observation is not None and not isinstance(observation, str):

@@ -7,8 +7,11 @@ from lmforge.post.environments.environment import Message, WrongReturn, tool_mes
 
 
 def read_message(message: dict[str, Any], names: dict[str, str]) -> Message:
-    """A message of OpenAI's API as ours, of what chat templates know. `names`: of tools by the ids of their calls, to which
-    its own are added. Raises WrongReturn where it is not text."""
+    """A message of OpenAI's API as ours, of what chat templates know.
+
+    `names`: of tools by the ids of their calls, to which its own are added. Raises WrongReturn
+    where it is not text.
+    """
     role, content = message["role"], message.get("content") or ""
     if isinstance(content, list):
         if any(part.get("type") != "text" for part in content):

@@ -1,7 +1,9 @@
-"""Environments of OpenEnv, by the address of their server: `openenv:http://HOST:PORT`. The package `openenv` has the client.
+"""Environments of OpenEnv, by the address of their server: `openenv:http://HOST:PORT`.
 
-A server whose tools are those of the Model Context Protocol offers these; any other has one tool, `step`, whose parameters are
-the fields of its action. Observations are JSON.
+The package `openenv` has the client.
+
+A server whose tools are those of the Model Context Protocol offers these; any other has one tool,
+`step`, whose parameters are the fields of its action. Observations are JSON.
 """
 
 import json
@@ -14,7 +16,8 @@ from lmforge.core.files.untrusted import parse_json
 from lmforge.post.environments.environment import Environment, Message, Reply, tool_message
 from lmforge.serve import http_call
 
-# Fields of every observation that are no words for the model, and of every action that no model fills in.
+# Fields of every observation that are no words for the model, and of every action that no model
+# fills in.
 OWN_FIELDS = ("done", "reward", "metadata")
 REQUEST_SECONDS, MAX_SCHEMA_BYTES = 30.0, 1 << 20
 

@@ -1,7 +1,8 @@
 """The environment that a run names, in processes of its own, with bounds of time; and its rewards.
 
-Each process has several episodes and answers one request at a time. A call that takes too long is interrupted, which ends its
-episode; if that does not help, its process is killed, which ends those that it has.
+Each process has several episodes and answers one request at a time. A call that takes too long is
+interrupted, which ends its episode; if that does not help, its process is killed, which ends those
+that it has.
 """
 
 import time
@@ -35,8 +36,10 @@ LEAST_SECONDS = 1.0
 
 
 class Declaration(NamedTuple):
-    """What an environment declares: schemas of the tools that the model may call, "tool", "user" or both, and whether episodes
-    have a reward without a reward function; whether calls can begin before others have ended."""
+    """What an environment declares: schemas of the tools that the model may call, "tool", "user" or
+    both, and whether episodes have a reward without a reward function; whether calls can begin
+    before others have ended.
+    """
 
     tools: list[dict[str, Any]]
     reply_roles: list[str]
@@ -45,8 +48,11 @@ class Declaration(NamedTuple):
 
 
 class EpisodeReply(NamedTuple):
-    """What an environment answered in an episode. `failed_calls`: how many of the answer's calls raised an exception. `error`:
-    why there is no answer, which ends the episode."""
+    """What an environment answered in an episode.
+
+    `failed_calls`: how many of the answer's calls raised an exception. `error`: why there is no
+    answer, which ends the episode.
+    """
 
     messages: Sequence[Message] = ()
     done: bool = False
@@ -55,7 +61,10 @@ class EpisodeReply(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """A request to an episode, and its answer. `deadline`: of one that has begun before its turn, or None."""
+    """A request to an episode, and its answer.
+
+    `deadline`: of one that has begun before its turn, or None.
+    """
 
     episode: int
     request: dict[str, Any]
@@ -78,7 +87,10 @@ def split_spec(spec: str) -> tuple[str, str]:
 
 
 def identify(spec: str) -> list[str]:
-    """What makes an environment another one: its name, and what its files hold, wherever they are. Raises OSError."""
+    """What makes an environment another one: its name, and what its files hold, wherever they are.
+
+    Raises OSError.
+    """
     file, name = split_spec(spec)
     files, parts = [expand_home(file)] if file else [], [name]
     if spec.startswith("verifiers:"):
@@ -88,16 +100,21 @@ def identify(spec: str) -> list[str]:
 
 
 class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
-    """An environment with episodes, numbered from 0. Use it in a `with`, or close it. It is a RewardWorker.
+    """An environment with episodes, numbered from 0.
 
-    Its processes are started when they are needed; they end with the object, or with this process. heartbeat: called every
-    second while environments work.
+    Use it in a `with`, or close it. It is a RewardWorker.
+
+    Its processes are started when they are needed; they end with the object, or with this process.
+    heartbeat: called every second while environments work.
     """
 
     def __init__(self, spec: str, *, processes: int = 1, timeout_seconds: float = 60.0) -> None:
-        """`spec`: FILE.py:CLASS, FILE.py:FUNCTION, FILE.py:DICT, or a registered name. `timeout_seconds` is for one call of it.
+        """`spec`: FILE.py:CLASS, FILE.py:FUNCTION, FILE.py:DICT, or a registered name.
 
-        Raises UserError where it is not of this form. What needs its process raises UserError where it cannot be used.
+        `timeout_seconds` is for one call of it.
+
+        Raises UserError where it is not of this form. What needs its process raises UserError where
+        it cannot be used.
         """
         file, name = split_spec(spec)
         if (file or name.endswith(".py")) and not (file.endswith(".py") and name):
@@ -134,8 +151,10 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
         return any(each.gives_rewards for each in self.declarations.values())
 
     def add_functions(self, functions: Mapping[str, tuple[str, str]], accepted: Mapping[str, list[str] | None]) -> None:
-        """Reward functions that are given `environments`: (file, name) of each, and the columns that it is given. They run
-        where these are. Raises UserError where a file cannot be imported there, if there is a process."""
+        """Reward functions that are given `environments`: (file, name) of each, and the columns
+        that it is given. They run where these are. Raises UserError where a file cannot be imported
+        there, if there is a process.
+        """
         self._functions.update(functions)
         self.accepted_columns |= accepted
         self.required_columns |= {spec: [] for spec in functions}
@@ -145,7 +164,10 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
                 raise UserError(response["user_error"])
 
     def reset(self, rows: Sequence[dict[str, Any]]) -> list[EpisodeReply]:
-        """Begin an episode for each row, and end those before. Returns the first messages of each."""
+        """Begin an episode for each row, and end those before.
+
+        Returns the first messages of each.
+        """
         self.end_episodes()
         self._failed, self._num_episodes, self._ended = {}, len(rows), False
         begun = self._finish(self._begin({number: {"call": "reset", "row": row} for number, row in enumerate(rows)}))
@@ -176,8 +198,9 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
             self._failed, self._ended = failed, True
 
     def score(self, request: dict[str, Any], timeout_seconds: float) -> dict[str, FunctionResult]:
-        """The rewards of all episodes, which it ends: of the environment itself, under its name, and of functions that take
-        environments."""
+        """The rewards of all episodes, which it ends: of the environment itself, under its name,
+        and of functions that take environments.
+        """
         results = {}
         if self.gives_rewards:
             answers = self._request({number: {"call": "reward", "episode": number} for number in range(self._num_episodes)})
@@ -279,7 +302,10 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
                     call.answer.set_exception(problem)
 
     def _take_waiting(self, worker: int, calls: list[_Call]) -> bool:
-        """Add what waits for a process to `calls`, begun where that goes early. Returns whether there is any."""
+        """Add what waits for a process to `calls`, begun where that goes early.
+
+        Returns whether there is any.
+        """
         before = len(calls)
         with suppress(Empty):
             while True:

@@ -1,4 +1,6 @@
-"""The process that environments run in, each with one episode after another. process.py starts it and sends it requests."""
+"""The process that environments run in, each with one episode after another. process.py starts it
+and sends it requests.
+"""
 
 import atexit
 import inspect
@@ -203,7 +205,9 @@ class _Episodes:
 
 
 def main() -> None:
-    """Open the environment that the first argument names, say what it has, then answer requests until the input closes."""
+    """Open the environment that the first argument names, say what it has, then answer requests
+    until the input closes.
+    """
     episodes = _Episodes()
     serve_requests(episodes.open, episodes.close, CLOSING_SECONDS)
 
@@ -226,7 +230,10 @@ def _build(found: Any) -> Environment:
 
 
 def _describe(environment: Environment, name: str) -> dict[str, Any]:
-    """What an environment declares. Raises UserError, which names the field, where it is not as Environment says."""
+    """What an environment declares.
+
+    Raises UserError, which names the field, where it is not as Environment says.
+    """
     roles, declared = environment.reply_roles, environment.tools
     if not isinstance(roles, list | tuple) or not roles or not {*map(str, roles)} <= {"tool", "user"}:
         raise UserError(f'{name}.reply_roles: expected a list of "tool", "user" or both, got {roles!r:.100}')

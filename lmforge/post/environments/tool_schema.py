@@ -1,7 +1,8 @@
-"""The schema of a tool, which chat templates show to a model, from a Python function's type hints and docstring.
+"""The schema of a tool, which chat templates show to a model, from a Python function's type hints
+and docstring.
 
-It is that of transformers' `get_json_schema`: https://huggingface.co/docs/transformers/chat_extras. Types that are neither
-JSON's nor made of these are refused, as there.
+It is that of transformers' `get_json_schema`: https://huggingface.co/docs/transformers/chat_extras.
+Types that are neither JSON's nor made of these are refused, as there.
 """
 
 import inspect
@@ -25,7 +26,8 @@ _CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
 def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
     """The schema of a function or method, {"type": "function", "function": {…}}.
 
-    Raises UserError where a parameter has no type hint, one that JSON has nothing for, or no description in the docstring.
+    Raises UserError where a parameter has no type hint, one that JSON has nothing for, or no
+    description in the docstring.
     """
     name = getattr(function, "__name__", type(function).__name__)
     summary, described, returns = _parse_docstring(name, inspect.getdoc(function))

@@ -1,8 +1,9 @@
-"""Environments of the package `verifiers` (from 0.4, its `verifiers.v1`): `verifiers:TASKSET`, or `verifiers:FILE.toml`, a file
-with the table [env] of its own configurations.
+"""Environments of the package `verifiers` (from 0.4, its `verifiers.v1`): `verifiers:TASKSET`, or
+`verifiers:FILE.toml`, a file with the table [env] of its own configurations.
 
-There a harness, which may be a program, asks a model at an OpenAI endpoint and runs the tools. That endpoint is here: what a
-harness asks is what `reset` and `step` answer, and its response is held back until the next `step` brings the model's answer.
+There a harness, which may be a program, asks a model at an OpenAI endpoint and runs the tools. That
+endpoint is here: what a harness asks is what `reset` and `step` answer, and its response is held
+back until the next `step` brings the model's answer.
 """
 
 import asyncio
@@ -44,7 +45,9 @@ class _Asked(NamedTuple):
 
 
 class _Ended(NamedTuple):
-    """A rollout is over: the reward of the one that asked, and how many answers its harness got; or why it failed."""
+    """A rollout is over: the reward of the one that asked, and how many answers its harness got; or
+    why it failed.
+    """
 
     reward: float
     heard: int = 0
@@ -52,13 +55,16 @@ class _Ended(NamedTuple):
 
 
 class _Host:
-    """An environment of verifiers and the endpoint for its harnesses, in an event loop of a thread: one in a process.
+    """An environment of verifiers and the endpoint for its harnesses, in an event loop of a thread:
+    one in a process.
 
     tools: schemas that the harness offered for the first task.
     """
 
     def __init__(self, address: str) -> None:
-        """Raises UserError where there is no such environment, or its harness does not ask for a first answer."""
+        """Raises UserError where there is no such environment, or its harness does not ask for a
+        first answer.
+        """
         self.env = load(address)
         self._tasks, self._loaded = iter(self.env.taskset), list[Any]()
         self._problem: BaseException | None = None
@@ -129,7 +135,10 @@ class _Host:
         return web.Response(status=404, text=f"harnesses are answered at {ROUTE} here, not at {cut(request.path)}")
 
     def task(self, row: dict[str, Any]) -> Any:
-        """The task of the taskset that a row names in its column `idx`. Raises WrongReturn where there is none."""
+        """The task of the taskset that a row names in its column `idx`.
+
+        Raises WrongReturn where there is none.
+        """
         index = row.get("idx")
         if not isinstance(index, int) or index < 0:
             raise WrongReturn(f"column idx: expected the number of a task in the taskset, from 0, got {cut(repr(index))}")
@@ -202,7 +211,10 @@ class _Rollout:
         return await response
 
     def wait(self) -> _Asked | _Ended:
-        """The next request, or the end. Raises WrongReturn where the rollout failed, or another agent asks."""
+        """The next request, or the end.
+
+        Raises WrongReturn where the rollout failed, or another agent asks.
+        """
         event = self._events.get()
         if isinstance(event, _Ended):
             if event.error:
@@ -220,7 +232,9 @@ class _Rollout:
         return event
 
     def stop(self) -> None:
-        """Have verifiers end it as at a limit of its own, and score what there is, once its harness gets no answer."""
+        """Have verifiers end it as at a limit of its own, and score what there is, once its harness
+        gets no answer.
+        """
         for trace in self._traces:
             self._host.loop.call_soon_threadsafe(trace.stop, "cut")
 
@@ -230,7 +244,10 @@ class _Rollout:
 
 
 class VerifiersEnvironment(Environment):
-    """A task of a taskset, which the row's column `idx` names. The reward is that of its rubric, of the agent that asks."""
+    """A task of a taskset, which the row's column `idx` names.
+
+    The reward is that of its rubric, of the agent that asks.
+    """
 
     begins_early = True
 
@@ -284,7 +301,10 @@ class VerifiersEnvironment(Environment):
         return self._event.reward
 
     def _read_new(self, body: dict[str, Any]) -> list[Message]:
-        """What a request adds to the conversation. Raises WrongReturn where it does something else."""
+        """What a request adds to the conversation.
+
+        Raises WrongReturn where it does something else.
+        """
         tools = list(body.get("tools") or [])
         if tools != self._host.tools:
             names = [

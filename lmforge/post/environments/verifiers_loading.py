@@ -1,4 +1,6 @@
-"""What an environment of the package `verifiers` is made of: the package itself, and the modules and files that are named."""
+"""What an environment of the package `verifiers` is made of: the package itself, and the modules
+and files that are named.
+"""
 
 import re
 import tomllib
@@ -15,8 +17,10 @@ OLDEST = "0.4"
 
 
 def sources(address: str) -> tuple[str, list[Path]]:
-    """What the environment depends on: the version of verifiers, empty if it is not installed, and files: its own, and those of
-    the modules that it names. What verifiers brings along is in its version. Raises OSError."""
+    """What the environment depends on: the version of verifiers, empty if it is not installed, and
+    files: its own, and those of the modules that it names. What verifiers brings along is in its
+    version. Raises OSError.
+    """
     files, names = list[Path](), [address]
     if address.endswith(".toml"):
         files.append(expand_home(address))
@@ -37,7 +41,10 @@ def sources(address: str) -> tuple[str, list[Path]]:
 
 
 def load(address: str) -> Any:
-    """The environment of verifiers. Raises UserError where there is none, or verifiers is missing or too old."""
+    """The environment of verifiers.
+
+    Raises UserError where there is none, or verifiers is missing or too old.
+    """
     try:
         from pydantic import ValidationError
         from verifiers.v1 import Env, SubprocessConfig, default_harness_id, load_environment, resolve_env_config
@@ -57,7 +64,8 @@ def load(address: str) -> Any:
                 raise UserError("the file has no table [env], as configurations of verifiers have")
             return load_environment(resolve_env_config(table))
         config = resolve_env_config({"taskset": {"id": address}})
-        # On this host, and if the taskset has no harness of its own, by one in which the model only calls the taskset's tools.
+        # On this host, and if the taskset has no harness of its own, by one in which the model only
+        # calls the taskset's tools.
         own = {} if default_harness_id(address) == address else {"harness": {"id": "null"}}
         agents = {
             name: {"runtime": SubprocessConfig(), **({} if agent.harness else own)}

@@ -1,6 +1,7 @@
 """How the objectives of distillation and alignment are built from a config.
 
-Each is called as `(config, options)`: the config of the stage, and the objective's own options, of which these have none.
+Each is called as `(config, options)`: the config of the stage, and the objective's own options, of
+which these have none.
 """
 
 from functools import partial

@@ -1,8 +1,10 @@
-"""Distillation: the divergence of a student from a teacher at every scored token, mixed with the language model's loss.
+"""Distillation: the divergence of a student from a teacher at every scored token, mixed with the
+language model's loss.
 
-As in language.py, a chunk of tokens is scored at a time, here through both heads, and its gradient is computed while its
-logits exist: the full logits of neither model ever do. A teacher is its hidden states and its head, or tokens of it that were
-stored before: the likeliest, or drawn ones. What runs teachers and stores tokens is in post/distillation/.
+As in language.py, a chunk of tokens is scored at a time, here through both heads, and its gradient
+is computed while its logits exist: the full logits of neither model ever do. A teacher is its
+hidden states and its head, or tokens of it that were stored before: the likeliest, or drawn ones.
+What runs teachers and stores tokens is in post/distillation/.
 """
 
 import math
@@ -24,7 +26,9 @@ from lmforge.core.model.layers import PLAIN_HEAD, HeadOptions, LanguageModel
 
 @dataclass(frozen=True)
 class TeacherHead:
-    """The output head of a teacher: weight [rows, width] of the ids from `start` on; bias [rows] and softcap as HeadOptions."""
+    """The output head of a teacher: weight [rows, width] of the ids from `start` on; bias [rows]
+    and softcap as HeadOptions.
+    """
 
     weight: Tensor
     bias: Tensor | None = None
@@ -45,9 +49,12 @@ class TeacherHead:
 class DistillationConfig:
     """What the loss of a token is: `kd_ratio` × divergence + (1 − `kd_ratio`) × cross-entropy.
 
-    beta         of the generalised Jensen–Shannon divergence: 0 is the forward KL divergence, 1 the reverse one
-    temperature  both models' logits are divided by it in the divergence (which is not multiplied by its square, as in TRL)
-    vocab_size   ids from here on pad a head: they are no part of either distribution in the divergence; None: all are tokens
+    beta         of the generalised Jensen–Shannon divergence: 0 is the forward KL divergence, 1 the
+                 reverse one
+    temperature  both models' logits are divided by it in the divergence (which is not multiplied by
+                 its square, as in TRL)
+    vocab_size   ids from here on pad a head: they are no part of either distribution in the
+                 divergence; None: all are tokens
     sampled      what is stored of a teacher was drawn (SampledTeacher); beta is 0
     """
 
@@ -62,8 +69,9 @@ class Teacher(Protocol):
     """What a teacher says of tokens [tokens]."""
 
     def log_probs(self, tokens: slice, student: Tensor, config: DistillationConfig, shard: VocabShard) -> Tensor:
-        """Its log-probabilities [n, vocab] of some tokens on this shard of the vocabulary, as `student` has those of the
-        student."""
+        """Its log-probabilities [n, vocab] of some tokens on this shard of the vocabulary, as
+        `student` has those of the student.
+        """
 
     def excess(self, tokens: slice) -> Tensor | float:
         """By how much the divergence from these is too large: [n, 1], whatever the student says."""
@@ -72,7 +80,9 @@ class Teacher(Protocol):
 
 @dataclass(frozen=True)
 class HeadTeacher(Teacher):
-    """A teacher beside the student: its hidden states [tokens, width], and the rows of its head for this shard."""
+    """A teacher beside the student: its hidden states [tokens, width], and the rows of its head for
+    this shard.
+    """
 
     hidden: Tensor
     head: TeacherHead
@@ -86,11 +96,11 @@ class HeadTeacher(Teacher):
 
 @dataclass(frozen=True)
 class StoredTeacher(Teacher):
-    """A teacher of which the k likeliest `ids` int64 [tokens, k] were stored, with the logarithms of their probabilities and,
-    last, of that of all other ids together: `values` [tokens, k + 1].
+    """A teacher of which the k likeliest `ids` int64 [tokens, k] were stored, with the logarithms
+    of their probabilities and, last, of that of all other ids together: `values` [tokens, k + 1].
 
-    The other ids share theirs as they do under the student. So the divergence and its gradient are those of k + 1 outcomes,
-    the last of which is any other id.
+    The other ids share theirs as they do under the student. So the divergence and its gradient are
+    those of k + 1 outcomes, the last of which is any other id.
     """
 
     ids: Tensor
@@ -110,8 +120,10 @@ class StoredTeacher(Teacher):
 
 @dataclass(frozen=True)
 class SampledTeacher(StoredTeacher):
-    """A teacher of which `drawn_tokens` were stored: p of a drawn token is taken as max(p, τ), and as 0 of all others. The
-    expectation of that is p, so forward KL divergence and gradient are expected to be those of the whole teacher."""
+    """A teacher of which `drawn_tokens` were stored: p of a drawn token is taken as max(p, τ), and
+    as 0 of all others. The expectation of that is p, so forward KL divergence and gradient are
+    expected to be those of the whole teacher.
+    """
 
     def log_probs(self, tokens: slice, student: Tensor, config: DistillationConfig, shard: VocabShard) -> Tensor:
         columns = self.ids[tokens] - shard.start
@@ -129,10 +141,12 @@ class SampledTeacher(StoredTeacher):
 
 
 def divergence(student: Tensor, teacher: Tensor, beta: float, shard: VocabShard) -> tuple[Tensor, Tensor]:
-    """The generalised Jensen–Shannon divergence [n, 1] of log-probabilities [n, vocab], and its gradient by the student's
-    logits [n, vocab] (Agarwal et al., arXiv 2306.13649, equation 1; TRL's `generalized_jsd_loss`).
+    """The generalised Jensen–Shannon divergence [n, 1] of log-probabilities [n, vocab], and its
+    gradient by the student's logits [n, vocab] (Agarwal et al., arXiv 2306.13649, equation 1; TRL's
+    `generalized_jsd_loss`).
 
-    β KL(t ‖ m) + (1 − β) KL(s ‖ m), where m = β t + (1 − β) s. With β = 0 it is KL(t ‖ s), with β = 1 KL(s ‖ t).
+    β KL(t ‖ m) + (1 − β) KL(s ‖ m), where m = β t + (1 − β) s. With β = 0 it is KL(t ‖ s), with β =
+    1 KL(s ‖ t).
     """
     probs = student.exp()
     if beta == 0:
@@ -234,13 +248,15 @@ def distillation_loss(
     config: DistillationConfig,
     head: HeadOptions = PLAIN_HEAD,
 ) -> tuple[Tensor, Tensor]:
-    """The sum of the losses of a batch's tokens with a label, differentiable, and the sums [2] of divergences and of
-    cross-entropies, in nats: fp32 (fp64 if `hidden` is).
+    """The sum of the losses of a batch's tokens with a label, differentiable, and the sums [2] of
+    divergences and of cross-entropies, in nats: fp32 (fp64 if `hidden` is).
 
-    `hidden` [sequences, length, width], `weight` [vocab, width]; a token's cross-entropy counts `text_weights` [sequences,
-    length] times. What the teacher says is in the batch: with a `teacher`'s head the extra "teacher_hidden" [sequences, length,
-    width of the teacher], without one "teacher_ids" [sequences, length, k] and "teacher_logprobs" [sequences, length, k + 1],
-    as StoredTeacher or SampledTeacher has them. With a sharded head (sharded_head.py) every rank gets the full sums.
+    `hidden` [sequences, length, width], `weight` [vocab, width]; a token's cross-entropy counts
+    `text_weights` [sequences, length] times. What the teacher says is in the batch: with a
+    `teacher`'s head the extra "teacher_hidden" [sequences, length, width of the teacher], without
+    one "teacher_ids" [sequences, length, k] and "teacher_logprobs" [sequences, length, k + 1], as
+    StoredTeacher or SampledTeacher has them. With a sharded head (sharded_head.py) every rank gets
+    the full sums.
     """
     sharded = ShardedHead.from_weight(hidden, weight, labels, head)
     inputs = sharded.inputs()
@@ -257,10 +273,13 @@ def distillation_loss(
 
 
 class DistillationObjective:
-    """The loss of DistillationConfig. Batches bring what the teacher says of them, as `distillation_loss` takes it.
+    """The loss of DistillationConfig.
 
-    Where the extra "sampled" is 1 the student has sampled the label: there is no cross-entropy, since it is no text to learn.
-    `config.vocab_size`, and `teacher_head` where the teacher is beside the student, are set before the first batch.
+    Batches bring what the teacher says of them, as `distillation_loss` takes it.
+
+    Where the extra "sampled" is 1 the student has sampled the label: there is no cross-entropy,
+    since it is no text to learn. `config.vocab_size`, and `teacher_head` where the teacher is
+    beside the student, are set before the first batch.
     """
 
     def __init__(self, config: DistillationConfig) -> None:
@@ -272,10 +291,13 @@ class DistillationObjective:
         return (batch.labels != IGNORE_INDEX).sum().float()
 
     def loss(self, model: LanguageModel, batch: Batch) -> tuple[Tensor, Metrics]:
-        """(sum of losses in nats, metrics as (sum, count) pairs). A batch without labels gives 0, not NaN.
+        """(sum of losses in nats, metrics as (sum, count) pairs).
 
-        Metrics: "loss", and of what it consists, unweighted: "kd_loss" (the divergence), "lm_loss" (the cross-entropy of
-        text)."""
+        A batch without labels gives 0, not NaN.
+
+        Metrics: "loss", and of what it consists, unweighted: "kd_loss" (the divergence), "lm_loss"
+        (the cross-entropy of text).
+        """
         scored = batch.labels != IGNORE_INDEX
         of_text = torch.ones_like(scored, dtype=torch.float32)
         if batch.extras is not None and "sampled" in batch.extras.tensors:

@@ -1,10 +1,12 @@
-"""Learning from the rewards of sampled completions: one objective with orthogonal switches, of which GRPO, Dr. GRPO, DAPO, GSPO
-and RLOO are presets. It does not depend on the origin of completions and rewards.
+"""Learning from the rewards of sampled completions: one objective with orthogonal switches, of
+which GRPO, Dr. GRPO, DAPO, GSPO and RLOO are presets. It does not depend on the origin of
+completions and rewards.
 
-In a batch each document is a prompt with a sampled completion, and only the completion has labels. Extras: "advantages",
-constant in a completion; "old_logprobs", the log-probability of each label when it was sampled; "proximal_logprobs", that under
-the policy when the set was first used, where the loss corrects for the difference and the set is used more than once;
-"reference_logprobs", that under the reference model, where the KL divergence from it is part of the loss; "truncated", 1 in
+In a batch each document is a prompt with a sampled completion, and only the completion has labels.
+Extras: "advantages", constant in a completion; "old_logprobs", the log-probability of each label
+when it was sampled; "proximal_logprobs", that under the policy when the set was first used, where
+the loss corrects for the difference and the set is used more than once; "reference_logprobs", that
+under the reference model, where the KL divergence from it is part of the loss; "truncated", 1 in
 truncated completions, where they are masked; "reused", if the set was used before.
 """
 
@@ -34,37 +36,55 @@ MEAN_DIFFERENCE, LARGEST_DIFFERENCE = "sampling_logp_difference/mean", "sampling
 
 @dataclass(frozen=True)
 class PolicyLossConfig:
-    """How the loss of completions is computed. The fields are the options of the same names in `[rollout]`, which validate
-    them.
+    """How the loss of completions is computed.
+
+    The fields are the options of the same names in `[rollout]`, which validate them.
 
     Names are those of TRL's `GRPOConfig`; values that TRL lacks, or calls otherwise, are marked.
 
-    importance_sampling_level  the importance ratio: `token`; `sequence`, the geometric mean over the completion (GSPO, arXiv
-                               2507.18071); `product`, over the completion (not in GRPOConfig; what TRL's RLOOTrainer does)
-    epsilon, epsilon_high      a ratio gains nothing outside 1 − epsilon … 1 + epsilon_high; epsilon_high above epsilon is
+    importance_sampling_level  the importance ratio: `token`; `sequence`, the geometric mean over
+                               the completion (GSPO, arXiv
+                               2507.18071); `product`, over the completion (not in GRPOConfig; what
+                               TRL's RLOOTrainer does)
+    epsilon, epsilon_high      a ratio gains nothing outside 1 − epsilon … 1 + epsilon_high;
+                               epsilon_high above epsilon is
                                DAPO's clip-higher
-    loss_aggregation           `sequence`: mean over each completion's tokens, then over completions (TRL's loss_type `grpo`);
-                               `token`: mean over the tokens of the global batch (`dapo`; in one micro-batch `bnpo`);
-                               `constant`: sum over tokens ÷ (completions × max_completion_length) (`dr_grpo`)
+    loss_aggregation           `sequence`: mean over each completion's tokens, then over completions
+                               (TRL's loss_type `grpo`);
+                               `token`: mean over the tokens of the global batch (`dapo`; in one
+                               micro-batch `bnpo`); `constant`: sum over tokens ÷ (completions ×
+                               max_completion_length) (`dr_grpo`)
     max_completion_length      in tokens
-    baseline                   what a reward is compared with: the mean of its `group`, or of the others in it,
+    baseline                   what a reward is compared with: the mean of its `group`, or of the
+                               others in it,
                                `leave-one-out` (TRL: the RLOOTrainer)
-    scale_rewards              what the difference is divided by: `none`; `group`, the sample standard deviation of the group
-                               (÷ n − 1); `group-population` (÷ n; not in TRL). TRL's `batch` does not exist here
-    kl_estimator               KL divergence from the reference: `none`; `k1`, taken off the reward (TRL: the RLOOTrainer);
-                               `k2` (not in TRL) or `k3` (TRL's GRPOTrainer), Schulman's estimators, in the loss of each token
+    scale_rewards              what the difference is divided by: `none`; `group`, the sample
+                               standard deviation of the group
+                               (÷ n − 1); `group-population` (÷ n; not in TRL). TRL's `batch` does
+                               not exist here
+    kl_estimator               KL divergence from the reference: `none`; `k1`, taken off the reward
+                               (TRL: the RLOOTrainer);
+                               `k2` (not in TRL) or `k3` (TRL's GRPOTrainer), Schulman's estimators,
+                               in the loss of each token
     beta                       the weight of the KL divergence
-    use_bias_correction_kl     k2 and k3 are multiplied by the importance ratio, so that their gradient is that of the KL
+    use_bias_correction_kl     k2 and k3 are multiplied by the importance ratio, so that their
+                               gradient is that of the KL
                                divergence off policy too (arXiv 2512.02556)
-    mask_truncated_completions completions that were cut at max_completion_length are neither learned from nor counted
+    mask_truncated_completions completions that were cut at max_completion_length are neither
+    learned from nor counted
     temperature                what logits are divided by, in sampling and in the loss
-    importance_sampling_mode   corrects for what sampled with other probabilities than the trainer's, by a kernel or by older
-                               weights: losses are multiplied by the ratio of the policy when a set is first used (the proximal
-                               policy) to what sampled it, and the ratios above are to the proximal policy (decoupled PPO, arXiv
-                               2505.24298). That ratio, of a token or product over the completion (`token_…`, `sequence_…`), is
-                               bounded by importance_sampling_clip_min and …_clip_max (`…_truncate`), or 0 outside of them
-                               (`…_mask`). `none`: ratios are to what sampled (TRL: vllm_importance_sampling_correction = False)
-    off_policy_mask_threshold  completions with a negative advantage do not contribute where the mean over tokens of log
+    importance_sampling_mode   corrects for what sampled with other probabilities than the
+                               trainer's, by a kernel or by older
+                               weights: losses are multiplied by the ratio of the policy when a set
+                               is first used (the proximal policy) to what sampled it, and the
+                               ratios above are to the proximal policy (decoupled PPO, arXiv
+                               2505.24298). That ratio, of a token or product over the completion
+                               (`token_…`, `sequence_…`), is bounded by importance_sampling_clip_min
+                               and …_clip_max (`…_truncate`), or 0 outside of them (`…_mask`).
+                               `none`: ratios are to what sampled (TRL:
+                               vllm_importance_sampling_correction = False)
+    off_policy_mask_threshold  completions with a negative advantage do not contribute where the
+                               mean over tokens of log
                                (what sampled ÷ policy) is larger (arXiv 2512.02556)
     """
 
@@ -126,10 +146,12 @@ def build_policy_loss_config(options: RolloutOptions) -> PolicyLossConfig:
 
 
 def compute_advantages(rewards: Tensor, config: PolicyLossConfig) -> Tensor:
-    """How much better each completion is than its group: [groups, num_generations], from rewards of that shape.
+    """How much better each completion is than its group: [groups, num_generations], from rewards of
+    that shape.
 
-    A reward that is NaN (a reward function returned None) is left out of baseline and standard deviation; its own advantage
-    is 0. A group with fewer than two rewards has nothing to compare, and its advantages are 0.
+    A reward that is NaN (a reward function returned None) is left out of baseline and standard
+    deviation; its own advantage is 0. A group with fewer than two rewards has nothing to compare,
+    and its advantages are 0.
     """
     known = ~rewards.isnan()
     count = known.sum(1, keepdim=True).to(rewards.dtype)
@@ -145,16 +167,20 @@ def compute_advantages(rewards: Tensor, config: PolicyLossConfig) -> Tensor:
 
 
 def has_nonzero_std(rewards: Tensor) -> Tensor:
-    """Whether rewards [groups, num_generations] differ within a group: bool [groups]. NaN is left out."""
+    """Whether rewards [groups, num_generations] differ within a group: bool [groups].
+
+    NaN is left out.
+    """
     largest = rewards.nan_to_num(nan=-torch.inf).amax(1)
     return largest > rewards.nan_to_num(nan=torch.inf).amin(1)
 
 
 def subtract_kl_penalty(rewards: Tensor, old_logprobs: Tensor, reference_logprobs: Tensor, config: PolicyLossConfig) -> Tensor:
-    """Rewards minus beta × the KL divergence of each completion from the reference: k1, log old − log reference.
+    """Rewards minus beta × the KL divergence of each completion from the reference: k1, log old −
+    log reference.
 
-    All of one shape, an entry for each completion; the log-probabilities are those of full completions. Rewards themselves
-    under any other `kl_estimator`.
+    All of one shape, an entry for each completion; the log-probabilities are those of full
+    completions. Rewards themselves under any other `kl_estimator`.
     """
     if config.kl_estimator != "k1":
         return rewards
@@ -165,7 +191,9 @@ class PolicyObjective:
     """The negative of the clipped objective, under one configuration."""
 
     def __init__(self, config: PolicyLossConfig, metric_names: Sequence[str] = ()) -> None:
-        """`metric_names`: extras that are metrics too, of batches with one completion in each sequence; NaN is not counted."""
+        """`metric_names`: extras that are metrics too, of batches with one completion in each
+        sequence; NaN is not counted.
+        """
         self._config, self._metric_names = config, metric_names
 
     def _labels(self, batch: Batch) -> Tensor:
@@ -175,7 +203,9 @@ class PolicyObjective:
         return torch.where(batch.extra("truncated") > 0, IGNORE_INDEX, batch.labels)
 
     def num_items(self, batch: Batch) -> Tensor:
-        """Number of completions, tokens, or completions × max_completion_length: an fp32 scalar on the batch's device."""
+        """Number of completions, tokens, or completions × max_completion_length: an fp32 scalar on
+        the batch's device.
+        """
         return self._count_items(document_label_counts(self._labels(batch), batch.document_ids))
 
     def _count_items(self, lengths: Tensor) -> Tensor:
@@ -186,9 +216,12 @@ class PolicyObjective:
         return (lengths > 0).sum().float() * (self._config.max_completion_length if aggregation == "constant" else 1)
 
     def loss(self, model: LanguageModel, batch: Batch) -> tuple[Tensor, Metrics]:
-        """(sum, metrics as (sum, count) pairs). A batch without scored completions gives 0, not NaN.
+        """(sum, metrics as (sum, count) pairs).
 
-        Metrics are by token, of ratios before clipping. With context parallelism the sum is that of this rank's tokens.
+        A batch without scored completions gives 0, not NaN.
+
+        Metrics are by token, of ratios before clipping. With context parallelism the sum is that of
+        this rank's tokens.
         """
         config, labels, document_ids = self._config, self._labels(batch), batch.document_ids
         context = model.context_parallel
@@ -252,7 +285,8 @@ class PolicyObjective:
         return total, metrics
 
     def _importance_weights(self, log_ratio: Tensor, document_ids: Tensor, sums: Callable[[Tensor], Tensor]) -> Tensor:
-        """By what losses are multiplied: the bounded ratio of the proximal policy to what sampled, [sequences, length].
+        """By what losses are multiplied: the bounded ratio of the proximal policy to what sampled,
+        [sequences, length].
 
         `log_ratio`: that of each token, 0 where there is no label. `sums`: those of documents.
         """
@@ -265,14 +299,17 @@ class PolicyObjective:
         return bounded if bound == "truncate" else torch.where(bounded == ratio, ratio, 0.0)
 
 
-# Metrics of a completion that was sampled ahead: how many versions its tokens are behind, and how long its step waited.
+# Metrics of a completion that was sampled ahead: how many versions its tokens are behind, and how
+# long its step waited.
 STALENESS_METRICS = ("staleness", "staleness/max", "generation_wait_seconds")
 
 
 def completion_metric_names(num_generations: int, with_environment: bool = False) -> tuple[str, ...]:
-    """Metrics of a completion: its reward, whether it has none, whether all in its group are equal, the fraction of reward
-    functions that failed on it, whether its environment did, its answers, calls of tools and those that failed, pass@k of its
-    group, its length, and whether it was truncated."""
+    """Metrics of a completion: its reward, whether it has none, whether all in its group are equal,
+    the fraction of reward functions that failed on it, whether its environment did, its answers,
+    calls of tools and those that failed, pass@k of its group, its length, and whether it was
+    truncated.
+    """
     passes = [f"pass@{k}" for k in pass_sizes(num_generations)]
     failures = (
         "reward_failures",
@@ -287,10 +324,11 @@ def pass_sizes(num_generations: int) -> list[int]:
 
 
 def pass_at_k(k: int, passed: Tensor, known: Tensor) -> Tensor:
-    """The probability that one of `k` completions of a group passes, fp64 [groups], from bools [groups, num_generations].
+    """The probability that one of `k` completions of a group passes, fp64 [groups], from bools
+    [groups, num_generations].
 
-    NaN where fewer than k have a reward. The unbiased estimate from n completions, of which c pass, is
-    1 − C(n − c, k) / C(n, k) (Chen et al., arXiv 2107.03374).
+    NaN where fewer than k have a reward. The unbiased estimate from n completions, of which c pass,
+    is 1 − C(n − c, k) / C(n, k) (Chen et al., arXiv 2107.03374).
     """
     count, passes = known.sum(1), (passed & known).sum(1)
     estimates = [

@@ -1,14 +1,15 @@
-"""Learning from which of two completions is better: DPO and its variants, ORPO, SimPO, and reward models;
-and from completions that are labelled one at a time: KTO.
+"""Learning from which of two completions is better: DPO and its variants, ORPO, SimPO, and reward
+models; and from completions that are labelled one at a time: KTO.
 
-Each method is a pure function of the log-probabilities of full completions and returns a *sum* over pairs; one objective
-serves them all. To add a loss of policy and reference log-probabilities, add a case to `dpo` and its name to
-`align.loss_type` (post/options/align.py); one without a reference is a function of `PairLogprobs` such as `simpo`. The
-normalisations are TRL's, except that what TRL divides within a micro-batch is divided here once, by the number of pairs of
-the global batch.
+Each method is a pure function of the log-probabilities of full completions and returns a *sum* over
+pairs; one objective serves them all. To add a loss of policy and reference log-probabilities, add a
+case to `dpo` and its name to `align.loss_type` (post/options/align.py); one without a reference is
+a function of `PairLogprobs` such as `simpo`. The normalisations are TRL's, except that what TRL
+divides within a micro-batch is divided here once, by the number of pairs of the global batch.
 
-In a batch the documents of a sequence are numbered so that 2i is the chosen and 2i + 1 the rejected side of a pair, prompt
-and completion together, and only completions have labels. Where a side has no label there is no pair.
+In a batch the documents of a sequence are numbered so that 2i is the chosen and 2i + 1 the rejected
+side of a pair, prompt and completion together, and only completions have labels. Where a side has
+no label there is no pair.
 """
 
 import math
@@ -33,9 +34,11 @@ MAX_REFERENCE_GAP = 1e-3
 
 @dataclass(frozen=True)
 class PairLogprobs:
-    """Log-probabilities of full completions in nats, fp32, and their lengths in tokens: tensors of one shape, one entry a pair.
+    """Log-probabilities of full completions in nats, fp32, and their lengths in tokens: tensors of
+    one shape, one entry a pair.
 
-    `pair_mask` bool: whether the entry holds a pair. The reference's are None for methods without a reference.
+    `pair_mask` bool: whether the entry holds a pair. The reference's are None for methods without a
+    reference.
     """
 
     chosen: Tensor
@@ -57,7 +60,10 @@ class PairLogprobs:
         return self.rejected / self.rejected_tokens.clamp(min=1)
 
     def log_ratios(self) -> tuple[Tensor, Tensor]:
-        """log π − log reference of the chosen and of the rejected completions. Raises ValueError without a reference."""
+        """log π − log reference of the chosen and of the rejected completions.
+
+        Raises ValueError without a reference.
+        """
         if self.reference_chosen is None or self.reference_rejected is None:
             raise ValueError("this objective needs the reference's log-probabilities")
         return self.chosen - self.reference_chosen, self.rejected - self.reference_rejected
@@ -75,7 +81,9 @@ PreferenceLoss = Callable[[PairLogprobs], tuple[Tensor, Metrics]]
 
 
 def split_pairs(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Values of documents 2i and of documents 2i + 1 [sequences, length // 2], from values by document [sequences, length]."""
+    """Values of documents 2i and of documents 2i + 1 [sequences, length // 2], from values by
+    document [sequences, length].
+    """
     end = values.shape[1] // 2 * 2
     return values[:, 0:end:2], values[:, 1:end:2]
 
@@ -83,9 +91,11 @@ def split_pairs(values: Tensor) -> tuple[Tensor, Tensor]:
 def pair_logprobs(
     batch: Batch, logprobs: Tensor, reference_logprobs: Tensor | None = None, context_parallel: ContextParallel | None = None
 ) -> PairLogprobs:
-    """A batch's pairs, from log p of each label [sequences, length] under the policy and, if any, under the reference.
+    """A batch's pairs, from log p of each label [sequences, length] under the policy and, if any,
+    under the reference.
 
-    With context parallelism these are of this rank's tokens, and the pairs are those of full sequences.
+    With context parallelism these are of this rank's tokens, and the pairs are those of full
+    sequences.
     """
     ids = batch.document_ids
     lengths = split_pairs(document_label_counts(batch.labels, ids, context_parallel))
@@ -100,15 +110,21 @@ def pair_logprobs(
 def dpo(
     pairs: PairLogprobs, *, beta: float, loss_type: str = "sigmoid", label_smoothing: float = 0.0
 ) -> tuple[Tensor, Metrics]:
-    """Direct preference optimisation (arXiv 2305.18290) and other losses of the same four log-probabilities.
+    """Direct preference optimisation (arXiv 2305.18290) and other losses of the same four
+    log-probabilities.
 
-    With c and r the log-ratios of policy to reference of the chosen and the rejected side, Δ = c − r, and ε the
-    `label_smoothing`, `loss_type` is one of (in brackets what TRL's `DPOConfig.loss_type` calls it, where it differs):
-    sigmoid   −(1 − ε) log σ(βΔ) − ε log σ(−βΔ); with ε > 0 this is conservative DPO, which TRL has in its CPO trainer only
-    ipo       (Δ − 1 / 2β)², c and r per token (arXiv 2310.12036; the authors' own normalisation is per token too)
+    With c and r the log-ratios of policy to reference of the chosen and the rejected side, Δ = c −
+    r, and ε the `label_smoothing`, `loss_type` is one of (in brackets what TRL's
+    `DPOConfig.loss_type` calls it, where it differs):
+    sigmoid   −(1 − ε) log σ(βΔ) − ε log σ(−βΔ); with ε > 0 this is conservative DPO, which TRL has
+              in its CPO trainer only
+    ipo       (Δ − 1 / 2β)², c and r per token (arXiv 2310.12036; the authors' own normalisation is
+              per token too)
     hinge     max(0, 1 − βΔ) (SLiC, arXiv 2305.10425)
-    robust    sigmoid without the bias of labels of which a fraction ε < 0.5 is wrong (arXiv 2403.00409)
-    exo       [exo_pair] KL from the policy's preference to that of the labels, smoothed by ε > 0 (arXiv 2402.00856, eq. 16)
+    robust    sigmoid without the bias of labels of which a fraction ε < 0.5 is wrong (arXiv
+              2403.00409)
+    exo       [exo_pair] KL from the policy's preference to that of the labels, smoothed by ε > 0
+              (arXiv 2402.00856, eq. 16)
     nca       [nca_pair] −log σ(βc) − ½ log σ(−βc) − ½ log σ(−βr) (arXiv 2402.05369)
     apo-zero  [apo_zero] 1 − σ(βc) + σ(βr) (arXiv 2408.06266, eq. 7)
     apo-down  [apo_down] σ(βc) + 1 − σ(βΔ) (eq. 8)
@@ -141,10 +157,11 @@ def dpo(
 
 
 def orpo(pairs: PairLogprobs, *, beta: float) -> tuple[Tensor, Metrics]:
-    """NLL of the chosen side − `beta` × log σ(log of the odds ratio), with per-token means (arXiv 2403.07691).
+    """NLL of the chosen side − `beta` × log σ(log of the odds ratio), with per-token means (arXiv
+    2403.07691).
 
-    The NLL is the mean over each chosen completion's tokens, summed over pairs. TRL takes the mean over all tokens of a
-    micro-batch, prompts included, which depends on how the batch is split.
+    The NLL is the mean over each chosen completion's tokens, summed over pairs. TRL takes the mean
+    over all tokens of a micro-batch, prompts included, which depends on how the batch is split.
     """
     log_odds = _log_odds(pairs.chosen_mean) - _log_odds(pairs.rejected_mean)
     losses = -pairs.chosen_mean - beta * logsigmoid(log_odds)
@@ -163,14 +180,19 @@ def _log_odds(mean: Tensor) -> Tensor:
 
 
 def simpo(pairs: PairLogprobs, *, beta: float, gamma: float) -> tuple[Tensor, Metrics]:
-    """−log σ(β(mean log-probability of chosen − of rejected) − γ), without a reference (arXiv 2405.14734)."""
+    """−log σ(β(mean log-probability of chosen − of rejected) − γ), without a reference (arXiv
+    2405.14734).
+    """
     chosen, rejected = beta * pairs.chosen_mean, beta * pairs.rejected_mean
     return _with_metrics(pairs, -logsigmoid(chosen - rejected - gamma), chosen, rejected)
 
 
 @torch.no_grad()
 def reward_metrics(chosen: Tensor, rejected: Tensor, pair_mask: Tensor) -> Metrics:
-    """Rewards of both sides, their margin, and how often the chosen one's is higher. A tie counts as wrong."""
+    """Rewards of both sides, their margin, and how often the chosen one's is higher.
+
+    A tie counts as wrong.
+    """
     values = {"chosen": chosen, "rejected": rejected, "margin": chosen - rejected, "accuracy": (chosen > rejected).float()}
     count = pair_mask.sum().to(chosen.dtype)
     return {f"rewards/{name}": (torch.where(pair_mask, value, 0.0).sum(), count) for name, value in values.items()}
@@ -189,8 +211,8 @@ def _with_metrics(pairs: PairLogprobs, losses: Tensor, chosen: Tensor, rejected:
 class PreferenceObjective:
     """One of the losses above, such as `partial(dpo, beta=0.1)`, as an objective.
 
-    With `uses_reference`, batches bring the extra "reference_logprobs": the reference's log-probability of each label,
-    computed in the policy's dtype.
+    With `uses_reference`, batches bring the extra "reference_logprobs": the reference's
+    log-probability of each label, computed in the policy's dtype.
     """
 
     def __init__(self, loss_fn: PreferenceLoss, *, uses_reference: bool) -> None:
@@ -201,7 +223,10 @@ class PreferenceObjective:
         return _pair_mask(batch).sum().float()
 
     def loss(self, model: LanguageModel, batch: Batch) -> tuple[Tensor, Metrics]:
-        """(sum over pairs, metrics as (sum, count) pairs). A batch without pairs gives 0, not NaN."""
+        """(sum over pairs, metrics as (sum, count) pairs).
+
+        A batch without pairs gives 0, not NaN.
+        """
         reference = batch.extra("reference_logprobs") if self._uses_reference else None
         logprobs = label_logprobs(model, batch)
         total, metrics = self._loss_fn(pair_logprobs(batch, logprobs, reference, model.context_parallel))
@@ -224,8 +249,8 @@ def reference_gap(batch: Batch, logprobs: Tensor, reference_logprobs: Tensor) ->
 def reference_mismatch_warning(metrics: Mapping[str, float]) -> str | None:
     """A warning if the policy differs from its reference before the first update, else None.
 
-    `metrics` are those of the first step. If both agree, every log-ratio is 0: with `loss_type` sigmoid the loss is ln 2 for
-    any beta and label smoothing.
+    `metrics` are those of the first step. If both agree, every log-ratio is 0: with `loss_type`
+    sigmoid the loss is ln 2 for any beta and label smoothing.
     """
     gap = metrics["reference_gap"]
     if gap <= MAX_REFERENCE_GAP:
@@ -237,15 +262,18 @@ def reference_mismatch_warning(metrics: Mapping[str, float]) -> str | None:
 
 
 class KTOObjective:
-    """Learning from completions that are labelled desirable or undesirable, one at a time: KTO (arXiv 2402.01306).
+    """Learning from completions that are labelled desirable or undesirable, one at a time: KTO
+    (arXiv 2402.01306).
 
-    In a batch the documents of a sequence are numbered so that 2i is a prompt with its completion, and 2i + 1 the mismatched
-    one: the same prompt with the completion of another document of the same sequence (the completions, rotated by one). The
-    mismatched completions' log-ratios estimate the KL divergence from the reference, against which gains and losses are
-    measured. The estimate is made for each sequence, so that it is the same for any split of the batch; TRL makes it over all
-    sequences that happen to share a micro-batch, and averages over ranks.
+    In a batch the documents of a sequence are numbered so that 2i is a prompt with its completion,
+    and 2i + 1 the mismatched one: the same prompt with the completion of another document of the
+    same sequence (the completions, rotated by one). The mismatched completions' log-ratios estimate
+    the KL divergence from the reference, against which gains and losses are measured. The estimate
+    is made for each sequence, so that it is the same for any split of the batch; TRL makes it over
+    all sequences that happen to share a micro-batch, and averages over ranks.
 
-    Batches bring the extras "reference_logprobs" and "kto_labels" (1 desirable, 0 not; constant in a document).
+    Batches bring the extras "reference_logprobs" and "kto_labels" (1 desirable, 0 not; constant in
+    a document).
     """
 
     def __init__(self, *, beta: float, desirable_weight: float, undesirable_weight: float) -> None:
@@ -257,10 +285,13 @@ class KTOObjective:
         return (num_labels > 0).sum().float()
 
     def loss(self, model: LanguageModel, batch: Batch) -> tuple[Tensor, Metrics]:
-        """(sum over completions, metrics as (sum, count) pairs). A batch without completions gives 0, not NaN.
+        """(sum over completions, metrics as (sum, count) pairs).
 
-        The sum is of w_d (1 − σ(β(x − z))) where desirable and w_u (1 − σ(β(z − x))) where not: x is log π − log reference of
-        a completion, z the KL divergence, clamped to at least 0 and not differentiated.
+        A batch without completions gives 0, not NaN.
+
+        The sum is of w_d (1 − σ(β(x − z))) where desirable and w_u (1 − σ(β(z − x))) where not: x
+        is log π − log reference of a completion, z the KL divergence, clamped to at least 0 and not
+        differentiated.
         """
         reference = batch.extra("reference_logprobs")
         logprobs = label_logprobs(model, batch)
@@ -289,11 +320,13 @@ class KTOObjective:
 
 
 class RewardModelObjective:
-    """Bradley-Terry loss of a model whose head has one output; its value at a document's last token is the reward.
+    """Bradley-Terry loss of a model whose head has one output; its value at a document's last token
+    is the reward.
 
-    −log σ(r_c − r_r − margin) + `center_rewards_coefficient` × (r_c + r_r)², summed over pairs. The margin is that of Llama 2
-    (arXiv 2307.09288); the second term keeps rewards near zero (arXiv 2312.09244). Batches bring the extra "margins",
-    constant in a document; that of the chosen one counts.
+    −log σ(r_c − r_r − margin) + `center_rewards_coefficient` × (r_c + r_r)², summed over pairs. The
+    margin is that of Llama 2 (arXiv 2307.09288); the second term keeps rewards near zero (arXiv
+    2312.09244). Batches bring the extra "margins", constant in a document; that of the chosen one
+    counts.
     """
 
     def __init__(self, *, center_rewards_coefficient: float) -> None:
@@ -304,7 +337,10 @@ class RewardModelObjective:
         return _pair_mask(batch).sum().float()
 
     def loss(self, model: LanguageModel, batch: Batch) -> tuple[Tensor, Metrics]:
-        """(sum over pairs, metrics as (sum, count) pairs). A batch without pairs gives 0, not NaN."""
+        """(sum over pairs, metrics as (sum, count) pairs).
+
+        A batch without pairs gives 0, not NaN.
+        """
         chosen, rejected = split_pairs(document_rewards(model, batch))
         last_margins = batch.extra("margins") * _is_last_token(batch.document_ids)
         margins, _ = split_pairs(document_sums(last_margins, batch.document_ids))
@@ -316,7 +352,9 @@ class RewardModelObjective:
 
 
 def document_rewards(model: LanguageModel, batch: Batch) -> Tensor:
-    """The reward of each document under a model whose head has one output: fp32 [sequences, length], by document number."""
+    """The reward of each document under a model whose head has one output: fp32 [sequences,
+    length], by document number.
+    """
     values = apply_head(model, batch).squeeze(-1)
     values = values.to(torch.promote_types(values.dtype, torch.float32))
     return document_sums(torch.where(_is_last_token(batch.document_ids), values, 0.0), batch.document_ids)

@@ -1,4 +1,6 @@
-"""The options of `lmforge align`: preferences, reward models and reinforcement learning from rewards."""
+"""The options of `lmforge align`: preferences, reward models and reinforcement learning from
+rewards.
+"""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -26,8 +28,9 @@ def split_server(name: str) -> tuple[str | None, str]:
 
 
 class AlignDataOptions(ExampleOptions):
-    """Files of pairs ({prompt, chosen, rejected}; reward takes a margin too), of unpaired preferences
-    ({prompt, completion, label}) for kto, or of prompts with columns for grpo."""
+    """Files of pairs ({prompt, chosen, rejected}; reward takes a margin too), of unpaired
+    preferences ({prompt, completion, label}) for kto, or of prompts with columns for grpo.
+    """
 
     overlong: Literal["drop"] = with_default(ExampleOptions, "overlong", "drop")
     apply_chat_template: bool = option(False, "prompts and completions that are strings become turns of the chat template")
@@ -71,7 +74,9 @@ class AlignOptions(Options):
 
 
 class RolloutOptions(Options):
-    """grpo: how completions are sampled and rewarded, and the loss. none leaves a choice to rollout.loss_type."""
+    """grpo: how completions are sampled and rewarded, and the loss. none leaves a choice to
+    rollout.loss_type.
+    """
 
     loss_type: Literal["grpo", "dr_grpo", "dapo", "gspo", "rloo"] = option(
         "grpo", "a named set of values for the options below; each of these options overrides it"
@@ -211,7 +216,8 @@ class RolloutOptions(Options):
                 yield f"rollout.engine_urls: {url}: expected http://HOST:PORT"
 
 
-# The values of rollout.loss_type that keep near the reference where the recipe does not say (post/objectives/policy.py).
+# The values of rollout.loss_type that keep near the reference where the recipe does not say
+# (post/objectives/policy.py).
 WITH_KL = ("grpo", "rloo")
 
 
@@ -234,7 +240,9 @@ METHODS_THAT_READ = {
 
 
 class AlignConfig(TunedConfig):
-    """lmforge align [RECIPE.toml] --method dpo|kto|orpo|simpo|reward|grpo: align a model with preferences or rewards."""
+    """lmforge align [RECIPE.toml] --method dpo|kto|orpo|simpo|reward|grpo: align a model with
+    preferences or rewards.
+    """
 
     of_stage: ClassVar[Stage] = "align"
     SHORT: ClassVar[Mapping[str, str]] = {**TunedConfig.SHORT, "method": "align.method"}

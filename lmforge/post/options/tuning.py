@@ -1,5 +1,6 @@
-"""The options of `lmforge sft`, most of which alignment shares: examples instead of token shards, adapters, shorter runs; and
-those that `lmforge distill` has beside them."""
+"""The options of `lmforge sft`, most of which alignment shares: examples instead of token shards,
+adapters, shorter runs; and those that `lmforge distill` has beside them.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,8 +26,9 @@ from lmforge.core.options.stage import ESSENTIAL_TO_TRAINING, StageConfig
 
 
 def renamed_fields(pairs: Sequence[str], option_name: str) -> dict[str, str]:
-    """{our name of a field: its name in the files, empty where it is left out}, from OURS=THEIRS or OURS=. Raises UserError
-    naming the option for anything else."""
+    """{our name of a field: its name in the files, empty where it is left out}, from OURS=THEIRS or
+    OURS=. Raises UserError naming the option for anything else.
+    """
     for pair in pairs:
         if not all(pair.partition("=")[:2]):
             raise UserError(
@@ -36,7 +38,9 @@ def renamed_fields(pairs: Sequence[str], option_name: str) -> dict[str, str]:
 
 
 class ExampleOptions(SequenceOptions):
-    """Files of examples, one a line (jsonl, .gz or .zst) or row (parquet), and how they become sequences."""
+    """Files of examples, one a line (jsonl, .gz or .zst) or row (parquet), and how they become
+    sequences.
+    """
 
     files: tuple[Path, ...] = option((), "files to train on, or folders of them")
     validation_files: tuple[Path, ...] = option(
@@ -95,7 +99,10 @@ class TunedModelOptions(ModelOptions):
 
 
 class TunedTrainOptions(TrainOptions):
-    """The training loop. You set the global batch size; micro-batches and accumulation steps follow from it."""
+    """The training loop.
+
+    You set the global batch size; micro-batches and accumulation steps follow from it.
+    """
 
     epochs: float | None = option(
         None, "passes over the data, instead of train.steps (default: 1, if neither is given; num_train_epochs)", **DURATION
@@ -163,7 +170,9 @@ class TunedConfig(StageConfig):
         return self.model.neftune_noise_alpha
 
     def require_inputs(self) -> None:
-        """Raise UserError where the recipe and the command line do not say what to begin from, and what to learn from."""
+        """Raise UserError where the recipe and the command line do not say what to begin from, and
+        what to learn from.
+        """
         if self.model.source is None:
             raise UserError(
                 "model.source: name what to begin from: a run, a checkpoint, a Hugging Face folder or a name on the hub"
@@ -217,7 +226,9 @@ class ConversationOptions(ExampleOptions):
 
 
 class SftConfig(TunedConfig):
-    """lmforge sft [RECIPE.toml]: fine-tune a model on conversations, all of its weights or adapters."""
+    """lmforge sft [RECIPE.toml]: fine-tune a model on conversations, all of its weights or
+    adapters.
+    """
 
     of_stage: ClassVar[Stage] = "sft"
     ALTERNATIVES: ClassVar[Alternatives] = (*StageConfig.ALTERNATIVES, *SOURCES_INSTEAD)
@@ -291,7 +302,9 @@ class DistillOptions(Options):
 
 
 class DistillConfig(SftConfig):
-    """lmforge distill [RECIPE.toml] --teacher MODEL: train a small model on what a larger one says of each token."""
+    """lmforge distill [RECIPE.toml] --teacher MODEL: train a small model on what a larger one says
+    of each token.
+    """
 
     of_stage: ClassVar[Stage] = "distill"
     SHORT: ClassVar[Mapping[str, str]] = {**SftConfig.SHORT, "teacher": "distill.teacher"}

@@ -13,16 +13,19 @@ from lmforge.post.rewards.sandbox import ProgramResult, shared_sandbox
 PART_REWARDS = {"parses": 0.1, "compiles": 0.1, "runs": 0.2, "checks": 0.6}
 # The maximum for one program; if many programs of a batch never end, each gets less.
 PROGRAM_TIMEOUT_SECONDS = 2.0
-# The fraction of the reward time-out for all programs; the rest is for opening the sandbox and for the response.
+# The fraction of the reward time-out for all programs; the rest is for opening the sandbox and for
+# the response.
 TIME_FRACTION = 0.9
 
-# A fenced block with its language. Blocks of any language match, or the end of one would be taken for the beginning of another.
+# A fenced block with its language. Blocks of any language match, or the end of one would be taken
+# for the beginning of another.
 _FENCED = re.compile(r"^( {0,3})```([^\n`]*)\n(.*?)(?:^ {0,3}```[ \t]*$|\Z)", re.MULTILINE | re.DOTALL)
 _PYTHON = ("", "python", "python3", "py")
 
 
 def _extract_code(completion: str) -> str:
-    """The program in a completion: its fenced blocks of Python, one after another, or all of it if there are none.
+    """The program in a completion: its fenced blocks of Python, one after another, or all of it if
+    there are none.
 
     The indentation of a block's fence is removed from each of its lines, as in CommonMark.
     """
@@ -43,7 +46,9 @@ def _program_reward(result: ProgramResult) -> float:
 
 
 def _last_answer(completion: str | Sequence[dict[str, Any]]) -> str:
-    """The text of a completion; of one with an environment, whose completions are messages, that of its last answer."""
+    """The text of a completion; of one with an environment, whose completions are messages, that of
+    its last answer.
+    """
     if isinstance(completion, str):
         return completion
     return next((str(turn["content"]) for turn in reversed(completion) if turn["role"] == "assistant"), "")
@@ -58,10 +63,11 @@ def python_code(
 ) -> list[float | None]:
     """Reward each completion as a Python program: it parses, compiles, runs, and passes its checks.
 
-    The column `checks` has for each completion a list of statements, or None. They are run after the program, in its global
-    names, and pass if they raise nothing. White space earns 0, and so does a program that was not begun within
-    `reward_timeout_seconds`; one that was killed keeps what it had earned. Raises UserError if `checks` holds something else,
-    or if code cannot be confined on this machine.
+    The column `checks` has for each completion a list of statements, or None. They are run after
+    the program, in its global names, and pass if they raise nothing. White space earns 0, and so
+    does a program that was not begun within `reward_timeout_seconds`; one that was killed keeps
+    what it had earned. Raises UserError if `checks` holds something else, or if code cannot be
+    confined on this machine.
     """
     deadline = time.monotonic() + TIME_FRACTION * reward_timeout_seconds
     programs = [_extract_code(_last_answer(completion)) for completion in completions]

@@ -1,7 +1,8 @@
-"""The process that runs programs that a model wrote: it forks a confined child for each program and watches it.
+"""The process that runs programs that a model wrote: it forks a confined child for each program and
+watches it.
 
-sandbox.py starts it as a bare interpreter and sends it lines of JSON, one program at a time. Besides
-confinement.py, only the standard library is imported.
+sandbox.py starts it as a bare interpreter and sends it lines of JSON, one program at a time.
+Besides confinement.py, only the standard library is imported.
 """
 
 import fcntl
@@ -25,8 +26,9 @@ POLL_SECONDS = 0.05
 ERROR_CHARACTERS = 500
 # ast.PyCF_ONLY_AST, without importing ast.
 ONLY_SYNTAX_TREE = 0x400
-# The descriptor on which a child reports its progress, and the one on which it says why it could not be confined. The second is
-# closed before the program is compiled. By writing to the first, a program can only falsify its own result.
+# The descriptor on which a child reports its progress, and the one on which it says why it could
+# not be confined. The second is closed before the program is compiled. By writing to the first, a
+# program can only falsify its own result.
 REPORT_FD, FAILURE_FD = 3, 4
 STAGES = ("parses", "compiles", "runs")
 # The limit of what a program prints, and of its report.
@@ -58,12 +60,16 @@ print(json.dumps({
 
 
 def _run_program(job: dict[str, Any], scratch: str, landlock: bool) -> dict[str, Any]:
-    """Run one program, from the fork to the deletion of its files. Returns the fields of sandbox.ProgramResult."""
+    """Run one program, from the fork to the deletion of its files.
+
+    Returns the fields of sandbox.ProgramResult.
+    """
     folder = os.path.realpath(tempfile.mkdtemp(prefix="lmforge-code-", dir=scratch))
     output, report, failure = os.pipe(), os.pipe(), os.pipe()
     parent = os.getpid()
     began = time.monotonic()
-    # Every line of the report begins with this. The program does not know it, though it could find it out.
+    # Every line of the report begins with this. The program does not know it, though it could find
+    # it out.
     secret = os.urandom(8).hex()
     pid = os.fork()
     if pid == 0:
@@ -95,13 +101,17 @@ def _run_program(job: dict[str, Any], scratch: str, landlock: bool) -> dict[str,
     }
 
 
-# --- in the child -----------------------------------------------------------------------------------------------------
+# --- in the child
+# -----------------------------------------------------------------------------------------------------
 
 
 def _redirect_descriptors(output: int, report: int, failure: int) -> None:
-    """Leave open /dev/null as 0, `output` as 1 and 2, `report` as REPORT_FD and `failure` as FAILURE_FD, and nothing else."""
+    """Leave open /dev/null as 0, `output` as 1 and 2, `report` as REPORT_FD and `failure` as
+    FAILURE_FD, and nothing else.
+    """
     null = os.open(os.devnull, os.O_RDONLY)
-    # Duplicated above FAILURE_FD first: otherwise dup2 could close one of them by taking its number for another.
+    # Duplicated above FAILURE_FD first: otherwise dup2 could close one of them by taking its number
+    # for another.
     null, output, report, failure = (fcntl.fcntl(x, fcntl.F_DUPFD, FAILURE_FD + 1) for x in (null, output, report, failure))
     for target, source in enumerate((null, output, output, report, failure)):
         os.dup2(source, target)
@@ -127,7 +137,10 @@ def _confine(job: dict[str, Any], folder: str, parent: int, landlock: bool) -> N
 
 
 def _execute(job: dict[str, Any], secret: str) -> NoReturn:
-    """Run the program, then each check in its global names, and report the progress. Never returns."""
+    """Run the program, then each check in its global names, and report the progress.
+
+    Never returns.
+    """
     out_of_memory = f"{secret} memory\n".encode()  # created now, since later there may be no memory for it
 
     def report(event: str, detail: str = "") -> None:
@@ -172,14 +185,16 @@ def _error_line(error: BaseException) -> str:
         return type(error).__name__
 
 
-# --- in the parent ----------------------------------------------------------------------------------------------------
+# --- in the parent
+# ----------------------------------------------------------------------------------------------------
 
 
 def _watch(pid: int, output: int, report: int, deadline: float, folder: str) -> tuple[int, str, str, str]:
-    """Read what the child writes until it ends or has to be killed: (exit status, killed for, output, report).
+    """Read what the child writes until it ends or has to be killed: (exit status, killed for,
+    output, report).
 
-    It is killed for "time", "files", "threads" or "output"; "" if it was not killed. The child can start no processes,
-    so when it is dead only files are left.
+    It is killed for "time", "files", "threads" or "output"; "" if it was not killed. The child can
+    start no processes, so when it is dead only files are left.
     """
     received = {output: bytearray(), report: bytearray()}
     killed_for, ended, next_look = "", False, time.monotonic() + POLL_SECONDS
@@ -220,7 +235,10 @@ def _watch(pid: int, output: int, report: int, deadline: float, folder: str) -> 
 
 
 def _read(descriptor: int, content: bytearray) -> bool:
-    """Read once, one byte more than the limit at most. False at the end of the file and above the limit."""
+    """Read once, one byte more than the limit at most.
+
+    False at the end of the file and above the limit.
+    """
     piece = os.read(descriptor, MAX_OUTPUT_BYTES + 1 - len(content))
     content += piece
     return bool(piece) and len(content) <= MAX_OUTPUT_BYTES
@@ -239,8 +257,10 @@ def _excess(pid: int, folder: str) -> str:
 
 
 def _remove(folder: str) -> None:
-    """Delete what a dead program has left, following no link. Folders may lack permissions, and be too deep for paths: each is
-    moved up before it is emptied."""
+    """Delete what a dead program has left, following no link.
+
+    Folders may lack permissions, and be too deep for paths: each is moved up before it is emptied.
+    """
     folders = [folder]
     with suppress(OSError):
         for path in folders:
@@ -259,7 +279,10 @@ def _remove(folder: str) -> None:
 
 @dataclass
 class _Progress:
-    """What a report says: stages reached, which checks passed, how many ran. `ending`: "memory", "exit", "error" or ""."""
+    """What a report says: stages reached, which checks passed, how many ran.
+
+    `ending`: "memory", "exit", "error" or "".
+    """
 
     stages: list[str]
     passed: list[bool]
@@ -269,7 +292,9 @@ class _Progress:
 
 
 def _read_progress(reported: str, secret: str, num_checks: int) -> _Progress:
-    """Read a report, which the program can write too: any bytes give some progress that a program can have made."""
+    """Read a report, which the program can write too: any bytes give some progress that a program
+    can have made.
+    """
     progress = _Progress([], [False] * num_checks)
     for line in reported.split("\n"):
         mark, _, rest = line.partition(" ")
@@ -316,15 +341,18 @@ def _classify(killed_for: str, exit_status: int, progress: _Progress) -> tuple[s
 def main() -> None:
     """Answer each request on standard input with a line on standard output, until the input closes.
 
-    A request holds code, checks, seconds and memory_mib; a response the fields of sandbox.ProgramResult. The
-    first response, without a request, tells what programs cannot do here.
+    A request holds code, checks, seconds and memory_mib; a response the fields of
+    sandbox.ProgramResult. The first response, without a request, tells what programs cannot do
+    here.
     """
     scratch = sys.argv[1]
-    # A program gets the standard library only: neither the package's folder nor what was imported of it.
+    # A program gets the standard library only: neither the package's folder nor what was imported
+    # of it.
     del sys.path[0]
     for name in [name for name in sys.modules if name.partition(".")[0] == "lmforge"]:
         del sys.modules[name]
-    # Objects created before the first fork are the same for every program, and never scanned by the garbage collector.
+    # Objects created before the first fork are the same for every program, and never scanned by the
+    # garbage collector.
     gc.collect()
     gc.freeze()
     os.environ.clear()

@@ -1,7 +1,9 @@
-"""How a process gives up its rights before it runs a program that a model wrote: limits, Landlock, and a system call filter.
+"""How a process gives up its rights before it runs a program that a model wrote: limits, Landlock,
+and a system call filter.
 
-The Linux kernel enforces each step, and the process cannot undo it, root or not. code_server.py runs and watches programs.
-Only the standard library is imported: a bare interpreter loads this file.
+The Linux kernel enforces each step, and the process cannot undo it, root or not. code_server.py
+runs and watches programs. Only the standard library is imported: a bare interpreter loads this
+file.
 """
 
 import ctypes
@@ -23,9 +25,9 @@ MAX_FILE_BYTES = 8 << 20
 MAX_OPEN_FILES = 64
 MAX_PENDING_SIGNALS = 64
 
-# System calls as (x86-64, arm64) numbers; -1 where an architecture has no such call. Among the calls below FIRST_COMMON_CALL,
-# those are denied with which a program could reach other processes, use resources that no limit counts, or slow the machine
-# down.
+# System calls as (x86-64, arm64) numbers; -1 where an architecture has no such call. Among the
+# calls below FIRST_COMMON_CALL, those are denied with which a program could reach other processes,
+# use resources that no limit counts, or slow the machine down.
 # fmt: off
 DENIED_CALLS = {
     # Sockets; messages can also hold descriptors, and so files that no one sees.
@@ -43,7 +45,8 @@ DENIED_CALLS = {
     "msgctl": (71, 187), "mq_open": (240, 180), "mq_unlink": (241, 181), "mq_timedsend": (242, 182),
     "mq_timedreceive": (243, 183), "mq_notify": (244, 184), "mq_getsetattr": (245, 185), "flock": (73, 32),
     "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218),
-    # Memory, disk and kernel objects that no limit counts, or that all processes of a user count together.
+    # Memory, disk and kernel objects that no limit counts, or that all processes of a user count
+    # together.
     "memfd_create": (319, 279), "userfaultfd": (323, 282), "mlock": (149, 228), "mlockall": (151, 230), "mlock2": (325, 284),
     "remap_file_pages": (216, 234), "io_setup": (206, 0), "io_submit": (209, 2), "splice": (275, 76), "tee": (276, 77),
     "vmsplice": (278, 75), "fallocate": (285, 47), "timer_create": (222, 107), "inotify_init": (253, -1),
@@ -63,7 +66,8 @@ DENIED_CALLS = {
     "syslog": (103, 116), "vhangup": (153, 58), "iopl": (172, -1), "ioperm": (173, -1), "modify_ldt": (154, -1),
     "lookup_dcookie": (212, 18), "nfsservctl": (180, 42), "_sysctl": (156, -1), "sysfs": (139, -1), "mbind": (237, 235),
     "set_mempolicy": (238, 237), "membarrier": (324, 283),
-    # Attributes of files: Landlock restricts opening files, but not changing owners, nor in its first versions lengths.
+    # Attributes of files: Landlock restricts opening files, but not changing owners, nor in its
+    # first versions lengths.
     "chmod": (90, -1), "fchmod": (91, 52), "fchmodat": (268, 53), "chown": (92, -1), "fchown": (93, 55), "lchown": (94, -1),
     "fchownat": (260, 54), "utime": (132, -1), "utimes": (235, -1), "utimensat": (280, 88), "futimesat": (261, -1),
     "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7), "truncate": (76, 45), "removexattr": (197, 14),
@@ -78,26 +82,30 @@ WRITE_CALLS = {
 KILL, TKILL, TGKILL, PRLIMIT, FCNTL = (62, 129), (200, 130), (234, 131), (302, 261), (72, 25)
 CLONE, SOCKETPAIR, OPEN, OPENAT, IOCTL, CLOSE_RANGE = (56, 220), (53, 199), (2, -1), (257, 56), (16, 29), (436, 436)
 # fmt: on
-# The commands of ioctl that only tell about a descriptor, or change its own flags: TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO,
-# FIONCLEX, FIOCLEX, TCGETS2. Others name a process to be signalled, write to terminals, or allocate disk.
+# The commands of ioctl that only tell about a descriptor, or change its own flags: TCGETS,
+# TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX, TCGETS2. Others name a process to be signalled,
+# write to terminals, or allocate disk.
 IOCTL_COMMANDS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451, 0x802C542A)
-# Those of fcntl: F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_GETLK, F_SETLK, F_SETLKW, their open file description versions, and
-# F_DUPFD_CLOEXEC; F_SETFL without O_ASYNC. Others have signals sent, hold up those who open a file, or enlarge pipes.
+# Those of fcntl: F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_GETLK, F_SETLK, F_SETLKW, their open file
+# description versions, and F_DUPFD_CLOEXEC; F_SETFL without O_ASYNC. Others have signals sent, hold
+# up those who open a file, or enlarge pipes.
 FCNTL_COMMANDS = (0, 1, 2, 3, 5, 6, 7, 36, 37, 38, 1030)
 F_SETFL, O_ASYNC = 4, 0o20000
-# Flags of clone: a thread must share all of these, so that all threads have one table of descriptors; other flags are harmless.
+# Flags of clone: a thread must share all of these, so that all threads have one table of
+# descriptors; other flags are harmless.
 THREAD_FLAGS = 0x100 | 0x200 | 0x400 | 0x800 | 0x10000  # VM, FS, FILES, SIGHAND, THREAD
 HARMLESS_CLONE_FLAGS = 0x40000 | 0x80000 | 0x100000 | 0x200000 | 0x400000 | 0x1000000  # SYSVSEM, SETTLS, ids, DETACHED
 SECCOMP_ARCHITECTURE = (0xC000003E, 0xC00000B7)
 
-# From this number on, calls are the same on both architectures. Many of these newer calls are harmful (io_uring can open
-# sockets), and libraries work without them. All except known harmless ones fail as if they did not exist.
+# From this number on, calls are the same on both architectures. Many of these newer calls are
+# harmful (io_uring can open sockets), and libraries work without them. All except known harmless
+# ones fail as if they did not exist.
 FIRST_COMMON_CALL = 424
 ALLOWED_NEW_CALLS = (439, 441, 449)  # faccessat2, epoll_pwait2, futex_waitv; close_range without flags too
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
 
-# What Python reads while it runs: its standard library and shared libraries. Determined at import, so that child processes need
-# not.
+# What Python reads while it runs: its standard library and shared libraries. Determined at import,
+# so that child processes need not.
 _LIBRARY = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), "/lib", "/lib64", "/usr/lib", "/usr/lib64"]
 _LIBRARY += ["/usr/share/zoneinfo", "/dev/null", "/dev/zero", "/dev/urandom", sysconfig.get_config_var("LIBDIR")]
 LIBRARY_PATHS = [path for path in dict.fromkeys(Path(name) for name in _LIBRARY if name) if path.exists()]
@@ -123,7 +131,9 @@ def _check_syscall(result: int) -> int:
 
 
 def set_resource_limits(*, cpu_seconds: int, memory_bytes: int) -> None:
-    """Limit this process's address space, CPU time, file size, open files and waiting signals; no core dumps."""
+    """Limit this process's address space, CPU time, file size, open files and waiting signals; no
+    core dumps.
+    """
     for resource_type, limit in (
         (resource.RLIMIT_AS, memory_bytes),
         (resource.RLIMIT_CPU, cpu_seconds),
@@ -154,13 +164,17 @@ def drop_root() -> None:
 
 
 def set_visible(visible: bool) -> None:
-    """Whether processes of the same user may look at this one in /proc: its descriptors, memory and mappings."""
+    """Whether processes of the same user may look at this one in /proc: its descriptors, memory and
+    mappings.
+    """
     _check_syscall(_libc.prctl(PR_SET_DUMPABLE, int(visible), 0, 0, 0))
 
 
 @contextmanager
 def as_confined_user() -> Iterator[None]:
-    """Act as the user of confined processes: in containers root cannot look at those of others in /proc."""
+    """Act as the user of confined processes: in containers root cannot look at those of others in
+    /proc.
+    """
     if not becomes_nobody():
         yield
         return
@@ -187,9 +201,11 @@ def landlock_version() -> int:
 
 
 def restrict_files_to(folder: str) -> None:
-    """Landlock (kernel documentation, userspace-api/landlock): write in `folder` only, read there and in Python's library.
+    """Landlock (kernel documentation, userspace-api/landlock): write in `folder` only, read there
+    and in Python's library.
 
-    TCP and signals to other processes are denied too, in versions that can. Raises OSError without Landlock.
+    TCP and signals to other processes are denied too, in versions that can. Raises OSError without
+    Landlock.
     """
     version = landlock_version()
     execute, write, read, list_folder = 1, 2, 4, 8
@@ -213,9 +229,12 @@ def restrict_files_to(folder: str) -> None:
 
 
 def install_seccomp_filter(*, allow_writes: bool) -> None:
-    """Install the system call filter (seccomp, mode 2). Without `allow_writes` files cannot be changed anywhere.
+    """Install the system call filter (seccomp, mode 2).
 
-    A denied call fails with EPERM, and the program continues. Raises OSError if the kernel has no seccomp.
+    Without `allow_writes` files cannot be changed anywhere.
+
+    A denied call fails with EPERM, and the program continues. Raises OSError if the kernel has no
+    seccomp.
     """
     program = _bpf_program(architecture(), os.getpid(), allow_writes)
     code = ctypes.create_string_buffer(b"".join(program))
@@ -224,7 +243,9 @@ def install_seccomp_filter(*, allow_writes: bool) -> None:
 
 
 def _bpf_program(column: int, pid: int, allow_writes: bool) -> list[bytes]:
-    """Classic BPF over struct seccomp_data: number at 0, architecture at 4, argument n at 16 + 8n (its lower half)."""
+    """Classic BPF over struct seccomp_data: number at 0, architecture at 4, argument n at 16 + 8n
+    (its lower half).
+    """
     load, equal, at_least, any_bit, return_, mask = 0x20, 0x15, 0x35, 0x45, 0x06, 0x54
     allow, kill = 0x7FFF0000, 0x80000000
     not_permitted, no_such_call = 0x00050000 | 1, 0x00050000 | 38
@@ -265,8 +286,8 @@ def _bpf_program(column: int, pid: int, allow_writes: bool) -> list[bytes]:
         *(instruction for call in (KILL, TKILL, TGKILL) for instruction in check_argument(call, 0, step(equal, pid, 1, 0))),
     ]
     if allow_writes:
-        # Truncating while opening to read, or to neither read nor write (both bits): Landlock before its third version does
-        # not count that as writing.
+        # Truncating while opening to read, or to neither read nor write (both bits): Landlock
+        # before its third version does not count that as writing.
         truncate, both = os.O_TRUNC, os.O_WRONLY | os.O_RDWR
         changes = [step(mask, truncate | both), step(equal, truncate, 1, 0), step(equal, truncate | both, 0, 1)]
     else:
@@ -275,7 +296,8 @@ def _bpf_program(column: int, pid: int, allow_writes: bool) -> list[bytes]:
     return [*architecture_check, *own_descriptors, *newer, *denials, *others, step(return_, allow)]
 
 
-# --- how much disk a confined program takes: what is in its folder, and the deleted files that it holds ---------------------
+# --- how much disk a confined program takes: what is in its folder, and the deleted files that it
+# holds ---------------------
 
 MAX_FOLDER_FILES = 1000
 # The limit of the list of a program's mappings; that of an ordinary program has some 20,000.
@@ -318,7 +340,9 @@ def _open_files(descriptors: str) -> dict[int, int]:
 
 
 def folder_bytes(folder: str) -> float:
-    """The bytes on disk of what a folder holds; infinite if it has too many files or too long paths."""
+    """The bytes on disk of what a folder holds; infinite if it has too many files or too long
+    paths.
+    """
     files = size = 0
     folders = [folder]
     while folders:
@@ -344,7 +368,10 @@ def folder_bytes(folder: str) -> float:
 
 
 def _make_readable(path: str, folder: str) -> bool:
-    """Make a folder within `folder` readable, which the program made unreadable. Never follows a link out of it."""
+    """Make a folder within `folder` readable, which the program made unreadable.
+
+    Never follows a link out of it.
+    """
     with suppress(OSError):
         descriptor = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_DIRECTORY)
         opened = f"/proc/self/fd/{descriptor}"

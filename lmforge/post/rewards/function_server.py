@@ -1,4 +1,6 @@
-"""The process that a file of reward functions runs in. functions.py starts it, sends it requests and ends it."""
+"""The process that a file of reward functions runs in. functions.py starts it, sends it requests
+and ends it.
+"""
 
 import asyncio
 import inspect
@@ -30,10 +32,12 @@ TEXT_NOT_MESSAGES = (
 
 
 def main() -> None:
-    """Import the file, send the parameters of its functions or an error, then answer requests until the input closes.
+    """Import the file, send the parameters of its functions or an error, then answer requests until
+    the input closes.
 
-    The file, or REGISTERED, is the first argument; the first request names functions by their specs. The response to it also
-    says which functions are called together: all async ones, and each other one by itself.
+    The file, or REGISTERED, is the first argument; the first request names functions by their
+    specs. The response to it also says which functions are called together: all async ones, and
+    each other one by itself.
     """
     serve_requests(_open_functions)
 
@@ -43,15 +47,18 @@ def serve_requests(
     close: Callable[[], None] = lambda: None,
     closing_seconds: float = 0.0,
 ) -> None:
-    """Answer requests, lines of JSON, until the input closes. Then all processes that were started here are ended.
+    """Answer requests, lines of JSON, until the input closes.
 
-    `open_served(first argument, first request)` returns the response to that request, and what answers the others. A UserError
-    that it raises is the response {"user_error": …}, and the end. When the input closes, `close` has `closing_seconds`; a
-    request that is being answered gets a KeyboardInterrupt.
+    Then all processes that were started here are ended.
+
+    `open_served(first argument, first request)` returns the response to that request, and what
+    answers the others. A UserError that it raises is the response {"user_error": …}, and the end.
+    When the input closes, `close` has `closing_seconds`; a request that is being answered gets a
+    KeyboardInterrupt.
     """
     supervise(closing_seconds)
-    # What functions print goes to standard error, and standard input is empty for them. Processes that they start do not
-    # inherit these two descriptors, or they would keep the trainer waiting.
+    # What functions print goes to standard error, and standard input is empty for them. Processes
+    # that they start do not inherit these two descriptors, or they would keep the trainer waiting.
     request_fd, responses = os.dup(0), open(os.dup(1), "w", encoding="utf-8")  # noqa: SIM115 (open as long as the process)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
@@ -101,8 +108,8 @@ def _open_functions(file: str, first: Any) -> tuple[dict[str, Any], Callable[[An
 class RewardFunction:
     """A function, and what it takes by name.
 
-    required_columns: those that it cannot be called without. accepted_columns: those that it is given if the data has them,
-    None for all of them.
+    required_columns: those that it cannot be called without. accepted_columns: those that it is
+    given if the data has them, None for all of them.
     """
 
     def __init__(self, function: Callable[..., Any], spec: str) -> None:
@@ -126,14 +133,18 @@ class RewardFunction:
         given = {**request["columns"], "prompts": request["prompts"], "completions": request["completions"]}
         names = given.keys() - self._options if self._takes_all else given.keys() & self._names
         given = {name: value for name, value in given.items() if name in names}
-        # Only a function that names this parameter gets it: to others, with **columns, it would look like a column.
+        # Only a function that names this parameter gets it: to others, with **columns, it would
+        # look like a column.
         if "reward_timeout_seconds" in self._names:
             given["reward_timeout_seconds"] = request["timeout_seconds"]
         return given
 
 
 def _listen(request_fd: int, requests: "queue.SimpleQueue[bytes]", idle: threading.Event, closing_seconds: float) -> None:
-    """Queue the requests. When the input closes, the process ends in `closing_seconds`, even while a function runs."""
+    """Queue the requests.
+
+    When the input closes, the process ends in `closing_seconds`, even while a function runs.
+    """
     with open(request_fd, "rb") as lines:
         for line in lines:
             requests.put(line)
@@ -158,7 +169,10 @@ def _get_registered(name: str, options: str) -> RewardFunction:
 
 
 def find_function(module: ModuleType, what: str, name: str, classes: bool = False) -> Any:
-    """A public function of a file, or a class where that is asked for. Raises UserError, which begins with `what`."""
+    """A public function of a file, or a class where that is asked for.
+
+    Raises UserError, which begins with `what`.
+    """
 
     def fits(value: Any) -> bool:
         return inspect.isfunction(value) or (classes and inspect.isclass(value))
@@ -173,7 +187,10 @@ def find_function(module: ModuleType, what: str, name: str, classes: bool = Fals
 
 
 def call_functions(functions: dict[str, RewardFunction], request: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What each function returned, or how it failed. Several functions are all async, and wait at the same time."""
+    """What each function returned, or how it failed.
+
+    Several functions are all async, and wait at the same time.
+    """
 
     def failed(error: BaseException) -> dict[str, Any]:
         response, completions = error_response(error), request["completions"]
@@ -202,7 +219,9 @@ def call_functions(functions: dict[str, RewardFunction], request: dict[str, Any]
 
 
 def _to_response(returned: Any) -> dict[str, Any]:
-    """What a function returned, as JSON: a list with Python's numbers for those of numpy and torch, or the name of its type."""
+    """What a function returned, as JSON: a list with Python's numbers for those of numpy and torch,
+    or the name of its type.
+    """
     if hasattr(returned, "tolist"):
         returned = returned.tolist()
     if not isinstance(returned, list | tuple):

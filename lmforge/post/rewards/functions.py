@@ -1,9 +1,9 @@
-"""Reward functions: plain Python in the user's file, called in a process of its own, so that a failure in one of them costs
-some rewards and not the run.
+"""Reward functions: plain Python in the user's file, called in a process of its own, so that a
+failure in one of them costs some rewards and not the run.
 
-A function is `reward(prompts, completions, **columns) -> list[float | None]`, `def` or `async def`; None means that it does
-not score a completion. A parameter `reward_timeout_seconds` gets the time that it may take. How rewards become advantages is
-in post/objectives/policy.py.
+A function is `reward(prompts, completions, **columns) -> list[float | None]`, `def` or `async def`;
+None means that it does not score a completion. A parameter `reward_timeout_seconds` gets the time
+that it may take. How rewards become advantages is in post/objectives/policy.py.
 """
 
 import json
@@ -32,8 +32,9 @@ GRACE_SECONDS = 5.0
 class RewardScores:
     """The rewards of a batch of completions.
 
-    rewards: of each completion, the weighted sum of what the functions returned, None where all returned None. by_function:
-    what each function returned. errors: why functions failed, of those that did, whose completions have no reward from them.
+    rewards: of each completion, the weighted sum of what the functions returned, None where all
+    returned None. by_function: what each function returned. errors: why functions failed, of those
+    that did, whose completions have no reward from them.
     """
 
     rewards: list[float | None]
@@ -43,7 +44,9 @@ class RewardScores:
 
 @dataclass(frozen=True)
 class FunctionResult:
-    """What a reward function returned for a batch, not yet validated, or the error by which it failed."""
+    """What a reward function returned for a batch, not yet validated, or the error by which it
+    failed.
+    """
 
     rewards: Any = None
     error: str = ""
@@ -52,22 +55,26 @@ class FunctionResult:
 class RewardWorker(Protocol):
     """Computes one or more rewards: the process of a file of functions, or a reward model.
 
-    required_columns: by the name of the reward, the columns that it must be given. accepted_columns: those that it is given if
-    the data has them; None for all of them.
+    required_columns: by the name of the reward, the columns that it must be given.
+    accepted_columns: those that it is given if the data has them; None for all of them.
     """
 
     required_columns: dict[str, list[str]]
     accepted_columns: dict[str, list[str] | None]
 
     def score(self, request: dict[str, Any], timeout_seconds: float) -> dict[str, FunctionResult]:
-        """The results by name. The request has lists `prompts` and `completions`, and `columns`, lists by name."""
+        """The results by name.
+
+        The request has lists `prompts` and `completions`, and `columns`, lists by name.
+        """
 
     def close(self) -> None: ...
 
 
 class EnvironmentRewards(RewardWorker, Protocol):
-    """An environment (post/environments/process.py), whose episodes have rewards: of itself, under its name, and of the
-    functions that it is given because they take `environments`."""
+    """An environment (post/environments/process.py), whose episodes have rewards: of itself, under
+    its name, and of the functions that it is given because they take `environments`.
+    """
 
     def add_functions(self, functions: Mapping[str, tuple[str, str]], accepted: Mapping[str, list[str] | None]) -> None:
         """Functions by their specs: (file, name), and the columns that each is given."""
@@ -82,11 +89,13 @@ class RewardFunctions(AbstractContextManager["RewardFunctions"]):
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]
     ) -> RewardScores:
-        """Score completions. `completions` and each column have an entry, of plain data, for each of `prompts`.
+        """Score completions.
 
-        A function that raises or exceeds the time-out gives None for every completion of this call. Raises UserError if
-        `check_columns` does, if a function raises a UserError, or if it returns the wrong number of rewards or a reward that is
-        not finite: it would do so with every batch.
+        `completions` and each column have an entry, of plain data, for each of `prompts`.
+
+        A function that raises or exceeds the time-out gives None for every completion of this call.
+        Raises UserError if `check_columns` does, if a function raises a UserError, or if it returns
+        the wrong number of rewards or a reward that is not finite: it would do so with every batch.
         """
         self.check_columns(columns)
         count = len(prompts)
@@ -123,7 +132,9 @@ class RewardFunctions(AbstractContextManager["RewardFunctions"]):
                     )
 
     def check_serializable(self, columns: Mapping[str, Any]) -> None:
-        """Raise UserError if a value of this record cannot be sent to a function that is given its column."""
+        """Raise UserError if a value of this record cannot be sent to a function that is given its
+        column.
+        """
         for name, value in columns.items():
             accepting = [spec for worker in self._workers for spec in _functions_accepting(worker, name)]
             if not accepting or isinstance(value, str | int | float | None):
@@ -161,13 +172,15 @@ def load_reward_functions(
     options: Mapping[str, str] | None = None,
     environment: EnvironmentRewards | None = None,
 ) -> RewardFunctions:
-    """Open reward functions, each named FILE.py:FUNCTION or, where it is registered, by its name alone, and reward models, each
-    named by its folder, which `open_reward_model` opens. `options` has those of registered functions, as JSON by name.
-    Functions with a parameter `environments` are called where the `environment` is, which is closed with them.
+    """Open reward functions, each named FILE.py:FUNCTION or, where it is registered, by its name
+    alone, and reward models, each named by its folder, which `open_reward_model` opens. `options`
+    has those of registered functions, as JSON by name. Functions with a parameter `environments`
+    are called where the `environment` is, which is closed with them.
 
-    Each file is imported once, in a process of its own that lives until `close`. `weights` default to 1. `timeout_seconds` is
-    for one call of one function. `heartbeat` is called every second while functions run. Raises UserError
-    for a file, function, signature or weight that cannot be used.
+    Each file is imported once, in a process of its own that lives until `close`. `weights` default
+    to 1. `timeout_seconds` is for one call of one function. `heartbeat` is called every second
+    while functions run. Raises UserError for a file, function, signature or weight that cannot be
+    used.
     """
     weights = [1.0] * len(specs) if weights is None else weights
     if len(weights) != len(specs):
@@ -220,7 +233,10 @@ def _validated_rewards(spec: str, returned: Any, count: int) -> list[float | Non
 
 
 class _RewardProcess:
-    """The process of one file. It is started again after it was killed for taking too long, or died."""
+    """The process of one file.
+
+    It is started again after it was killed for taking too long, or died.
+    """
 
     def __init__(self, file: str, functions: dict[str, str], heartbeat: Callable[[], None], options: Mapping[str, str]) -> None:
         self._file, self._heartbeat = file, heartbeat
@@ -255,7 +271,10 @@ class _RewardProcess:
         return results
 
     def hand_over(self, parameter: str) -> dict[str, list[str] | None]:
-        """Leave the functions of a file that name a parameter to another. Returns the other columns that each is given."""
+        """Leave the functions of a file that name a parameter to another.
+
+        Returns the other columns that each is given.
+        """
         if self._file == REGISTERED:
             return {}
         columns = {spec: (accepted, self.required_columns[spec]) for spec, accepted in self.accepted_columns.items()}

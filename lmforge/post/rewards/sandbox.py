@@ -1,10 +1,13 @@
-"""Running programs that a model wrote, with bounded time, memory and access, and reporting what became of them.
+"""Running programs that a model wrote, with bounded time, memory and access, and reporting what
+became of them.
 
-A program gets no network, no other process, no files but those in a folder of its own, which is deleted afterwards, no
-environment variables, and the standard library only; the site-packages inside that library's folder can be read, and imported
-by a program that adds them to its path. confinement.py takes these away; code_server.py runs and watches programs.
-Nothing here protects the checks from the program: both run in one process, so a program written to deceive them can. It can
-make its own result wrong, but that is all: not end the training, and not harm the server that watches it.
+A program gets no network, no other process, no files but those in a folder of its own, which is
+deleted afterwards, no environment variables, and the standard library only; the site-packages
+inside that library's folder can be read, and imported by a program that adds them to its path.
+confinement.py takes these away; code_server.py runs and watches programs. Nothing here protects the
+checks from the program: both run in one process, so a program written to deceive them can. It can
+make its own result wrong, but that is all: not end the training, and not harm the server that
+watches it.
 """
 
 import json
@@ -25,7 +28,8 @@ from lmforge.core.errors import UserError
 from lmforge.core.foreign_code import JsonLineProcess, ProcessLost, python_command
 
 REQUIRED_PROTECTIONS = ("network", "processes", "signals", "writing")
-# Beyond the time that a program is given: for the server to be scheduled, and to delete what was written.
+# Beyond the time that a program is given: for the server to be scheduled, and to delete what was
+# written.
 GRACE_SECONDS = 30.0
 CLOSE_SECONDS = 5.0
 
@@ -34,10 +38,12 @@ CLOSE_SECONDS = 5.0
 class ProgramResult:
     """What became of a program.
 
-    status: "done" (program and checks ran), "syntax", "raised", "exit" (it ended itself before the checks were over), "time",
-    "memory", "output" or "files" (more than allowed), "killed" (by a signal, such as a crash, or for its threads).
-    stages_reached: those of "parses", "compiles", "runs" that succeeded. checks_passed: for each check, whether it raised
-    nothing. error: the last line of the traceback, if any. output: what it printed, truncated at the limit. seconds: its time.
+    status: "done" (program and checks ran), "syntax", "raised", "exit" (it ended itself before the
+    checks were over), "time", "memory", "output" or "files" (more than allowed), "killed" (by a
+    signal, such as a crash, or for its threads). stages_reached: those of "parses", "compiles",
+    "runs" that succeeded. checks_passed: for each check, whether it raised nothing. error: the last
+    line of the traceback, if any. output: what it printed, truncated at the limit. seconds: its
+    time.
     """
 
     status: str
@@ -51,8 +57,9 @@ class ProgramResult:
 class Sandbox(AbstractContextManager["Sandbox"]):
     """`workers` processes that run programs, each one at a time. Use it in a `with`, or close it.
 
-    Thread-safe. Raises UserError if this machine cannot take away the network, processes or files. `protections` is what a
-    program tried in vain when the sandbox was opened: network, processes, signals, writing, reading.
+    Thread-safe. Raises UserError if this machine cannot take away the network, processes or files.
+    `protections` is what a program tried in vain when the sandbox was opened: network, processes,
+    signals, writing, reading.
     """
 
     def __init__(self, workers: int = 1):
@@ -66,9 +73,11 @@ class Sandbox(AbstractContextManager["Sandbox"]):
             print("generated code can read this user's files here: the kernel has no Landlock", file=sys.stderr)
 
     def run(self, code: str, *, checks: Sequence[str] = (), seconds: float = 5.0, memory_mib: int = 512) -> ProgramResult:
-        """Run `code` as a script, then each of `checks`, statements such as "assert f(2) == 4", in its global names.
+        """Run `code` as a script, then each of `checks`, statements such as "assert f(2) == 4", in
+        its global names.
 
-        `seconds` is for program and checks together. `memory_mib` limits address space; the interpreter takes about 30.
+        `seconds` is for program and checks together. `memory_mib` limits address space; the
+        interpreter takes about 30.
         """
         server = self._idle.get()
         try:
@@ -79,10 +88,12 @@ class Sandbox(AbstractContextManager["Sandbox"]):
     def run_all(
         self, programs: Sequence[str], checks: Sequence[Sequence[str]], *, seconds: float = 5.0, total_seconds: float = math.inf
     ) -> list[ProgramResult]:
-        """The results of several programs, each with its own checks, in their order; the workers share them.
+        """The results of several programs, each with its own checks, in their order; the workers
+        share them.
 
-        `total_seconds` is for all of them. Each gets an equal part of what is left of it, `seconds` at most, so that programs
-        that never end do not take the time of the others. Those that are not begun in time get the status "time".
+        `total_seconds` is for all of them. Each gets an equal part of what is left of it, `seconds`
+        at most, so that programs that never end do not take the time of the others. Those that are
+        not begun in time get the status "time".
         """
         deadline = time.monotonic() + total_seconds
 
@@ -125,7 +136,8 @@ class _CodeServerProcess:
         return ProgramResult(**{**result, **sequences})
 
     def _start(self) -> None:
-        # No site-packages. Not -I, which ignores the hash seed: the same program has to do the same each time.
+        # No site-packages. Not -I, which ignores the hash seed: the same program has to do the same
+        # each time.
         command = python_command("lmforge.post.rewards.code_server", tempfile.gettempdir(), "-s", "-S")
         environment = {"PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"}
         # When its input is closed it kills the program that it runs and deletes its folder.
@@ -145,6 +157,10 @@ class _CodeServerProcess:
 
 @cache
 def shared_sandbox() -> Sandbox:
-    """The one sandbox of this process, with a worker for each core that this rank may use. It ends with the process."""
-    # Reward functions run in a process of each rank, which knows of the other ranks from its launcher's variables.
+    """The one sandbox of this process, with a worker for each core that this rank may use.
+
+    It ends with the process.
+    """
+    # Reward functions run in a process of each rank, which knows of the other ranks from its
+    # launcher's variables.
     return Sandbox(threads_per_rank(read_rank_info().local_world_size))

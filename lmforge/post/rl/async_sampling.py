@@ -1,7 +1,9 @@
-"""Sampling by servers while the policy is trained: they get new weights without ending what is in flight.
+"""Sampling by servers while the policy is trained: they get new weights without ending what is in
+flight.
 
-Every rank follows each server in a thread: rank 0 asks it to load the newest weights, the others ask which it has. Each token
-keeps the version of the weights that sampled it. Weights are written by remote_sampling.py, requests are sent there.
+Every rank follows each server in a thread: rank 0 asks it to load the newest weights, the others
+ask which it has. Each token keeps the version of the weights that sampled it. Weights are written
+by remote_sampling.py, requests are sent there.
 """
 
 import threading
@@ -21,7 +23,8 @@ from lmforge.post.rl.sampling import SamplingSession
 
 # How often a rank asks whether rank 0 has had the newest weights loaded.
 FOLLOW_SECONDS = 0.1
-# How often rank 0 asks a server whether it still has its weights: one that was started again has others.
+# How often rank 0 asks a server whether it still has its weights: one that was started again has
+# others.
 CHECK_SECONDS = 5.0
 # How long a rank waits for servers to come back when none of them answers.
 COME_BACK_SECONDS = 30.0
@@ -29,9 +32,12 @@ COME_BACK_SECONDS = 30.0
 
 @dataclass
 class _State:
-    """What a rank knows of a server. `problem`: why it does not answer, or empty; `reason`: why it is not used, or empty;
-    `left_out_at`: the newest version when an answer of it could not be used; `take_backs`: how often it was used again since
-    that version."""
+    """What a rank knows of a server.
+
+    `problem`: why it does not answer, or empty; `reason`: why it is not used, or empty;
+    `left_out_at`: the newest version when an answer of it could not be used; `take_backs`: how
+    often it was used again since that version.
+    """
 
     confirmed: int | None = None
     loading: Path | None = None
@@ -42,7 +48,10 @@ class _State:
 
 
 class AsyncSampler:
-    """Samples by the servers of a RemoteSampler, which gives them weights while they sample. Every rank has one."""
+    """Samples by the servers of a RemoteSampler, which gives them weights while they sample.
+
+    Every rank has one.
+    """
 
     def __init__(self, remote: RemoteSampler) -> None:
         self._remote, self._dist_ctx = remote, remote.dist_ctx
@@ -71,8 +80,9 @@ class AsyncSampler:
         self._remote.remove_weights({each for each in in_use if each is not None})
 
     def forget(self) -> None:
-        """After a rollback a version is of other weights than before: from now on no token of those counts, and no server has
-        weights before the next `publish`. Every rank calls it."""
+        """After a rollback a version is of other weights than before: from now on no token of those
+        counts, and no server has weights before the next `publish`. Every rank calls it.
+        """
         name = self._remote.new_name()
         with self._changed:
             self._newest, self._remote.name = None, name
@@ -89,8 +99,9 @@ class AsyncSampler:
             yield self.session_from(version, greedy=greedy)
 
     def session_from(self, first_version: int, *, greedy: bool = False) -> RemoteSession:
-        """A session for one thread, with weights from `first_version` to the newest while it goes on. It raises RunFailed where
-        no server is left."""
+        """A session for one thread, with weights from `first_version` to the newest while it goes
+        on. It raises RunFailed where no server is left.
+        """
         return RemoteSession(_ServersFrom(self, first_version), self._remote.settings.params(greedy))
 
     @property
@@ -98,14 +109,16 @@ class AsyncSampler:
         """What all versions that servers have been given since the last `forget` are called."""
         return self._remote.name
 
-    # --- what a server has -------------------------------------------------------------------------------------------
+    # --- what a server has
+    # -------------------------------------------------------------------------------------------
 
     def _follow(self, index: int) -> None:
         """Keep a server at the newest weights."""
         server, state = self._remote.servers[index], self._states[index]
         while True:
             with self._changed:
-                # Only rank 0 can give a server its weights again, and others may be the only ones to notice that it lost them.
+                # Only rank 0 can give a server its weights again, and others may be the only ones
+                # to notice that it lost them.
                 seconds = CHECK_SECONDS if self._dist_ctx.is_rank0 else None
                 self._changed.wait_for(lambda: self._closed or self._is_stale(state), seconds)
                 if self._closed:
@@ -126,12 +139,15 @@ class AsyncSampler:
             return False
         if state.left_out_at is None:
             return state.confirmed != self._newest
-        # One that answered wrongly gets another chance with the next weights, or when all others have failed too.
+        # One that answered wrongly gets another chance with the next weights, or when all others
+        # have failed too.
         others = any(each.left_out_at is None and each.confirmed is not None for each in self._states)
         return state.left_out_at < self._newest or (not others and state.take_backs < MAX_TAKE_BACKS)
 
     def _update(self, server: RolloutServer, folder: Path, wanted: str) -> tuple[str, str]:
-        """What a server calls its weights now, empty if it does not say, and why they are not those that are wanted."""
+        """What a server calls its weights now, empty if it does not say, and why they are not those
+        that are wanted.
+        """
         try:
             name = server.version()
             if self._dist_ctx.is_rank0 and name != wanted:
@@ -158,11 +174,13 @@ class AsyncSampler:
                 self._remote.warn(f"{server.url}: has the current weights, and is used again")
             self._changed.notify_all()
 
-    # --- what sessions ask --------------------------------------------------------------------------------------------
+    # --- what sessions ask
+    # --------------------------------------------------------------------------------------------
 
     def choose(self, first_version: int, in_flight: dict[int, int], seconds: float) -> int | None:
-        """The server with the fewest requests of those that have these weights or newer ones, waited for some seconds. Raises
-        what ended a thread that follows a server."""
+        """The server with the fewest requests of those that have these weights or newer ones,
+        waited for some seconds. Raises what ended a thread that follows a server.
+        """
         for follower in self._followers:
             if follower.done():
                 follower.result()

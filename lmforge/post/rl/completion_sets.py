@@ -1,5 +1,5 @@
-"""Where sets of completions come from: `CompletionSets` samples each when it is asked for, `SetsAhead` while earlier ones are
-learned from. What becomes of them is not known here.
+"""Where sets of completions come from: `CompletionSets` samples each when it is asked for,
+`SetsAhead` while earlier ones are learned from. What becomes of them is not known here.
 """
 
 import time
@@ -27,7 +27,10 @@ from lmforge.text.chat.preferences import TokenizedPrompt
 
 
 class CompletionSets:
-    """This rank's part of each set. Every rank has one, with reward functions of its own, and calls it at the same steps."""
+    """This rank's part of each set.
+
+    Every rank has one, with reward functions of its own, and calls it at the same steps.
+    """
 
     def __init__(
         self,
@@ -38,8 +41,10 @@ class CompletionSets:
         samples: bool,
         num_workers: int = 1,
     ) -> None:
-        """`places(set)`: those of its groups (GroupPrompts). `samples`: whether this rank does. Raises UserError where a server
-        does not start."""
+        """`places(set)`: those of its groups (GroupPrompts).
+
+        `samples`: whether this rank does. Raises UserError where a server does not start.
+        """
         packing = inputs.packed_dataset.packing
         assert isinstance(packing, PromptPacking)
         assert isinstance(ctx.config, AlignConfig)
@@ -65,7 +70,11 @@ class CompletionSets:
             self._opened = opened.pop_all()
 
     def begin(self, batch_index: int, known: Container[int]) -> bool:
-        """Before each step. `known` sets are not sampled. Returns whether sets that were taken are not of this run any more."""
+        """Before each step.
+
+        `known` sets are not sampled. Returns whether sets that were taken are not of this run any
+        more.
+        """
         return False
 
     def take(self, set_index: int, step: int) -> SampledSet:
@@ -78,7 +87,10 @@ class CompletionSets:
     def sample(
         self, step: int, prompts: Sequence[TokenizedPrompt], seeds: Sequence[int], table: str | None, greedy: bool = False
     ) -> SampledSet:
-        """Completions by the policy as it is now, and their rewards. Every rank calls it, with prompts of its own."""
+        """Completions by the policy as it is now, and their rewards.
+
+        Every rank calls it, with prompts of its own.
+        """
         version, on_step = step + self._detector.batch_offset, partial(self._ctx.watch.set_phase, "sample", step)
         sampled, problem = SampledSet([], []), None
         with self._free_worker() as worker:
@@ -161,7 +173,9 @@ class SetsAhead(CompletionSets):
 def _build_sampler(
     ctx: RunContext, inputs: RunInputs, built: BuiltModel, stop_token_ids: frozenset[int]
 ) -> InProcessSampler | RemoteSampler | AsyncSampler:
-    """The sampler that `rollout.engine` names: the trainer itself, servers, or servers that sample while it trains."""
+    """The sampler that `rollout.engine` names: the trainer itself, servers, or servers that sample
+    while it trains.
+    """
     assert isinstance(ctx.config, AlignConfig)
     options, model, starter = ctx.config.rollout, inputs.model_config, None
     # vLLM samples ids with which a head is padded, too.

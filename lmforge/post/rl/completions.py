@@ -1,7 +1,9 @@
-"""What a policy sampled: ids with their log-probabilities and the version of the weights of each. Never text.
+"""What a policy sampled: ids with their log-probabilities and the version of the weights of each.
 
-sampling.py makes completions, scoring.py rewards them, and rollout_batches.py makes batches of them. These three meet here
-and in rollouts.py alone.
+Never text.
+
+sampling.py makes completions, scoring.py rewards them, and rollout_batches.py makes batches of
+them. These three meet here and in rollouts.py alone.
 """
 
 from collections.abc import Sequence
@@ -9,20 +11,24 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-# The version of a token that the policy did not sample, such as one of a tool's answer. It is never trained on.
+# The version of a token that the policy did not sample, such as one of a tool's answer. It is never
+# trained on.
 NOT_SAMPLED = -1
 
 
 @dataclass
 class SampledCompletion:
-    """What follows a prompt, as three lists of one length: spans of sampled tokens, and between them spans of given ones.
+    """What follows a prompt, as three lists of one length: spans of sampled tokens, and between
+    them spans of given ones.
 
     tokens    ids, with the stop token that ended a span if one did
     logprobs  the log-probability of each token in nats when it was sampled, 0 for given tokens
-    versions  the version of the weights that sampled each token (the index of the batch that they were first used for),
+    versions  the version of the weights that sampled each token (the index of the batch that they
+              were first used for),
               NOT_SAMPLED for given tokens
     stopped   whether the last span ended with a stop token
-    routed_experts  int32 [tokens, layers, experts of a token] that sampled: of prompt and completion but the last token; None
+    routed_experts  int32 [tokens, layers, experts of a token] that sampled: of prompt and
+                    completion but the last token; None
                     where it is not asked for
     """
 

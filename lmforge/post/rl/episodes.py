@@ -1,8 +1,9 @@
 """Episodes: completions of several turns, in which an environment answers what was sampled.
 
-Where a sampling session needs its requests together, all episodes of a set take their turns together: the answers of a turn are
-sampled, then the environment replies to each. Else each goes on by itself. Ids are only appended. What an environment is, and
-its processes, are in post/environments/.
+Where a sampling session needs its requests together, all episodes of a set take their turns
+together: the answers of a turn are sampled, then the environment replies to each. Else each goes on
+by itself. Ids are only appended. What an environment is, and its processes, are in
+post/environments/.
 """
 
 import json
@@ -31,7 +32,10 @@ class Turns(NamedTuple):
     encoders: Mapping[str, TurnEncoder]
 
     def encoder(self, columns: Mapping[str, Any]) -> TurnEncoder:
-        """Of the environment that a row names in its column `environment`, where there are several. Raises UserError."""
+        """Of the environment that a row names in its column `environment`, where there are several.
+
+        Raises UserError.
+        """
         name = "" if "" in self.encoders else columns.get("environment")
         if not isinstance(name, str) or name not in self.encoders:
             expected = list_names(self.encoders)
@@ -46,7 +50,10 @@ class Turns(NamedTuple):
 
 @dataclass
 class Episode:
-    """A prompt, and what came after it: ids, and the same as messages. `error`: why the environment failed, if it did."""
+    """A prompt, and what came after it: ids, and the same as messages.
+
+    `error`: why the environment failed, if it did.
+    """
 
     encoder: TurnEncoder
     prompt_ids: list[int]
@@ -72,7 +79,10 @@ class Episode:
 
 
 class EpisodePlayer:
-    """Plays episodes of an environment. `max_tokens`: of what follows a prompt; `max_length`: of all."""
+    """Plays episodes of an environment.
+
+    `max_tokens`: of what follows a prompt; `max_length`: of all.
+    """
 
     def __init__(self, turns: Turns, *, max_turns: int, max_tokens: int, max_length: int) -> None:
         self._turns, self._pool = turns, turns.pool
@@ -85,7 +95,10 @@ class EpisodePlayer:
         session: SamplingSession,
         on_step: Callable[[], None],
     ) -> list[Episode]:
-        """An episode for each prompt. One in which the environment says what the template does not take ends with an error."""
+        """An episode for each prompt.
+
+        One in which the environment says what the template does not take ends with an error.
+        """
         begun = self._pool.reset([{**prompt.columns, "prompt": prompt.prompt} for prompt in prompts])
         episodes = self._begin(prompts, begun)
         turn_of = {at: 0 for at, episode in enumerate(episodes) if not episode.error}
@@ -114,14 +127,18 @@ class EpisodePlayer:
         return episodes
 
     def _request(self, episode: Episode, at: int, seed: int, turn: int) -> SampleRequest:
-        """For an answer. Another seed for each turn; the first is that of a completion without an environment."""
+        """For an answer.
+
+        Another seed for each turn; the first is that of a completion without an environment.
+        """
         done = episode.completion.tokens
         seed = derive_key(seed, "turn", turn) if turn else seed
         return SampleRequest(at, [*episode.prompt_ids, *done], self._max_tokens - len(done), seed)
 
     def _arrived(self, replies: Mapping[int, Future[dict[str, Any]]], session: SamplingSession) -> list[int]:
-        """The episodes whose replies have come, in their order, after a moment where nothing is sampled: all of them, where
-        the session needs its requests together."""
+        """The episodes whose replies have come, in their order, after a moment where nothing is
+        sampled: all of them, where the session needs its requests together.
+        """
         if session.num_unfinished:
             return [at for at, reply in sorted(replies.items()) if reply.done()]
         self._pool.heartbeat()
@@ -153,7 +170,10 @@ class EpisodePlayer:
         return encoded[key]
 
     def _bounded(self, encoder: TurnEncoder, messages: Sequence[Message]) -> Sequence[Message]:
-        """The messages. Raises UserError, before the template takes its time, for more than any sequence could hold."""
+        """The messages.
+
+        Raises UserError, before the template takes its time, for more than any sequence could hold.
+        """
         size = sum(len(str(message.get("content"))) for message in messages)
         if size > self._max_length * encoder.max_token_bytes:
             raise UserError(f"said {size:,} characters, more than a sequence of {self._max_length:,} tokens can hold")
@@ -162,7 +182,9 @@ class EpisodePlayer:
     @staticmethod
     @contextmanager
     def _ends_on_error(episode: Episode) -> Iterator[None]:
-        """What the environment said cannot be used: that is the end of the episode, and not of the run."""
+        """What the environment said cannot be used: that is the end of the episode, and not of the
+        run.
+        """
         try:
             yield
         except UserError as problem:

@@ -1,7 +1,8 @@
-"""The journal of a run that samples ahead: each rank's part of a set of completions, written before it is learned from.
+"""The journal of a run that samples ahead: each rank's part of a set of completions, written before
+it is learned from.
 
-With it a batch is a function of the journal: a run that resumes learns from the sets that are complete here, and samples only
-others. A set can be read on another number of ranks.
+With it a batch is a function of the journal: a run that resumes learns from the sets that are
+complete here, and samples only others. A set can be read on another number of ranks.
 """
 
 import re
@@ -37,7 +38,8 @@ SEQUENCE_TENSORS = {"tokens": torch.int64, "labels": torch.int64, "positions": t
 FILE_PATTERN = re.compile(r"set-(\d{6,12})-rank-(\d{1,7})-of-(\d{1,7})\.safetensors")
 FORMAT = 1  # of the tensors in a file: another where a set has others
 
-# Options with which a journal may be read that was written with others: how the run is operated, and what other facts cover.
+# Options with which a journal may be read that was written with others: how the run is operated,
+# and what other facts cover.
 OPERATION = {
     *("plugins", "run", "data", "parallel", "validation", "sample", "checkpoint", "log", "watch", "launch"),
 }
@@ -60,7 +62,10 @@ DO_NOT_CHANGE_COMPLETIONS = {
 
 
 class _Header(BaseModel):
-    """What a file says of itself. Files of one set belong together if they say the same, but the checksum."""
+    """What a file says of itself.
+
+    Files of one set belong together if they say the same, but the checksum.
+    """
 
     key: str
     attempt: str
@@ -74,7 +79,10 @@ class _Part(NamedTuple):
 
 
 class RolloutJournal:
-    """The sets of a run that have been sampled, as far as they are still needed. Every rank has one."""
+    """The sets of a run that have been sampled, as far as they are still needed.
+
+    Every rank has one.
+    """
 
     def __init__(
         self,
@@ -88,13 +96,17 @@ class RolloutJournal:
         warn: Callable[[str], None],
         ensure_lock: Callable[[], None],
     ) -> None:
-        """`key`: sets with another one, of other options or data, do not count. `rank_and_size`: this data-parallel rank, and
-        how many there are. `ensure_lock`: `Run.ensure_lock`. Every rank calls it."""
+        """`key`: sets with another one, of other options or data, do not count.
+
+        `rank_and_size`: this data-parallel rank, and how many there are. `ensure_lock`:
+        `Run.ensure_lock`. Every rank calls it.
+        """
         self._folder, self._key, self._dist_ctx, self._warn = folder, key, dist_ctx, warn
         self._ensure_lock = ensure_lock
         self._num_iterations, self._sequence_length, self._rank_and_size = num_iterations, sequence_length, rank_and_size
         self._attempt = dist_ctx.broadcast(uuid4().hex)
-        # The parts of each set that was complete when the run was started, in the order of their ranks.
+        # The parts of each set that was complete when the run was started, in the order of their
+        # ranks.
         self._known: dict[int, list[Path]] = {}
 
     def find(self, first_set: int) -> None:
@@ -105,7 +117,10 @@ class RolloutJournal:
         return set_index in self._known
 
     def write(self, set_index: int, batch: Batch) -> None:
-        """Write this rank's part of a set, on one rank of those that share it. Raises OSError and LockLost."""
+        """Write this rank's part of a set, on one rank of those that share it.
+
+        Raises OSError and LockLost.
+        """
         assert batch.extras is not None
         used = min(int((batch.document_ids >= 0).sum(1).max()) + 1, batch.sequence_length)
         tensors = {name: _compact(each, used) for name, each in (batch.tensors | batch.extras.tensors).items()}
@@ -131,7 +146,10 @@ class RolloutJournal:
         return Batch(**tensors, extras=Extras(**full))
 
     def prune(self, first_set: int) -> None:
-        """Delete the sets before the first that a checkpoint may need. One rank calls it. Raises OSError and LockLost."""
+        """Delete the sets before the first that a checkpoint may need.
+
+        One rank calls it. Raises OSError and LockLost.
+        """
         for set_index, part in self._parts():
             if set_index < first_set:
                 self._ensure_lock()
@@ -190,7 +208,10 @@ def open_journal(ctx: RunContext, config: AlignConfig, inputs: RunInputs, first_
 
 
 def _key(config: AlignConfig, inputs: RunInputs) -> str:
-    """What the sets of a run depend on. Raises UserError where a file of reward functions cannot be read."""
+    """What the sets of a run depend on.
+
+    Raises UserError where a file of reward functions cannot be read.
+    """
     excluded: Any = {**dict.fromkeys(OPERATION, True), "rollout": DO_NOT_CHANGE_COMPLETIONS, "train": OF_THE_LOOP}
     try:
         rewards = [[spec] if is_model_folder(spec) else identify(spec) for spec in config.rollout.reward_functions]
@@ -207,8 +228,9 @@ def _key(config: AlignConfig, inputs: RunInputs) -> str:
 
 
 def _compact(tensor: Tensor, used: int) -> Tensor:
-    """A tensor [sequences, length] without what `_widen` repeats: all columns but one where they are equal bit for bit, and
-    else those that are padding in all sequences, but one."""
+    """A tensor [sequences, length] without what `_widen` repeats: all columns but one where they
+    are equal bit for bit, and else those that are padding in all sequences, but one.
+    """
     bits = tensor.view(torch.int32) if tensor.dtype == torch.float32 else tensor
     small = tensor.int() if tensor.dtype == torch.int64 else tensor
     return small[:, : 1 if bool((bits == bits[:, :1]).all()) else used].contiguous()

@@ -45,7 +45,9 @@ from lmforge.text.sources.records import (
 
 @dataclass(frozen=True)
 class PromptPacking(Packing):
-    """One prompt in each sequence, without labels, so that a PackedDataset gives the order of the prompts."""
+    """One prompt in each sequence, without labels, so that a PackedDataset gives the order of the
+    prompts.
+    """
 
     prompts: Sequence[TokenizedPrompt]
     validation_prompts: Sequence[TokenizedPrompt]
@@ -60,7 +62,8 @@ class PromptPacking(Packing):
 
 
 def prepare_prompts(config: AlignConfig, dist_ctx: DistributedContext) -> None:
-    """Make the model of a recipe available on every host, and check prompts and reward functions there. Every rank calls it.
+    """Make the model of a recipe available on every host, and check prompts and reward functions
+    there. Every rank calls it.
 
     Raises UserError where one of them cannot be used.
     """
@@ -97,8 +100,10 @@ def name_environment(options: RolloutOptions) -> EnvironmentPool | None:
 
 
 def _open_turns(options: RolloutOptions, tokenizer: Tokenizer) -> Turns | None:
-    """The environment, and how turns with it become ids. Raises UserError unless it has rewards, and the chat template takes
-    the turns."""
+    """The environment, and how turns with it become ids.
+
+    Raises UserError unless it has rewards, and the chat template takes the turns.
+    """
     pool = name_environment(options)
     if pool is None:
         return None
@@ -113,7 +118,9 @@ def _open_turns(options: RolloutOptions, tokenizer: Tokenizer) -> Turns | None:
 
 
 def _check_first_episodes(turns: Turns, prompts: Sequence[TokenizedPrompt]) -> None:
-    """Raises UserError where an environment does not begin an episode with its first row of the data."""
+    """Raises UserError where an environment does not begin an episode with its first row of the
+    data.
+    """
     first = {turns.encoder(prompt.columns): prompt for prompt in reversed(prompts)}
     with prefix_errors(f"rollout.environment: {turns.pool.spec}: the first episode"):
         begun = turns.pool.reset([{**prompt.columns, "prompt": prompt.prompt} for prompt in first.values()])
@@ -131,7 +138,10 @@ def reward_options(rollout: RolloutOptions) -> dict[str, str]:
 
 
 def _files_of(config: AlignConfig, split: FileSplit) -> list[Path]:
-    """The files of `data.files` or `data.validation_files`, and of the folders among them. Raises UserError."""
+    """The files of `data.files` or `data.validation_files`, and of the folders among them.
+
+    Raises UserError.
+    """
     paths = config.data.files if split == "train" else config.data.validation_files
     return [file for path in paths for file in find_record_files(path, split)]
 
@@ -139,7 +149,10 @@ def _files_of(config: AlignConfig, split: FileSplit) -> list[Path]:
 def _read_split(
     config: AlignConfig, tokenizer: Tokenizer, split: FileSplit, turns: Turns | None
 ) -> tuple[list[TokenizedPrompt], str]:
-    """The prompts of the files of a split, with counts. Raises UserError where there are files but no prompts."""
+    """The prompts of the files of a split, with counts.
+
+    Raises UserError where there are files but no prompts.
+    """
     options, counts, unusable = config.data, PromptCounts(), UnusableRecords(config.data.skip_invalid)
     reading: dict[str, Any] = {
         "apply_chat_template": options.apply_chat_template,
@@ -198,10 +211,12 @@ def open_prompt_inputs(config: AlignConfig, world_size: int) -> RunInputs:
     if turns:
         _check_first_episodes(turns, [*prompts, *validation_prompts])
     if is_conversational([*prompts, *validation_prompts]):
-        # Only its stop token is checked: completions are trained on as sampled, without the template.
+        # Only its stop token is checked: completions are trained on as sampled, without the
+        # template.
         ChatTemplate.from_tokenizer(tokenizer).check_stop_token()
     for spec in filter(is_model_folder, options.reward_functions):
-        # Raises UserError where a reward model has no chat template, and so cannot read such prompts.
+        # Raises UserError where a reward model has no chat template, and so cannot read such
+        # prompts.
         with prefix_errors(f"rollout.reward_functions: {spec}"):
             offered = {name: prompts[0].columns.get(name) for name in ("tools", "documents")}
             encode_completions(find_pretrained(Path(spec)).tokenizer(), [prompts[0].prompt], ["."], [offered])

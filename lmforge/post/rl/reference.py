@@ -1,6 +1,8 @@
-"""The reference of a policy: a frozen copy, the policy with its adapters disabled, or precomputed log-probabilities.
+"""The reference of a policy: a frozen copy, the policy with its adapters disabled, or precomputed
+log-probabilities.
 
-Each gives batches the log-probability of every scored label under it, in the policy's compute dtype.
+Each gives batches the log-probability of every scored label under it, in the policy's compute
+dtype.
 """
 
 import json
@@ -41,15 +43,18 @@ from lmforge.hf.pretrained import Pretrained
 from lmforge.post.options.align import AlignConfig
 from lmforge.post.tuned_model import find_required_pretrained
 
-# The number of sequences that all ranks together compute and write at once, for any number of ranks.
+# The number of sequences that all ranks together compute and write at once, for any number of
+# ranks.
 CHUNK_SEQUENCES = 64
 CHECKSUM_BYTES = 16  # at the end of each file of `write_chunks`
 
 
 def reference_logprobs(model: Any, batch: Batch, temperature: float = 1.0, replays: bool = False) -> Tensor:
-    """log p of each scored label, fp32 [sequences, sequence_length], 0 elsewhere; of full sequences on every rank.
+    """log p of each scored label, fp32 [sequences, sequence_length], 0 elsewhere; of full sequences
+    on every rank.
 
-    `replays`: with the experts that sampled the batch, where it has them."""
+    `replays`: with the experts that sampled the batch, where it has them.
+    """
     experts = replayed_experts(batch) if replays else {}
     hidden = model(batch.tokens, batch.positions, batch.document_ids, document_starts=batch.document_starts, **experts)
     logprobs: Tensor = model.lm_head(hidden, partial(token_logprobs, labels=batch.labels, temperature=temperature))
@@ -58,8 +63,10 @@ def reference_logprobs(model: Any, batch: Batch, temperature: float = 1.0, repla
 
 @dataclass(frozen=True)
 class ReferenceModel:
-    """Computes the log-probabilities of a reference. It runs in the context `adapters_off`, which disables a policy's
-    adapters."""
+    """Computes the log-probabilities of a reference.
+
+    It runs in the context `adapters_off`, which disables a policy's adapters.
+    """
 
     parallel_model: ParallelModel
     adapters_off: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -67,7 +74,10 @@ class ReferenceModel:
     replays: bool = False  # the policy itself
 
     def logprobs(self, batch: Batch) -> Tensor:
-        """log p of each scored label: fp32 [sequences, sequence_length]. Every rank calls it equally often."""
+        """log p of each scored label: fp32 [sequences, sequence_length].
+
+        Every rank calls it equally often.
+        """
         score_fn = partial(reference_logprobs, temperature=self.temperature, replays=self.replays)
         with torch.no_grad(), self.adapters_off():
             # Without keys: a pipeline's stages would draw the policy's dropout and noise from them.
@@ -85,7 +95,9 @@ def with_extras(batch: Batch, **extras: Tensor) -> Batch:
 
 
 class PackingWithReference(Packing):
-    """Sequences with the extra "reference_logprobs": fp32 [sequences, sequence_length], indexed like the sequences."""
+    """Sequences with the extra "reference_logprobs": fp32 [sequences, sequence_length], indexed
+    like the sequences.
+    """
 
     def __init__(self, packing: Packing, logprobs: np.ndarray) -> None:
         self._packing, self._logprobs = packing, logprobs
@@ -104,8 +116,10 @@ class PackingWithReference(Packing):
 
 
 def build_reference(ctx: RunContext, inputs: RunInputs, built: BuiltModel, temperature: float = 1.0) -> ReferenceModel:
-    """The reference of a recipe. Where its log-probabilities are precomputed, the policy before its first update computes
-    them."""
+    """The reference of a recipe.
+
+    Where its log-probabilities are precomputed, the policy before its first update computes them.
+    """
     config, policy = ctx.config, built.parallel_model
     assert isinstance(config, AlignConfig)
     precomputed = config.reference == "precomputed"
@@ -119,7 +133,9 @@ def build_reference(ctx: RunContext, inputs: RunInputs, built: BuiltModel, tempe
 
 
 def build_frozen_model(ctx: RunContext, built: BuiltModel, model: LanguageModel, weights: Pretrained) -> ParallelModel:
-    """A model that only scores batches, distributed like the one that is trained, with the given weights."""
+    """A model that only scores batches, distributed like the one that is trained, with the given
+    weights.
+    """
     config, dist_ctx, options = ctx.config, ctx.dist_ctx, ctx.config.parallel
     if choose_engine(options, dist_ctx.world_size, dist_ctx.device.type) in ("single", "ddp"):
         # There are no gradients to exchange.
@@ -150,7 +166,9 @@ def precompute_reference_logprobs(
     dataset: PackedDataset,
     get_reference: Callable[[], ReferenceModel],
 ) -> np.ndarray:
-    """log p of each label of every sequence under the reference: fp32 [sequences, sequence_length]. Every rank calls it.
+    """log p of each label of every sequence under the reference: fp32 [sequences, sequence_length].
+
+    Every rank calls it.
 
     The folder of its files is named by a hash of everything that they depend on.
     """
@@ -182,7 +200,10 @@ def _read_chunk(path: Path) -> bytes:
 
 
 def chunk_checksum(path: Path) -> xxhash.xxh3_128:
-    """What the content of a file of `write_chunks` is added to. A file that lies in the place of another has another one."""
+    """What the content of a file of `write_chunks` is added to.
+
+    A file that lies in the place of another has another one.
+    """
     return xxhash.xxh3_128("/".join(path.parts[-2:]).encode())
 
 
@@ -199,12 +220,13 @@ def write_chunks(
     compute: Callable[[Batch], Tensor],
     encode: Callable[[np.ndarray], bytes],
 ) -> list[Path]:
-    """Files with what `compute` says of the sequences of a dataset, CHUNK_SEQUENCES in each, in their order. Every rank calls
-    it.
+    """Files with what `compute` says of the sequences of a dataset, CHUNK_SEQUENCES in each, in
+    their order. Every rank calls it.
 
-    `compute` gets batches with keys that belong to their places in the dataset, and returns [sequences, sequence_length, …],
-    which `encode` is given as fp32. Each file is written as it is computed, with its `chunk_checksum` at its end, so that an
-    interrupted pass continues where it stopped, on any ranks. What `encode` raises is raised on every rank.
+    `compute` gets batches with keys that belong to their places in the dataset, and returns
+    [sequences, sequence_length, …], which `encode` is given as fp32. Each file is written as it is
+    computed, with its `chunk_checksum` at its end, so that an interrupted pass continues where it
+    stopped, on any ranks. What `encode` raises is raised on every rank.
     """
     config, dist_ctx = ctx.config, ctx.dist_ctx
     in_order, count = replace(dataset, shuffle=False), dataset.packing.num_sequences
@@ -233,7 +255,8 @@ def write_chunks(
             : min(CHUNK_SEQUENCES, count - index * CHUNK_SEQUENCES)
         ]
         with dist_ctx.raise_on_all():
-            # Hosts may share the folder: each writes only the chunks that no other host has written.
+            # Hosts may share the folder: each writes only the chunks that no other host has
+            # written.
             if dist_ctx.rank_info.local_rank == 0 and not paths[index].exists():
                 checksum = chunk_checksum(paths[index])
                 checksum.update(content := encode(chunk))

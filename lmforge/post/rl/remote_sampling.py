@@ -1,7 +1,9 @@
-"""Sampling by servers: the policy's weights go to them as a folder, requests to those that confirmed the version.
+"""Sampling by servers: the policy's weights go to them as a folder, requests to those that
+confirmed the version.
 
-A server that fails is left out, and its requests go to others; it is taken back once it has the current weights. One that the
-run has started is started again and waited for where there is no other. HTTP is in engines/.
+A server that fails is left out, and its requests go to others; it is taken back once it has the
+current weights. One that the run has started is started again and waited for where there is no
+other. HTTP is in engines/.
 """
 
 import os
@@ -49,11 +51,12 @@ from lmforge.serve.decoding.weights_folder import write_weights
 LORA_A = LORA_SUFFIXES[0]
 # Where a folder is in memory.
 MEMORY_FOLDER = Path("/dev/shm")
-# In the run's folder: the host, path and token of folders of weights that may be left, the newest last.
+# In the run's folder: the host, path and token of folders of weights that may be left, the newest
+# last.
 FOLDERS_NAME = ".weights-folders.json"
 MAX_FOLDERS = 64  # in that file: hosts whose names change leave entries that nobody removes
-# Requests that a session has at one server. They wait there, and for each a thread here: with `max_staleness` the sessions of
-# all sets that are sampled at once have as many.
+# Requests that a session has at one server. They wait there, and for each a thread here: with
+# `max_staleness` the sessions of all sets that are sampled at once have as many.
 MAX_IN_FLIGHT = 1024
 POLL_SECONDS = 1.0
 # The number of no request: something else has happened.
@@ -63,7 +66,10 @@ MAX_TAKE_BACKS = 2
 
 
 class RemoteSampler:
-    """Samples by servers: those of `rollout.engine_urls`, or those that `starter` starts. Every rank has the same."""
+    """Samples by servers: those of `rollout.engine_urls`, or those that `starter` starts.
+
+    Every rank has the same.
+    """
 
     in_order = True  # and so decodes the same batches as a rank in its own process
 
@@ -77,16 +83,21 @@ class RemoteSampler:
         warn: Callable[[str], None],
         starter: ServerStarter | None = None,
     ) -> None:
-        """Every rank calls it. Raises UserError where a server does not start, or weights cannot be written."""
+        """Every rank calls it.
+
+        Raises UserError where a server does not start, or weights cannot be written.
+        """
         self._parallel_model, self._config, self.warn = parallel_model, config, warn
         self._ensure_lock = run.ensure_lock
         self.dist_ctx: DistributedContext = parallel_model.dist_ctx
         self.settings, self.timeout_seconds = settings, options.engine_timeout_seconds
-        # The weights of an earlier attempt may have been others: no version has the name of one of them.
+        # The weights of an earlier attempt may have been others: no version has the name of one of
+        # them.
         self.name = self.new_name()
         self._folder, self._token = self.dist_ctx.decide_on_rank0(partial(_make_weights_folder, options, run))
         self._version: int | None = None
-        # The servers with the current weights, by index; the same on all ranks when a session begins.
+        # The servers with the current weights, by index; the same on all ranks when a session
+        # begins.
         self._confirmed: set[int] = set()
         self._take_backs = 0
         self._none_since: float | None = None
@@ -141,7 +152,10 @@ class RemoteSampler:
             self.warn(line)
 
     def _load_everywhere(self, folder: Path) -> tuple[set[int], dict[int, str]]:
-        """The servers that confirmed the current version, and what is wrong with the others. On rank 0."""
+        """The servers that confirmed the current version, and what is wrong with the others.
+
+        On rank 0.
+        """
 
         def load(server: RolloutServer) -> str | None:
             try:
@@ -163,7 +177,10 @@ class RemoteSampler:
         return set(outcomes.keys() - problems.keys()), problems
 
     def _load_current(self, index: int) -> None:
-        """Give a server that was started again the weights of this session, which may wait for it. On rank 0."""
+        """Give a server that was started again the weights of this session, which may wait for it.
+
+        On rank 0.
+        """
         with self._loading, suppress(ServerProblem):
             if self._version is not None and self.servers[index].version() != self.version_name:
                 self.servers[index].load(self.folder_of(self._version), self.version_name)
@@ -178,7 +195,9 @@ class RemoteSampler:
         return f"{self.name}-{version}"
 
     def version_of(self, name: str) -> int | None:
-        """The version that servers call so; None for weights that are not of this attempt at the run."""
+        """The version that servers call so; None for weights that are not of this attempt at the
+        run.
+        """
         attempt, _, version = name.rpartition("-")
         return int(version) if attempt == self.name and version.isdecimal() else None
 
@@ -197,12 +216,15 @@ class RemoteSampler:
         return folder
 
     def _write_to(self, folder: Path) -> None:
-        """One tensor at a time: rank 0 says which one is next, and the ranks that hold parts of it gather it."""
+        """One tensor at a time: rank 0 says which one is next, and the ranks that hold parts of it
+        gather it.
+        """
         model, is_rank0 = self._parallel_model.model, self.dist_ctx.is_rank0
         tensors = dict(named_tensors(model))
         layers = [name.removesuffix(LORA_A) for name in tensors if name.endswith(LORA_A)]
         layer_of = {adapted_name(layer): layer for layer in layers}
-        # Of the tensors of each stage of a pipeline: the shape, and the rank from which rank 0 gets them.
+        # Of the tensors of each stage of a pipeline: the shape, and the rank from which rank 0 gets
+        # them.
         own = _full_shapes(tensors) if is_rank0 or self._parallel_model.pipeline_rank else {}
         shapes, senders = dict[str, Tensor](), dict[str, int]()
         for rank, stage in enumerate(self.dist_ctx.gather(own) or []):
@@ -242,8 +264,9 @@ class RemoteSampler:
                     dist.send(value.to(self.dist_ctx.device, tensors[name].dtype).contiguous(), dst=0)
 
     def choose(self, in_flight: dict[int, int]) -> int | None:
-        """The server with the fewest requests of this rank; None where one may be started again, after a moment. Raises
-        RunFailed where none has the current weights."""
+        """The server with the fewest requests of this rank; None where one may be started again,
+        after a moment. Raises RunFailed where none has the current weights.
+        """
         if not self._confirmed and self._take_backs < self._max_take_backs:
             for index, server in enumerate(self.servers):
                 with suppress(ServerProblem):
@@ -271,7 +294,9 @@ class RemoteSampler:
         return self.servers[index]
 
     def read_versions(self, names: Sequence[str]) -> list[int] | None:
-        """The versions that a server named, or None where one of them is not that of the current weights."""
+        """The versions that a server named, or None where one of them is not that of the current
+        weights.
+        """
         assert self._version is not None
         return [self._version] * len(names) if {*names} == {self.version_name} else None
 
@@ -283,9 +308,11 @@ class RemoteSampler:
 
 
 class SessionServers(Protocol):
-    """The servers of a session, by index: which of them get requests, and which versions of weights their answers may have.
+    """The servers of a session, by index: which of them get requests, and which versions of weights
+    their answers may have.
 
-    in_order: whether a server begins requests that are sent together only once it has all, in their order.
+    in_order: whether a server begins requests that are sent together only once it has all, in their
+    order.
     """
 
     in_order: bool
@@ -293,13 +320,18 @@ class SessionServers(Protocol):
     def server(self, index: int) -> RolloutServer: ...
 
     def choose(self, in_flight: dict[int, int]) -> int | None:
-        """The one that gets the next request; None where none can take it now. Raises RunFailed where none is left."""
+        """The one that gets the next request; None where none can take it now.
+
+        Raises RunFailed where none is left.
+        """
 
     def leave_out(self, index: int, problem: str) -> None:
         """An answer could not be used."""
 
     def read_versions(self, names: Sequence[str]) -> list[int] | None:
-        """The versions of tokens by what a server calls them, or None where one of them may not be used."""
+        """The versions of tokens by what a server calls them, or None where one of them may not be
+        used.
+        """
 
 
 class RemoteSession:
@@ -406,9 +438,11 @@ def _full_shapes(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _make_weights_folder(options: RolloutOptions, run: Run) -> tuple[Path, str]:
-    """A new folder for a run's weights, with its token: in the folder that was given, in memory, or in the run's own folder,
-    which other hosts may see. Those of attempts that were killed are deleted; one that cannot be, or
-    is another host's, stays in the record for a later attempt. On rank 0. Raises UserError and LockLost."""
+    """A new folder for a run's weights, with its token: in the folder that was given, in memory, or
+    in the run's own folder, which other hosts may see. Those of attempts that were killed are
+    deleted; one that cannot be, or is another host's, stays in the record for a later attempt. On
+    rank 0. Raises UserError and LockLost.
+    """
     given, elsewhere = options.weights_folder, any(split_server(name)[0] for name in options.engine_start)
     in_memory = given is None and not elsewhere and os.access(MEMORY_FOLDER, os.W_OK)
     parent = MEMORY_FOLDER if in_memory else (given or run.path).resolve()

@@ -1,4 +1,5 @@
-"""Batches of completions and their rewards: labels, log-probabilities, advantages and metrics of each sampled token.
+"""Batches of completions and their rewards: labels, log-probabilities, advantages and metrics of
+each sampled token.
 
 Where completions and rewards come from is not known here.
 """
@@ -35,10 +36,12 @@ def lay_out(
     with_versions: bool = False,
     experts_shape: tuple[int, int] | None = None,
 ) -> Batch:
-    """A sequence for each completion, after the ids of its prompt; sampled tokens are labels, given ones are not.
+    """A sequence for each completion, after the ids of its prompt; sampled tokens are labels, given
+    ones are not.
 
-    With the extra "old_logprobs", 0 where there is no label, and if it is asked for "versions", NOT_SAMPLED there, and
-    "routed_experts" [sequences, length, *experts_shape], -1 where a completion has none, such as one without a sampled token.
+    With the extra "old_logprobs", 0 where there is no label, and if it is asked for "versions",
+    NOT_SAMPLED there, and "routed_experts" [sequences, length, *experts_shape], -1 where a
+    completion has none, such as one without a sampled token.
     """
     sequences = PackedSequences.empty(len(prompts), sequence_length)
     old_logprobs = torch.zeros(len(prompts), sequence_length)
@@ -61,7 +64,9 @@ def lay_out(
 
 
 def add_staleness(batch: Batch, version: int, wait_seconds: float) -> Batch:
-    """A batch with the extra "versions" at its use by weights of a version: instead of it, the metrics of each completion."""
+    """A batch with the extra "versions" at its use by weights of a version: instead of it, the
+    metrics of each completion.
+    """
     assert batch.extras is not None
     versions = batch.extra("versions")
     learned = (versions != NOT_SAMPLED) & (batch.labels != IGNORE_INDEX)
@@ -85,15 +90,18 @@ def add_advantages(
     options: RolloutOptions,
     loss_config: PolicyLossConfig,
 ) -> Batch:
-    """The laid out completions with advantages and metrics; those that are not learned from have no labels.
+    """The laid out completions with advantages and metrics; those that are not learned from have no
+    labels.
 
-    rewards: fp64 [completions], NaN where there is none, groups one after another. failures: metrics of what
-    failed, fp32 [completions]. With the extra "reference_logprobs" of the batch, k1 is taken off the rewards.
+    rewards: fp64 [completions], NaN where there is none, groups one after another. failures:
+    metrics of what failed, fp32 [completions]. With the extra "reference_logprobs" of the batch, k1
+    is taken off the rewards.
     """
     num_generations = options.num_generations
     groups = rewards.view(-1, num_generations)
     metrics = _completion_metrics(groups, failures, completions, options.pass_threshold)
-    # Computed from the rewards without the KL penalty, with which equally good completions would differ.
+    # Computed from the rewards without the KL penalty, with which equally good completions would
+    # differ.
     differs = has_nonzero_std(groups)
     assert batch.extras is not None
     if "reference_logprobs" in batch.extras.tensors:
@@ -114,7 +122,9 @@ def add_advantages(
 def _completion_metrics(
     rewards: Tensor, failures: Mapping[str, Tensor], completions: Sequence[SampledCompletion], pass_threshold: float
 ) -> dict[str, Tensor]:
-    """Metrics of each completion, fp32 [completions], by name, from rewards [groups, num_generations]."""
+    """Metrics of each completion, fp32 [completions], by name, from rewards [groups,
+    num_generations].
+    """
     known, passed = ~rewards.isnan(), rewards >= pass_threshold
     passes = {f"pass@{k}": pass_at_k(k, passed, known) for k in pass_sizes(rewards.shape[1])}
     # A group in which some completions have no reward passes if one of the others passes.
@@ -138,7 +148,9 @@ def split_micro_batches(batch: Batch, num_sequences: int, size: int) -> list[Bat
 
 
 def _padding_like(batch: Batch, num_sequences: int) -> Batch:
-    """Sequences of padding with the extras of a batch: NaN, which no metric counts, in what is not learned from."""
+    """Sequences of padding with the extras of a batch: NaN, which no metric counts, in what is not
+    learned from.
+    """
     sequences = PackedSequences.empty(num_sequences, batch.sequence_length)
     sequences.pad()
     empty = Batch.from_sequences(sequences)
@@ -154,8 +166,11 @@ def _padding_like(batch: Batch, num_sequences: int) -> Batch:
 
 
 def trim_padding(batch: Batch, multiple: int = 1) -> Batch:
-    """The batch without the columns that are padding in every sequence. Lengths are multiples of a quarter, since each length
-    may need a compilation, and of `multiple`, since ranks may split them."""
+    """The batch without the columns that are padding in every sequence.
+
+    Lengths are multiples of a quarter, since each length may need a compilation, and of `multiple`,
+    since ranks may split them.
+    """
     used = int((batch.document_ids >= 0).sum(1).max())
     unit = -(-batch.sequence_length // (4 * multiple)) * multiple
     end = max(1, -(-used // unit)) * unit

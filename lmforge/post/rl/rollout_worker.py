@@ -1,7 +1,8 @@
-"""A rollout worker samples and scores one set of completions at a time, with an environment and reward functions of its own;
-and the prompts and seeds that it is given.
+"""A rollout worker samples and scores one set of completions at a time, with an environment and
+reward functions of its own; and the prompts and seeds that it is given.
 
-Several workers may work at once, each in a thread. When they do, and what becomes of their sets, is not known here.
+Several workers may work at once, each in a thread. When they do, and what becomes of their sets, is
+not known here.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -84,8 +85,11 @@ class RolloutWorker:
         samples: bool = True,
         another: bool = False,
     ) -> None:
-        """Every rank calls it. `samples`: whether this rank does; else it opens no reward functions. `another`: not with the
-        processes that `inputs` has opened."""
+        """Every rank calls it.
+
+        `samples`: whether this rank does; else it opens no reward functions. `another`: not with
+        the processes that `inputs` has opened.
+        """
         packing, tokenizer, plan = inputs.packed_dataset.packing, inputs.tokenizer, inputs.batch_plan
         assert isinstance(packing, PromptPacking)
         assert isinstance(ctx.config, AlignConfig)
@@ -118,7 +122,10 @@ class RolloutWorker:
     def sample(
         self, prompts: Sequence[TokenizedPrompt], seeds: Sequence[int], session: SamplingSession, on_step: Callable[[], None]
     ) -> SampledSet:
-        """A completion of each prompt, without rewards. Raises UserError where the environment cannot be used."""
+        """A completion of each prompt, without rewards.
+
+        Raises UserError where the environment cannot be used.
+        """
         use_device_in_thread(self._dist_ctx.device)  # for reward models
         if self._player is None:
             requests = [
@@ -134,13 +141,18 @@ class RolloutWorker:
         return SampledSet(played, [episode.completion for episode in episodes], episodes)
 
     def score(self, sampled: SampledSet, table: str | None, on_scored: Callable[[], None] = lambda: None) -> None:
-        """Add the rewards of a set that was just sampled. Raises UserError as CompletionScorer does."""
+        """Add the rewards of a set that was just sampled.
+
+        Raises UserError as CompletionScorer does.
+        """
         scored = self._scorer.score(table, sampled.prompts, sampled.completions, sampled.episodes, on_scored)
         sampled.rewards, sampled.failures, sampled.errors = scored
 
     def check_rewards(self, sampled: SampledSet, step: int) -> None:
-        """Raise RunFailed, on every rank, where all rewards of `faults.max_bad_steps` steps in a row, or of all steps of a
-        shorter attempt, have failed. Every rank calls it for each set to learn from, after `step` steps."""
+        """Raise RunFailed, on every rank, where all rewards of `faults.max_bad_steps` steps in a
+        row, or of all steps of a shorter attempt, have failed. Every rank calls it for each set to
+        learn from, after `step` steps.
+        """
         failed = sampled.failed
         counts = torch.tensor([failed.sum(), len(failed)], dtype=torch.float64, device=self._dist_ctx.device)
         num_failed, num_rewards = self._dist_ctx.all_reduce_sum(counts).tolist()
@@ -168,7 +180,8 @@ Sample = Callable[[list[TokenizedPrompt], list[int], str | None], SampledSet]
 class GroupPrompts:
     """The prompts and seeds of groups: each prompt `num_generations` times in a row.
 
-    The place of a group in the order of the data decides, and neither ranks and restarts, nor what was sampled before.
+    The place of a group in the order of the data decides, and neither ranks and restarts, nor what
+    was sampled before.
     """
 
     def __init__(
@@ -184,11 +197,12 @@ class GroupPrompts:
         self._has_given_up = False
 
     def sample_set(self, set_index: int, places: Sequence[range], sample: Sample, add_up: Callable[[int], int]) -> SampledSet:
-        """Those at these places, sampled; groups whose rewards are all equal give way to groups of other prompts (dynamic
-        sampling: DAPO, arXiv 2503.14476).
+        """Those at these places, sampled; groups whose rewards are all equal give way to groups of
+        other prompts (dynamic sampling: DAPO, arXiv 2503.14476).
 
-        `places`: those in the order of the data, of each step of the set, of the groups that this rank samples. `add_up` sums
-        over the ranks that sample together. After `dynamic_sampling_rounds` what is left stays, and a line says so once.
+        `places`: those in the order of the data, of each step of the set, of the groups that this
+        rank samples. `add_up` sums over the ranks that sample together. After
+        `dynamic_sampling_rounds` what is left stays, and a line says so once.
         """
         rounds, count = self._options.dynamic_sampling_rounds, self._options.num_generations
         in_order, table = [place for part in places for place in part], completions_table_name(set_index, self._options)

@@ -1,9 +1,11 @@
-"""Rollouts: completions are sampled and scored (completion_sets.py), and made into batches (rollout_batches.py).
+"""Rollouts: completions are sampled and scored (completion_sets.py), and made into batches
+(rollout_batches.py).
 
-A set of completions serves `num_iterations` optimizer steps. Its prompts and the seed of each completion depend only on the
-index of the set, so ranks and restarts change only the last bits of sums. The completions of a prompt are a group, which stays
-on one rank. A checkpoint between the steps of a set holds the set. With `max_staleness` sets are sampled while others are
-learned from (sampling_ahead.py, async_sampling.py), and kept in a journal (journal.py).
+A set of completions serves `num_iterations` optimizer steps. Its prompts and the seed of each
+completion depend only on the index of the set, so ranks and restarts change only the last bits of
+sums. The completions of a prompt are a group, which stays on one rank. A checkpoint between the
+steps of a set holds the set. With `max_staleness` sets are sampled while others are learned from
+(sampling_ahead.py, async_sampling.py), and kept in a journal (journal.py).
 """
 
 import math
@@ -34,12 +36,15 @@ from lmforge.post.rl.rollout_batches import add_advantages, add_staleness, lay_o
 from lmforge.post.rl.rollout_worker import SampledSet
 from lmforge.post.rl.scoring import locate_completions
 
-# Mean |log-probability of the trainer − of what sampled|, in nats. bf16 kernels differ by some 0.01, other weights by more.
+# Mean |log-probability of the trainer − of what sampled|, in nats. bf16 kernels differ by some
+# 0.01, other weights by more.
 MAX_MEAN_DIFFERENCE = 0.1
 
 
 class Rollouts:
-    """The batches of a policy objective: completions sampled from the model as it is now. A BatchSource.
+    """The batches of a policy objective: completions sampled from the model as it is now.
+
+    A BatchSource.
 
     Every rank has one, with reward functions of its own.
     """
@@ -54,21 +59,22 @@ class Rollouts:
         self._ctx, self._built, self._options, self._packing = ctx, built, options, packing
         self._dist_ctx, self._batch_plan = ctx.dist_ctx, inputs.batch_plan
         self.dataset, self.global_batch_size = inputs.packed_dataset, inputs.batch_plan.global_batch_size
-        # Ranks of tensor, context and pipeline parallelism train on the same completions: the first of them samples. What is
-        # called rank here is that of data parallelism.
+        # Ranks of tensor, context and pipeline parallelism train on the same completions: the first
+        # of them samples. What is called rank here is that of data parallelism.
         parallel, rank, world_size = ctx.config.parallel, self._dist_ctx.rank_info.rank, self._dist_ctx.world_size
         self._rank, self._world_size = data_parallel_rank_and_size(parallel, rank, world_size)
         self._shares, split = self._world_size < world_size, parallel.context_parallel_degree * parallel.tensor_parallel_degree
         self._samples = built.parallel_model.pipeline_rank == 0 and rank % split == 0
         self._cuts, self._is_pipeline = 2 * split if split > 1 else 1, parallel.pipeline_parallel_degree > 1
-        # A group stays on one rank. If the number of groups is not divisible, the first ranks have one more and the others
-        # padding, so that all have the same number of micro-batches.
+        # A group stays on one rank. If the number of groups is not divisible, the first ranks have
+        # one more and the others padding, so that all have the same number of micro-batches.
         self._num_groups = self._batch_plan.global_batch_size // options.num_generations
         base_size, num_larger = divmod(self._num_groups, self._world_size)
         self._first_group = self._rank * base_size + min(self._rank, num_larger)
         self._local_groups = base_size + (self._rank < num_larger)
         self._local_batch_size = self._local_groups * options.num_generations
-        # This rank's part of the set: the completions of `num_iterations` steps, one in each sequence.
+        # This rank's part of the set: the completions of `num_iterations` steps, one in each
+        # sequence.
         self._set_index: int | None = None
         self._set: Batch | None = None
         model = inputs.model_config
@@ -92,7 +98,10 @@ class Rollouts:
             self._opened = opened.pop_all()
 
     def batches(self, batch_index: int) -> list[Batch]:
-        """This rank's micro-batches of a step. At the first step of a set its completions are sampled and scored."""
+        """This rank's micro-batches of a step.
+
+        At the first step of a set its completions are sampled and scored.
+        """
         began = time.perf_counter()
         set_index, iteration = divmod(batch_index, self._options.num_iterations)
         if self._sets.begin(batch_index, known=self._journal or ()):
@@ -153,7 +162,10 @@ class Rollouts:
         return [range(start, start + self._local_groups) for start in starts]
 
     def _logprobs(self, batch: Batch, model: ReferenceModel) -> Tensor:
-        """log p of each label under a model that all ranks share. Every rank calls it, with as many completions."""
+        """log p of each label under a model that all ranks share.
+
+        Every rank calls it, with as many completions.
+        """
         logprobs = list[Tensor]()
         # In parts of one step each, the same number on all ranks.
         for start in range(0, batch.batch_size, self._local_batch_size):
@@ -164,7 +176,10 @@ class Rollouts:
         return torch.cat(logprobs)
 
     def validate(self, step: int) -> dict[str, float]:
-        """Mean reward and pass rate of greedy completions of validation prompts. Every rank calls it, for its part of them."""
+        """Mean reward and pass rate of greedy completions of validation prompts.
+
+        Every rank calls it, for its part of them.
+        """
         prompts = self._packing.validation_prompts
         count = min(self._ctx.config.validation.sequences, len(prompts))
         if not count:
@@ -181,7 +196,10 @@ class Rollouts:
         return {"val/reward": reward / num_known, "val/pass@1": passes / num_known} if num_known else {}
 
     def warning(self, step: int, record: dict[str, Any]) -> str | None:
-        """Says once that what samples computes something else than the trainer. A nucleus alone makes its tokens likelier."""
+        """Says once that what samples computes something else than the trainer.
+
+        A nucleus alone makes its tokens likelier.
+        """
         difference = record.get(MEAN_DIFFERENCE, 0.0)
         if record.get("staleness/max", 0.0) > 0:  # other weights have sampled
             return None
@@ -203,8 +221,9 @@ class Rollouts:
     def state_dict(self) -> dict[str, Tensor]:
         """The current set of all ranks, each tensor [num_iterations, global batch size, …].
 
-        Empty where a set serves one step only: a run that resumes samples a new one. Empty too where there is a journal, from
-        which what no checkpoint needs any more is deleted. Every rank calls it.
+        Empty where a set serves one step only: a run that resumes samples a new one. Empty too
+        where there is a journal, from which what no checkpoint needs any more is deleted. Every
+        rank calls it.
         """
         iterations = self._options.num_iterations
         if self._journal is not None and self._dist_ctx.is_rank0:

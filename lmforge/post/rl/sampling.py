@@ -1,7 +1,7 @@
 """Sampling: prompts and seeds become completions, ids with log-probabilities and versions.
 
-A sampler opens a session on the weights as they are; requests are added to it and answered in any order. Rewards and batches
-are not here.
+A sampler opens a session on the weights as they are; requests are added to it and answered in any
+order. Rewards and batches are not here.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +20,9 @@ from lmforge.serve.decoding.sampling import SamplingParams
 
 
 class SampleRequest(NamedTuple):
-    """Sample at most `max_tokens` ids after `prompt_ids` with a seed; `key` says which request it was."""
+    """Sample at most `max_tokens` ids after `prompt_ids` with a seed; `key` says which request it
+    was.
+    """
 
     key: int
     prompt_ids: Sequence[int]
@@ -43,7 +45,10 @@ class SamplingSession(Protocol):
         """Take a request, which may wait for others."""
 
     def step(self) -> list[tuple[SampleRequest, SampledCompletion]]:
-        """Go on for a moment. Returns what is finished since the last call, each once; empty where nothing is."""
+        """Go on for a moment.
+
+        Returns what is finished since the last call, each once; empty where nothing is.
+        """
 
     def wake(self) -> None:
         """From another thread: end a `step` that waits."""
@@ -51,8 +56,11 @@ class SamplingSession(Protocol):
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How every completion of a run is sampled. `max_length`: of prompt and completion together, in tokens;
-    `replayed`: the model whose experts are returned with each token, None where no experts are."""
+    """How every completion of a run is sampled.
+
+    `max_length`: of prompt and completion together, in tokens; `replayed`: the model whose experts
+    are returned with each token, None where no experts are.
+    """
 
     temperature: float
     top_p: float
@@ -74,7 +82,8 @@ class InProcessSampler:
 
     @contextmanager
     def session(self, num_requests: int, version: int, *, greedy: bool = False) -> Iterator[SamplingSession]:
-        """A session for at most `num_requests` at once, on the weights as they are, which are called `version`.
+        """A session for at most `num_requests` at once, on the weights as they are, which are
+        called `version`.
 
         Every rank calls it, also with no requests, since it is collective.
         """
@@ -140,7 +149,10 @@ class _EngineSession:
 def sample_all(
     session: SamplingSession, requests: Sequence[SampleRequest], on_step: Callable[[], None]
 ) -> list[SampledCompletion]:
-    """The completion of each request, in their order. `on_step` is called after each step of the session."""
+    """The completion of each request, in their order.
+
+    `on_step` is called after each step of the session.
+    """
     completions = {}
     for request in requests:
         session.add(request)

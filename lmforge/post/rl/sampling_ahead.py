@@ -1,8 +1,9 @@
-"""Sets of completions are sampled while earlier ones are learned from: when each begins, and who waits for it.
+"""Sets of completions are sampled while earlier ones are learned from: when each begins, and who
+waits for it.
 
-Set k serves the steps from k × num_iterations on, always: sets are neither reordered nor left out. It may begin once weights of
-the version of its first step less `max_staleness` have been published, so no token is older than that. How sets are sampled
-is not known here.
+Set k serves the steps from k × num_iterations on, always: sets are neither reordered nor left out.
+It may begin once weights of the version of its first step less `max_staleness` have been published,
+so no token is older than that. How sets are sampled is not known here.
 """
 
 import threading
@@ -28,7 +29,10 @@ class _Begun(NamedTuple, Generic[T]):
 
 
 class SamplingAhead(Generic[T]):
-    """Begins sets, each in a thread. Every rank has one, and calls its methods for the same batches in the same order."""
+    """Begins sets, each in a thread.
+
+    Every rank has one, and calls its methods for the same batches in the same order.
+    """
 
     def __init__(
         self,
@@ -37,8 +41,10 @@ class SamplingAhead(Generic[T]):
         max_staleness: int,
         num_iterations: int = 1,
     ) -> None:
-        """`sample(set, first_version, on_step)` is called in a thread: tokens of versions from `first_version` on may be used.
-        It calls `on_step` often, which raises once nobody waits for it. `publish(version)` gives weights to what samples."""
+        """`sample(set, first_version, on_step)` is called in a thread: tokens of versions from
+        `first_version` on may be used. It calls `on_step` often, which raises once nobody waits for
+        it. `publish(version)` gives weights to what samples.
+        """
         self._sample, self._publish = sample, publish
         self._max_staleness, self._num_iterations = max_staleness, num_iterations
         self._begun: dict[int, _Begun[T]] = {}
@@ -50,7 +56,8 @@ class SamplingAhead(Generic[T]):
         return (self._max_staleness + self._num_iterations - 1) // self._num_iterations + 1
 
     def advance(self, batch_index: int, num_batches: int, known: Container[int] = ()) -> None:
-        """Before the step of a batch: publish the weights if a later set needs them, and begin the sets that may begin.
+        """Before the step of a batch: publish the weights if a later set needs them, and begin the
+        sets that may begin.
 
         `num_batches` ends the run, and sets that are `known` are not sampled.
         """
@@ -75,7 +82,10 @@ class SamplingAhead(Generic[T]):
         self._begun[set_index] = _Begun(start_in_thread(sample, f"set {set_index}"), ended)
 
     def take(self, set_index: int, on_wait: Callable[[], None]) -> T:
-        """The set, once it is sampled, or what its thread raised. `on_wait` is called every second."""
+        """The set, once it is sampled, or what its thread raised.
+
+        `on_wait` is called every second.
+        """
         self._next_set = set_index + 1
         result = self._begun.pop(set_index).result
         while not wait([result], HEARTBEAT_SECONDS).done:
@@ -83,7 +93,10 @@ class SamplingAhead(Generic[T]):
         return result.result()
 
     def abandon(self) -> list[Future[T]]:
-        """End what is being sampled. Sets begin anew at the next `advance`, also the one that was taken last."""
+        """End what is being sampled.
+
+        Sets begin anew at the next `advance`, also the one that was taken last.
+        """
         abandoned, self._next_set = [*self._begun.values()], 0
         self._begun.clear()
         for each in abandoned:

@@ -1,4 +1,5 @@
-"""The scores of sampled completions, from reward functions and reward models, and the tables in a run's folder `completions`.
+"""The scores of sampled completions, from reward functions and reward models, and the tables in a
+run's folder `completions`.
 
 A table has prompts, completions and rewards; there is one file for each set and data-parallel rank.
 """
@@ -38,7 +39,9 @@ MAX_ERRORS_NAMED = 5
 
 
 class CompletionScorer:
-    """The reward functions of a run: they score completions, and readable tables of that are written. Every rank has one."""
+    """The reward functions of a run: they score completions, and readable tables of that are
+    written. Every rank has one.
+    """
 
     def __init__(
         self,
@@ -49,7 +52,10 @@ class CompletionScorer:
         open_reward_model: Callable[[str], "RewardModelScorer"],
         environment: EnvironmentPool | None = None,
     ) -> None:
-        """`prompts`: all of the run, so that functions are always called with the same columns. Every rank calls it."""
+        """`prompts`: all of the run, so that functions are always called with the same columns.
+
+        Every rank calls it.
+        """
         self._ctx, self._tokenizer, self._environment, self._spec = ctx, tokenizer, environment, options.environment
         rank, world_size = ctx.dist_ctx.rank_info.rank, ctx.dist_ctx.world_size
         self._rank, _ = data_parallel_rank_and_size(ctx.config.parallel, rank, world_size)
@@ -71,8 +77,9 @@ class CompletionScorer:
     def report(
         self, table: str | None, step: int, rewards: Tensor, errors: list[str], episodes: Sequence[Episode] | None = None
     ) -> None:
-        """Name the first `errors` that `score` returned on any rank, on the console and for the report; say that no completion
-        of any rank has a reward; announce the table that `score` wrote to trackers. Every rank calls it.
+        """Name the first `errors` that `score` returned on any rank, on the console and for the
+        report; say that no completion of any rank has a reward; announce the table that `score`
+        wrote to trackers. Every rank calls it.
 
         An episode that has failed has no reward, and is a line in this rank's log.
         """
@@ -105,11 +112,13 @@ class CompletionScorer:
         episodes: Sequence[Episode] | None = None,
         on_scored: Callable[[], None] = lambda: None,
     ) -> tuple[Tensor, dict[str, Tensor], list[str]]:
-        """Rewards, fp64 [completions], NaN where there is none, and metrics of what failed, fp32 [completions]: the fraction of
-        functions, and with `episodes` whether its environment did, its turns, and its calls of tools; and all errors.
+        """Rewards, fp64 [completions], NaN where there is none, and metrics of what failed, fp32
+        [completions]: the fraction of functions, and with `episodes` whether its environment did,
+        its turns, and its calls of tools; and all errors.
 
-        Functions are given completions as text, and those of `episodes`, which these prompts and completions are, as messages.
-        Writes the table called `table`, one JSON object per line, unless that is None, or `on_scored` raises before.
+        Functions are given completions as text, and those of `episodes`, which these prompts and
+        completions are, as messages. Writes the table called `table`, one JSON object per line,
+        unless that is None, or `on_scored` raises before.
         """
         if not prompts:
             return torch.zeros(0, dtype=torch.float64), {}, []
@@ -161,9 +170,11 @@ def _encodable(error: str) -> str:
 
 
 class RewardModelScorer:
-    """A reward model as a reward function, unsharded on one device. Raises UserError where the model is not a reward model. It
-    reads prompt and completion with its own tokenizer and chat template, to the end of the assistant's turn. `on_batch` is
-    called before each batch. Threads may share it.
+    """A reward model as a reward function, unsharded on one device.
+
+    Raises UserError where the model is not a reward model. It reads prompt and completion with its
+    own tokenizer and chat template, to the end of the assistant's turn. `on_batch` is called before
+    each batch. Threads may share it.
     """
 
     def __init__(
@@ -177,7 +188,9 @@ class RewardModelScorer:
 
     @torch.no_grad()
     def score(self, request: dict[str, Any], timeout_seconds: float) -> dict[str, FunctionResult]:
-        """The score of each completion of the request; None for one that is longer than the model reads."""
+        """The score of each completion of the request; None for one that is longer than the model
+        reads.
+        """
         columns = request["columns"]
         records = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         encoded = encode_completions(self._loaded.tokenizer, request["prompts"], request["completions"], records)
@@ -210,8 +223,9 @@ def completions_table_name(set_index: int, options: RolloutOptions) -> str | Non
 def locate_completions(batch_index: int, options: RolloutOptions, num_ranks: int) -> dict[str, Any]:
     """Where the completions of a batch are, for the file of a bad step.
 
-    {"completions": pattern of their files, relative to the run, or None where they were not written; "ranks": how many
-    data-parallel ranks; "part": which part of each file the batch is, from 0, and of how many}.
+    {"completions": pattern of their files, relative to the run, or None where they were not
+    written; "ranks": how many data-parallel ranks; "part": which part of each file the batch is,
+    from 0, and of how many}.
     """
     set_index, iteration = divmod(batch_index, options.num_iterations)
     table = completions_table_name(set_index, options)

@@ -1,8 +1,9 @@
-"""Text generation: requests of different lengths are decoded together with a KV cache, each with its own seed and end.
+"""Text generation: requests of different lengths are decoded together with a KV cache, each with
+its own seed and end.
 
-`Engine` takes requests one by one: a request joins the batch at any step and leaves when it has finished. Its tokens are a
-function of its prompt, sampling and seed; other requests in the batch change the last bits of a sum at most. `generate`
-completes a list of prompts.
+`Engine` takes requests one by one: a request joins the batch at any step and leaves when it has
+finished. Its tokens are a function of its prompt, sampling and seed; other requests in the batch
+change the last bits of a sum at most. `generate` completes a list of prompts.
 """
 
 import math
@@ -23,10 +24,12 @@ from lmforge.serve.decoding.text_streamer import TextStreamer
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """Generate at most `max_tokens` tokens after `prompt_ids`, up to one of `stop_token_ids`, sampled with `seed`.
+    """Generate at most `max_tokens` tokens after `prompt_ids`, up to one of `stop_token_ids`,
+    sampled with `seed`.
 
-    `top_logprobs` is how many of the likeliest tokens are reported with each. With `score_prompt` those of the prompt are
-    reported too. `num_resumed`: how many of the last `prompt_ids` were generated for it before.
+    `top_logprobs` is how many of the likeliest tokens are reported with each. With `score_prompt`
+    those of the prompt are reported too. `num_resumed`: how many of the last `prompt_ids` were
+    generated for it before.
     """
 
     prompt_ids: Sequence[int]
@@ -43,12 +46,14 @@ class GenerationRequest:
 class GeneratedToken:
     """The next token of a request.
 
-    logprob: log-probability in nats under the distribution it was drawn from, after temperature, top-k and top-p. For
+    logprob: log-probability in nats under the distribution it was drawn from, after temperature,
+    top-k and top-p. For
         greedy decoding that is the model's own distribution.
-    top_logprobs: (id, logprob) of the likeliest tokens of that distribution, as many as were requested or can be drawn.
-    finish_reason: "stop" (a stop token of the request) or "length" with the last token, None before.
-    prompt: with the first token, those of a prompt that is scored, all but its first, under the model's own distribution.
-    routed_experts: of an engine that returns them, int32 [tokens, layers, experts of a token] of the tokens that were read for
+    top_logprobs: (id, logprob) of the likeliest tokens of that distribution, as many as were
+    requested or can be drawn. finish_reason: "stop" (a stop token of the request) or "length" with
+    the last token, None before. prompt: with the first token, those of a prompt that is scored, all
+    but its first, under the model's own distribution. routed_experts: of an engine that returns
+    them, int32 [tokens, layers, experts of a token] of the tokens that were read for
         it: the prompt, or the token before.
     """
 
@@ -71,10 +76,12 @@ class _RunningRequest:
 
 
 class Engine:
-    """Decodes at most `max_batch_size` requests at a time, of at most `max_length` tokens each, prompt included.
+    """Decodes at most `max_batch_size` requests at a time, of at most `max_length` tokens each,
+    prompt included.
 
-    Only ids below `vocab_size` that the model has are chosen. The weights are read when the engine is built: build another
-    after a training step. Raises UserError where the model cannot read `max_length` tokens.
+    Only ids below `vocab_size` that the model has are chosen. The weights are read when the engine
+    is built: build another after a training step. Raises UserError where the model cannot read
+    `max_length` tokens.
     """
 
     def __init__(
@@ -86,8 +93,8 @@ class Engine:
         max_length: int,
         return_routed_experts: bool = False,
     ) -> None:
-        # In mixed precision sharded weights are stored in fp32 and gathered in bf16, so the dtype is that of the gathered
-        # embedding.
+        # In mixed precision sharded weights are stored in fp32 and gathered in bf16, so the dtype
+        # is that of the gathered embedding.
         weight = model.embeddings[0].weight
         self._device, dtype = weight.device, weight.dtype
         if torch.is_autocast_enabled(self._device.type):
@@ -101,7 +108,8 @@ class Engine:
         self._returns_experts = return_routed_experts
         self._last_request_id = 0
         self._pending: list[_RunningRequest] = []
-        # In the decoder's order, like the tensors of last tokens and of uniform numbers for sampling the next ones.
+        # In the decoder's order, like the tensors of last tokens and of uniform numbers for
+        # sampling the next ones.
         self._running: list[_RunningRequest] = []
         self._last_tokens = torch.zeros(0, dtype=torch.long, device=self._device)
         self._uniforms = torch.zeros(0, max_length, dtype=torch.float64, device=self._device)
@@ -120,8 +128,8 @@ class Engine:
     def add_request(self, request: GenerationRequest) -> int:
         """Add a request to the next step. Returns the id that its tokens carry.
 
-        Raises ValueError for an empty prompt, UserError where the model lacks one of its ids, where the request is too long, or
-        where no slot is free.
+        Raises ValueError for an empty prompt, UserError where the model lacks one of its ids, where
+        the request is too long, or where no slot is free.
         """
         if not request.prompt_ids:
             raise ValueError("an empty prompt")
@@ -152,9 +160,12 @@ class Engine:
 
     @torch.no_grad()
     def step(self) -> list[GeneratedToken]:
-        """The next token of every unfinished request. Prefills the requests that were added since the last step.
+        """The next token of every unfinished request.
 
-        Raises RunFailed where the logits are NaN or all infinite. After an error only `clear` may be called.
+        Prefills the requests that were added since the last step.
+
+        Raises RunFailed where the logits are NaN or all infinite. After an error only `clear` may
+        be called.
         """
         if not self.num_unfinished:
             return []
@@ -201,7 +212,9 @@ class Engine:
         return scored
 
     def _sample(self, logits: Tensor) -> Tensor:
-        """fp64 [batch, 2 + 2 * top]: the sampled token and its logprob, then the likeliest tokens and theirs."""
+        """fp64 [batch, 2 + 2 * top]: the sampled token and its logprob, then the likeliest tokens
+        and theirs.
+        """
         uniforms = self._uniforms.gather(1, self._num_generated)[:, 0]
         self._num_generated += 1
         top = min(self._vocab_size, max(each.request.top_logprobs for each in self._running))
@@ -244,7 +257,10 @@ class Engine:
         return GeneratedToken(running.request_id, int(id), logprob, likely, reason, prompt, experts)
 
     def _compact(self, unfinished: list[bool]) -> None:
-        """Keep the unfinished requests. The last ones move into the slots that became free, so that few are moved."""
+        """Keep the unfinished requests.
+
+        The last ones move into the slots that became free, so that few are moved.
+        """
         if all(unfinished):
             return
         rows = [row for row, stays in enumerate(unfinished) if stays]
@@ -260,7 +276,10 @@ class Engine:
 
 @dataclass(frozen=True)
 class Completion:
-    """The continuation of a prompt. `token_ids` include the stop token, `text` does not; `logprobs` as in GeneratedToken."""
+    """The continuation of a prompt.
+
+    `token_ids` include the stop token, `text` does not; `logprobs` as in GeneratedToken.
+    """
 
     token_ids: list[int]
     text: str
@@ -284,11 +303,12 @@ def generate(
 ) -> list[Completion]:
     """Complete each prompt, a text or token ids.
 
-    Each prompt is put after `prefix_ids`. A completion ends at the tokenizer's end-of-text token or one of `stop_token_ids`,
-    before the first of `stop_strings`, which may spell a special token, or after `max_tokens` (one number, or one for each
-    prompt); with `max_length` also where it and its prompt have so many. `on_text(index, text)` is called with text as soon as
-    it will not change; `index` counts completions. Raises UserError where prompt and new tokens exceed what the model reads,
-    or a prompt `max_length`.
+    Each prompt is put after `prefix_ids`. A completion ends at the tokenizer's end-of-text token or
+    one of `stop_token_ids`, before the first of `stop_strings`, which may spell a special token, or
+    after `max_tokens` (one number, or one for each prompt); with `max_length` also where it and its
+    prompt have so many. `on_text(index, text)` is called with text as soon as it will not change;
+    `index` counts completions. Raises UserError where prompt and new tokens exceed what the model
+    reads, or a prompt `max_length`.
     """
     if not prompts:
         return []

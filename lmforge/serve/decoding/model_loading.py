@@ -1,4 +1,6 @@
-"""Load a trained model by name: a run, a checkpoint, a Hugging Face folder or hub name, or a PEFT folder."""
+"""Load a trained model by name: a run, a checkpoint, a Hugging Face folder or hub name, or a PEFT
+folder.
+"""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -41,9 +43,10 @@ POST_TRAINING_STAGES = ("sft", "distill", "align")
 class LoadedModel:
     """A model on one device in one dtype, in eval mode, and what is known about it.
 
-    prefix_ids, stop_token_ids: ids that a text begins with, and that end it, as the model was trained.
-    recipe: the options it was trained with; None for a Hugging Face folder.
-    training_data: the folder of the data it was trained on, or those of the sources of a mixture by name; empty: unknown.
+    prefix_ids, stop_token_ids: ids that a text begins with, and that end it, as the model was
+    trained. recipe: the options it was trained with; None for a Hugging Face folder. training_data:
+    the folder of the data it was trained on, or those of the sources of a mixture by name; empty:
+    unknown.
     """
 
     model: LanguageModel
@@ -65,8 +68,10 @@ class LoadedModel:
         return choose_sampling(self.config.generation_config, self.path, default_temperature, **given)
 
     def answer_length(self, num_prompt_tokens: int, default: int) -> int:
-        """How long an answer is at most, as the model says: its max_new_tokens, else what the prompt leaves of its max_length;
-        else `default`. Raises PromptTooLong where it leaves nothing."""
+        """How long an answer is at most, as the model says: its max_new_tokens, else what the
+        prompt leaves of its max_length; else `default`. Raises PromptTooLong where it leaves
+        nothing.
+        """
         stated = self.config.generation_config or {}
         longest = stated.get("max_length")
         if (length := stated.get("max_new_tokens")) is not None or longest is None:
@@ -96,7 +101,10 @@ class LoadedModel:
 
 
 def resolve_device_and_dtype(device: str, dtype: str) -> tuple[torch.device, torch.dtype]:
-    """The device and dtype that `--device` and `--dtype` name. On a CPU, torch takes every core. Raises UserError."""
+    """The device and dtype that `--device` and `--dtype` name.
+
+    On a CPU, torch takes every core. Raises UserError.
+    """
     chosen = choose_device(device)
     if chosen.type == "cpu":
         torch.set_num_threads(threads_per_rank(1))
@@ -105,7 +113,9 @@ def resolve_device_and_dtype(device: str, dtype: str) -> tuple[torch.device, tor
 
 
 def resolve_max_length(loaded: LoadedModel, requested: int | None) -> int:
-    """The maximum length of prompt and answer in tokens: `requested`, or what the model was trained for, up to 4096."""
+    """The maximum length of prompt and answer in tokens: `requested`, or what the model was trained
+    for, up to 4096.
+    """
     bound = loaded.config.max_sequence_length
     if requested is None:
         return min(loaded.config.max_position_embeddings, DEFAULT_MAX_LENGTH)
@@ -122,10 +132,13 @@ def load_model(
     reward_model: bool = False,
     overrides: dict[str, Any] | None = None,
 ) -> LoadedModel:
-    """Load the model at `path` onto `device`. Raises UserError where there is no model or tokenizer.
+    """Load the model at `path` onto `device`.
 
-    `warn` gets a line for each corrupt checkpoint that was skipped, and what `describe_folder` says. With `reward_model` it
-    must be a reward model, else it must not. `overrides` replace fields of a folder's config.
+    Raises UserError where there is no model or tokenizer.
+
+    `warn` gets a line for each corrupt checkpoint that was skipped, and what `describe_folder`
+    says. With `reward_model` it must be a reward model, else it must not. `overrides` replace
+    fields of a folder's config.
     """
     path = resolve_model_folder(path)
     kind = kind_of(path)
@@ -181,7 +194,9 @@ def _from_checkpoint(
 
 
 def check_reward_head(config: ModelConfig, path: Path, reward_model: bool) -> None:
-    """Raise UserError where a reward model is given instead of a language model, or the other way round."""
+    """Raise UserError where a reward model is given instead of a language model, or the other way
+    round.
+    """
     if config.reward and not reward_model:
         raise UserError(f"{path}: a reward model, which generates no text; name it in rollout.reward_functions, or export it")
     if reward_model and not config.reward:
@@ -197,15 +212,17 @@ def training_stage(manifest: Manifest) -> str | None:
 def prefix_and_stop_ids(tokenizer: Tokenizer, stage: str | None) -> tuple[list[int], frozenset[int]]:
     """Ids that a text begins with, and that end it, as a stage trains them.
 
-    Pretraining puts no token before a text. Later stages begin each text as the tokenizer does, and end it as its chat
-    template does.
+    Pretraining puts no token before a text. Later stages begin each text as the tokenizer does, and
+    end it as its chat template does.
     """
     template = chat_template(tokenizer, stage)
     return tokenizer.prefix_ids if stage in POST_TRAINING_STAGES else [], frozenset() if template is None else template.stop_ids
 
 
 def chat_template(tokenizer: Tokenizer, stage: str | None) -> ChatTemplate | None:
-    """The chat template that a stage trains with; None for pretraining, or where the tokenizer has none."""
+    """The chat template that a stage trains with; None for pretraining, or where the tokenizer has
+    none.
+    """
     with suppress(UserError):
         return ChatTemplate.from_tokenizer(tokenizer) if stage in POST_TRAINING_STAGES else None
     return None

@@ -1,4 +1,6 @@
-"""What is done with prompts before text is generated: ids and lengths, where an answer ends, and log-probabilities."""
+"""What is done with prompts before text is generated: ids and lengths, where an answer ends, and
+log-probabilities.
+"""
 
 from collections.abc import Collection, Iterator, Sequence
 
@@ -23,10 +25,13 @@ class PromptTooLong(UserError):
 def encode_prompt(
     tokenizer: Tokenizer, prompt: str | Sequence[int], prefix_ids: Sequence[int], max_length: int | None = None
 ) -> list[int]:
-    """The ids of a prompt, a text or ids, after `prefix_ids`. An empty one becomes `default_prefix_id`.
+    """The ids of a prompt, a text or ids, after `prefix_ids`.
 
-    A text may spell special tokens, as in other programs; one that begins with `prefix_ids` gets no second ones. Raises
-    PromptTooLong where it has more than `max_length` tokens; no more of a long text is encoded than shows that.
+    An empty one becomes `default_prefix_id`.
+
+    A text may spell special tokens, as in other programs; one that begins with `prefix_ids` gets no
+    second ones. Raises PromptTooLong where it has more than `max_length` tokens; no more of a long
+    text is encoded than shows that.
     """
     ids = [] if isinstance(prompt, str) else [*prompt]
     pieces = tokenizer.split_long_text(prompt) if isinstance(prompt, str) else iter(())
@@ -46,7 +51,8 @@ def with_prefix(ids: list[int], prefix_ids: Sequence[int]) -> list[int]:
 def check_room(num_prompt_tokens: int, max_length: int, max_tokens: int | None = None) -> int:
     """How many tokens an answer may have: `max_tokens`, or as many as fit where that is None.
 
-    Every prompt of `generate`, `chat` and `serve` goes through here. Raises PromptTooLong where an answer does not fit.
+    Every prompt of `generate`, `chat` and `serve` goes through here. Raises PromptTooLong where an
+    answer does not fit.
     """
     room = max_length - num_prompt_tokens
     if room < (1 if max_tokens is None else max_tokens):
@@ -58,10 +64,11 @@ def check_room(num_prompt_tokens: int, max_length: int, max_tokens: int | None =
 
 
 def check_token_ids(token_ids: Collection[int], vocab_size: int, what: str = "the prompt") -> None:
-    """Raise UserError where a model with `vocab_size` rows in its embedding has none for one of `token_ids`.
+    """Raise UserError where a model with `vocab_size` rows in its embedding has none for one of
+    `token_ids`.
 
-    A tokenizer may have more ids than that as long as no text spells them. Every prompt of `generate`, `chat`, `serve` and
-    `evaluate`, and every text that is scored, goes through here.
+    A tokenizer may have more ids than that as long as no text spells them. Every prompt of
+    `generate`, `chat`, `serve` and `evaluate`, and every text that is scored, goes through here.
     """
     for id in (min(token_ids, default=0), max(token_ids, default=0)):
         if not 0 <= id < vocab_size:
@@ -77,18 +84,23 @@ def default_prefix_id(tokenizer: Tokenizer) -> int:
 
 
 def max_input_length(config: ModelConfig) -> int:
-    """The maximum number of tokens of a prompt with its answer: the length that the model was trained for."""
+    """The maximum number of tokens of a prompt with its answer: the length that the model was
+    trained for.
+    """
     return config.max_sequence_length or config.max_position_embeddings
 
 
 def stop_string_ids(tokenizer: Tokenizer, stop_strings: Sequence[str]) -> frozenset[int]:
-    """The ids of the stop strings that spell a special token: a text ends at that token, which has no text itself."""
+    """The ids of the stop strings that spell a special token: a text ends at that token, which has
+    no text itself.
+    """
     return frozenset(id for stop in stop_strings if (id := tokenizer.token_to_id(stop)) in tokenizer.all_special_ids)
 
 
 @torch.no_grad()
 def scored_logits(model: LanguageModel, sequences: Sequence[tuple[Sequence[int], int]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """The logits before each scored token, fp32 [tokens, vocab], and its id, int64 [tokens]; CHUNK_TOKENS tokens at once.
+    """The logits before each scored token, fp32 [tokens, vocab], and its id, int64 [tokens];
+    CHUNK_TOKENS tokens at once.
 
     Each sequence: its tokens, and how many of the last ones are scored, all but the first at most.
     """

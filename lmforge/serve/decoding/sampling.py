@@ -1,5 +1,6 @@
-"""From logits to tokens: greedy, temperature, top-k, top-p, min-p, as asked for or as the model says. One uniform number per
-sequence decides what is drawn."""
+"""From logits to tokens: greedy, temperature, top-k, top-p, min-p, as asked for or as the model
+says. One uniform number per sequence decides what is drawn.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,9 +17,11 @@ from lmforge.core.errors import UserError
 from lmforge.core.files.untrusted import quoted
 from lmforge.core.model.config_json import NEUTRAL_SAMPLING
 
-# A request's numbers are the SplitMix64 stream of its seed: a counter with this increment, scrambled by `splitmix64`.
+# A request's numbers are the SplitMix64 stream of its seed: a counter with this increment,
+# scrambled by `splitmix64`.
 _SPLITMIX_INCREMENT = 0x9E3779B97F4A7C15
-# The token is searched in blocks of this size: a cumulative sum over the whole vocabulary takes ten times as long.
+# The token is searched in blocks of this size: a cumulative sum over the whole vocabulary takes ten
+# times as long.
 _SEARCH_BLOCK = 128
 # Below this temperature only one token can be drawn, and fp32 soon rounds it to zero.
 MIN_TEMPERATURE = 1e-30
@@ -28,8 +31,10 @@ TRANSFORMERS_SAMPLING = {"temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p":
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """A `temperature` below MIN_TEMPERATURE is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and `repetition_penalty` 1 leave the
-    distribution unchanged."""
+    """A `temperature` below MIN_TEMPERATURE is greedy.
+
+    `top_k` 0, `top_p` 1, `min_p` 0 and `repetition_penalty` 1 leave the distribution unchanged.
+    """
 
     temperature: float = 1.0
     top_k: int = 0
@@ -45,10 +50,12 @@ class SamplingParams:
 def choose_sampling(
     generation_config: Mapping[str, Any] | None, path: Path, default_temperature: float, **given: float | None
 ) -> SamplingParams:
-    """What is `given` and not None, else what the model's generation_config.json says, else only the default temperature.
+    """What is `given` and not None, else what the model's generation_config.json says, else only
+    the default temperature.
 
-    A file that says how to sample is read as transformers does: greedy without do_sample, and with that library's defaults.
-    Raises UserError, naming the file in the folder `path`, for what is not computed here.
+    A file that says how to sample is read as transformers does: greedy without do_sample, and with
+    that library's defaults. Raises UserError, naming the file in the folder `path`, for what is not
+    computed here.
     """
     stated = {name: value for name, value in (generation_config or {}).items() if value is not None}
     for name, neutral in NEUTRAL_SAMPLING.items():
@@ -64,7 +71,9 @@ def choose_sampling(
 
 
 def penalize_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Logits [batch, vocab] of which those that are `seen`, bool of that shape, are made less likely (arXiv 1909.05858)."""
+    """Logits [batch, vocab] of which those that are `seen`, bool of that shape, are made less
+    likely (arXiv 1909.05858).
+    """
     return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
@@ -76,10 +85,11 @@ def draw_uniforms(seed: int, count: int) -> Tensor:
 
 
 def sampling_probs(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Probabilities fp32 [batch, vocab] after top-k, temperature, top-p (nucleus, arXiv 1904.09751), and min-p (2407.01082).
+    """Probabilities fp32 [batch, vocab] after top-k, temperature, top-p (nucleus, arXiv
+    1904.09751), and min-p (2407.01082).
 
-    The likeliest token always stays, and so do tokens that tie with the k-th. With greedy sampling it is the model's own
-    distribution; top-k and top-p are ignored.
+    The likeliest token always stays, and so do tokens that tie with the k-th. With greedy sampling
+    it is the model's own distribution; top-k and top-p are ignored.
     """
     scores = logits.float()
     if params.is_greedy:
@@ -103,10 +113,12 @@ def sampling_probs(logits: Tensor, params: SamplingParams) -> Tensor:
 
 
 def sample_tokens(logits: Tensor, params: SamplingParams, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """The next token of each sequence, int64 [batch], and the distribution it was drawn from, fp32 [batch, vocab].
+    """The next token of each sequence, int64 [batch], and the distribution it was drawn from, fp32
+    [batch, vocab].
 
-    Greedy takes the first of the largest logits. Otherwise it is the token at which the cumulative probability exceeds
-    `uniforms`, fp64 [batch] in [0, 1). If the logits are NaN or all -inf, the probability of the returned token is NaN.
+    Greedy takes the first of the largest logits. Otherwise it is the token at which the cumulative
+    probability exceeds `uniforms`, fp64 [batch] in [0, 1). If the logits are NaN or all -inf, the
+    probability of the returned token is NaN.
     """
     probabilities = sampling_probs(logits, params)
     if params.is_greedy:
@@ -115,7 +127,8 @@ def sample_tokens(logits: Tensor, params: SamplingParams, uniforms: Tensor) -> t
 
 
 def _invert_cdf(probabilities: Tensor, uniforms: Tensor) -> Tensor:
-    """The token at which the cumulative probability exceeds `uniforms`: first its block of tokens, then the token in it.
+    """The token at which the cumulative probability exceeds `uniforms`: first its block of tokens,
+    then the token in it.
 
     Sums are fp64: in fp32 a sum over a large vocabulary loses the unlikely tokens to rounding.
     """
@@ -123,7 +136,8 @@ def _invert_cdf(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     sums = blocks.sum(-1, dtype=torch.float64)
     reached = sums.cumsum(-1)
     goal = uniforms[:, None] * reached[:, -1:]
-    # No comparison with NaN is true, so the last block is taken, and the caller finds that the probability is NaN.
+    # No comparison with NaN is true, so the last block is taken, and the caller finds that the
+    # probability is NaN.
     block = torch.searchsorted(reached, goal, right=True).clamp(max=reached.shape[-1] - 1)
     within = blocks[torch.arange(len(uniforms), device=uniforms.device), block[:, 0]].cumsum(-1, dtype=torch.float64)
     # Summed in another order, the same numbers may end slightly below the target, by rounding.

@@ -6,9 +6,12 @@ from lmforge.core.data.tokenizer import StreamDecoder, Tokenizer
 
 
 class TextStreamer:
-    """The text of one completion. It holds back incomplete characters and text that may be the beginning of a stop string.
+    """The text of one completion.
 
-    `token_ids` are all tokens so far, `text` is their text up to the stop string, `finish_reason` is "stop" once it ended.
+    It holds back incomplete characters and text that may be the beginning of a stop string.
+
+    `token_ids` are all tokens so far, `text` is their text up to the stop string, `finish_reason`
+    is "stop" once it ended.
     """
 
     def __init__(
@@ -18,8 +21,10 @@ class TextStreamer:
         is_continuation: bool = False,
         shown: frozenset[int] = frozenset(),
     ) -> None:
-        """`is_continuation`: it continues a text, so that the blank before its first word counts. `shown`: special tokens that
-        have a text."""
+        """`is_continuation`: it continues a text, so that the blank before its first word counts.
+
+        `shown`: special tokens that have a text.
+        """
         self._decoder = StreamDecoder(tokenizer, is_continuation, shown)
         self._stops = [(stop, _border_lengths(stop)) for stop in stop_strings if stop]
         self._num_matched = [0] * len(self._stops)  # characters of each stop string with which `text` ends
@@ -29,7 +34,10 @@ class TextStreamer:
         self.finish_reason: str | None = None
 
     def add(self, token: int, is_stop: bool) -> str:
-        """Add the next token; with `is_stop` it is the last and has no text. Returns the text that will not change any more."""
+        """Add the next token; with `is_stop` it is the last and has no text.
+
+        Returns the text that will not change any more.
+        """
         self.token_ids.append(token)
         piece = self._decoder.finish() if is_stop else self._decoder.feed(token)
         stops = self._find_stops(piece)
@@ -48,8 +56,11 @@ class TextStreamer:
         return self._emit_up_to(len(self.text))
 
     def _find_stops(self, piece: str) -> list[int]:
-        """Where the stop strings begin that end in `piece`, the next of the text. Each character is read once (Knuth, Morris
-        and Pratt 1977), however long text and stop strings are."""
+        """Where the stop strings begin that end in `piece`, the next of the text.
+
+        Each character is read once (Knuth, Morris and Pratt 1977), however long text and stop
+        strings are.
+        """
         starts = []
         for index, (stop, borders) in enumerate(self._stops):
             length = self._num_matched[index]
@@ -76,7 +87,9 @@ def _border_lengths(stop: str) -> list[int]:
 
 
 def _extend(length: int, character: str, stop: str, borders: list[int]) -> int:
-    """How many first characters of `stop` a text ends with after `character`, where it ended with `length` of them."""
+    """How many first characters of `stop` a text ends with after `character`, where it ended with
+    `length` of them.
+    """
     while length and stop[length] != character:
         length = borders[length - 1]
     return length + (stop[length] == character)

@@ -1,6 +1,8 @@
-"""A folder of weights for a server that replaces its own: config.json, safetensors, and the checksum of each file.
+"""A folder of weights for a server that replaces its own: config.json, safetensors, and the
+checksum of each file.
 
-It is written tensor by tensor from a model that may be sharded. Who asks a server to load it is not known here.
+It is written tensor by tensor from a model that may be sharded. Who asks a server to load it is not
+known here.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,10 +24,12 @@ CHECKSUMS_NAME = "checksums.json"
 def write_weights(
     folder: Path, tensors: Mapping[str, Tensor], config: ModelConfig, read_tensor: Callable[[str], Tensor]
 ) -> None:
-    """Write a folder, which appears complete or not at all. Raises UserError where the disk is full.
+    """Write a folder, which appears complete or not at all.
 
-    `tensors` have full shapes and the dtypes to be written. `read_tensor` returns the value of one, which is written before
-    the next is read.
+    Raises UserError where the disk is full.
+
+    `tensors` have full shapes and the dtypes to be written. `read_tensor` returns the value of one,
+    which is written before the next is read.
     """
     partial_folder = folder.with_name(f".{folder.name}")
     export_folder(tensors, config, partial_folder, overwrite=True, read_tensor=read_tensor)

@@ -1,6 +1,7 @@
 """Log-probabilities of continuations, for multiple choice: many pairs, in batches, over ranks.
 
-The batches are the same for any number of ranks, and so are the results, to the last bit. Every rank has the full model.
+The batches are the same for any number of ranks, and so are the results, to the last bit. Every
+rank has the full model.
 """
 
 import sys
@@ -22,17 +23,21 @@ Result = TypeVar("Result")
 
 
 class Likelihood(NamedTuple):
-    """logprob: of the whole continuation, in nats. is_greedy: whether each of its tokens is the likeliest."""
+    """logprob: of the whole continuation, in nats. is_greedy: whether each of its tokens is the
+    likeliest.
+    """
 
     logprob: float
     is_greedy: bool
 
 
 def encode_pair(tokenizer: Tokenizer, prefix_ids: list[int], context: str, continuation: str) -> TokenPair:
-    """The ids of a context, which is never empty and begins with `prefix_ids`, and of its continuation.
+    """The ids of a context, which is never empty and begins with `prefix_ids`, and of its
+    continuation.
 
-    Both are encoded together and split where the context alone would end. Spaces at the end of the context belong to the
-    continuation, as tokenizers have them. lm-evaluation-harness does the same.
+    Both are encoded together and split where the context alone would end. Spaces at the end of the
+    context belong to the continuation, as tokenizers have them. lm-evaluation-harness does the
+    same.
     """
     stripped = context.rstrip()
     context_ids = tokenizer.encode(stripped, parse_special_tokens=True)
@@ -50,11 +55,13 @@ def loglikelihoods(
     batch_size: int,
     on_batch: Callable[[], None] = lambda: None,
 ) -> list[Likelihood]:
-    """The likelihood of each continuation after its context. Every rank calls it with the same pairs and gets all results.
+    """The likelihood of each continuation after its context.
 
-    `on_batch` is called before each batch of this rank. Where a pair is longer than the model reads, the context loses its
-    beginning, and rank 0 says so. Raises UserError where a continuation alone is longer,
-    or the model lacks an id of a pair.
+    Every rank calls it with the same pairs and gets all results.
+
+    `on_batch` is called before each batch of this rank. Where a pair is longer than the model
+    reads, the context loses its beginning, and rank 0 says so. Raises UserError where a
+    continuation alone is longer, or the model lacks an id of a pair.
     """
     limit = max_input_length(loaded.config)
     longest = max((len(continuation) for _, continuation in pairs), default=0)
@@ -72,7 +79,9 @@ def loglikelihoods(
 
 
 def say_what_is_cut(lengths: Sequence[int], limit: int, dist_ctx: DistributedContext) -> None:
-    """Rank 0 prints how many prompts with their answers are longer than the `limit` of the model, if any."""
+    """Rank 0 prints how many prompts with their answers are longer than the `limit` of the model,
+    if any.
+    """
     if (count := sum(length > limit for length in lengths)) and dist_ctx.is_rank0:
         reason = f"are longer than the {limit:,} tokens that the model reads: the beginning was cut off"
         print(f"lmforge: {count:,} of {len(lengths):,} prompts with an answer {reason}", file=sys.stderr)
@@ -93,7 +102,8 @@ def run_in_batches(
     batches = [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
     local: dict[int, Result] = {}
     with dist_ctx.raise_on_all():
-        # Every rank has the full model, so each takes its own batches, independent of how training uses the ranks.
+        # Every rank has the full model, so each takes its own batches, independent of how training
+        # uses the ranks.
         for numbers in batches[dist_ctx.rank_info.rank :: dist_ctx.world_size]:
             on_batch()
             local |= zip(numbers, fn(numbers), strict=True)

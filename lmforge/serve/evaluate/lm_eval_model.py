@@ -1,7 +1,8 @@
 """A model for lm-evaluation-harness: its tasks by name, on a checkpoint that need not be exported.
 
-The scores are those that the harness's own Hugging Face model gives the exported checkpoint. On several ranks the harness
-builds the same requests on each, as if it ran alone; the work on them is divided among the ranks below the harness.
+The scores are those that the harness's own Hugging Face model gives the exported checkpoint. On
+several ranks the harness builds the same requests on each, as if it ran alone; the work on them is
+divided among the ranks below the harness.
 """
 
 import os
@@ -33,10 +34,11 @@ DEFAULT_MAX_GEN_TOKENS = 256  # of tasks that set none
 
 
 class LMEvalModel(TemplateLM):
-    """The harness's interface of a model: likelihoods of continuations and of whole texts, and generated texts.
+    """The harness's interface of a model: likelihoods of continuations and of whole texts, and
+    generated texts.
 
-    Its `world_size` stays 1 on any number of ranks. Otherwise the harness would divide the questions itself, and each rank
-    would have the scores of its own part.
+    Its `world_size` stays 1 on any number of ranks. Otherwise the harness would divide the
+    questions itself, and each rank would have the scores of its own part.
     """
 
     def __init__(self, loaded: LoadedModel, dist_ctx: DistributedContext, batch_size: int) -> None:
@@ -110,7 +112,9 @@ class LMEvalModel(TemplateLM):
         return [generated[number] for number in range(len(requests))]
 
     def _check_same_on_all_ranks(self, requests: Sequence[Any]) -> None:
-        """Raise UserError on every rank where the requests differ: results are matched to requests by number."""
+        """Raise UserError on every rank where the requests differ: results are matched to requests
+        by number.
+        """
         if len(set(self._dist_ctx.all_gather(xxhash.xxh3_128_hexdigest(repr(requests).encode())))) > 1:
             raise UserError("the ranks' tasks of lm-evaluation-harness differ; install the same version and data on every host")
 
@@ -142,12 +146,14 @@ def run_lm_eval(
     batch_size: int,
     apply_chat_template: bool = False,
 ) -> dict[str, dict[str, Any]]:
-    """The metrics of the harness's tasks by name: those it comes with, and those of the YAML files in `include_path`.
+    """The metrics of the harness's tasks by name: those it comes with, and those of the YAML files
+    in `include_path`.
 
-    Every rank calls it with the full model. Rank 0 gets the metrics, the same for any number of ranks; the others get an
-    empty dict and print nothing. `num_fewshot` None leaves the number of examples to the task. With `apply_chat_template` a
-    question is a user's message, and each example a turn before it. Raises UserError for an unknown task, and for a model
-    without a chat template.
+    Every rank calls it with the full model. Rank 0 gets the metrics, the same for any number of
+    ranks; the others get an empty dict and print nothing. `num_fewshot` None leaves the number of
+    examples to the task. With `apply_chat_template` a question is a user's message, and each
+    example a turn before it. Raises UserError for an unknown task, and for a model without a chat
+    template.
     """
     with dist_ctx.raise_on_all():
         if apply_chat_template:
@@ -178,8 +184,11 @@ def run_lm_eval(
 
 
 def _task_manager(tasks: Sequence[str], dist_ctx: DistributedContext, include_path: Path | None) -> _SyncedTaskManager:
-    """A manager that has these tasks. Those that the harness comes with are thousands of files, and are only indexed where a
-    name is not in `include_path`. Raises UserError for an unknown task."""
+    """A manager that has these tasks.
+
+    Those that the harness comes with are thousands of files, and are only indexed where a name is
+    not in `include_path`. Raises UserError for an unknown task.
+    """
     included = str(include_path) if include_path else None
     for include_defaults in (False, True):
         manager = _SyncedTaskManager(dist_ctx, include_path=included, include_defaults=include_defaults)

@@ -1,4 +1,6 @@
-"""The loss of a loaded model on documents given by name: token shards, tokenized examples, files of text or conversations."""
+"""The loss of a loaded model on documents given by name: token shards, tokenized examples, files of
+text or conversations.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -44,16 +46,21 @@ def measure_loss(
     reading: Mapping[str, bool] | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
-    """loss (nats per token), perplexity, bits_per_byte, tokens, bytes, and what was measured on what. Every rank calls it.
+    """loss (nats per token), perplexity, bits_per_byte, tokens, bytes, and what was measured on
+    what. Every rank calls it.
 
-    data             token shards, or files of text or conversations; None: what the model was trained on
-    split            "validation" or "train" of prepared data, or of a folder of files whose names tell splits
+    data             token shards, or files of text or conversations; None: what the model was
+                     trained on
+    split            "validation" or "train" of prepared data, or of a folder of files whose names
+                     tell splits
     sequences        how many, evenly spaced over the split; None: all
     sequence_length  in tokens; None: as in training
     batch_size       sequences in one forward pass
-    reading          of files of conversations: `split_turns`, `ignore_media` and `skip_invalid`, as in a recipe
+    reading          of files of conversations: `split_turns`, `ignore_media` and `skip_invalid`, as
+                     in a recipe
 
-    Of several sources, each has its own, such as `loss/NAME`. Raises UserError for data that cannot be used.
+    Of several sources, each has its own, such as `loss/NAME`. Raises UserError for data that cannot
+    be used.
     """
     sources = {str(data): data} if data else loaded.training_data
     if not sources:
@@ -92,11 +99,12 @@ def measure_loss(
 def open_evaluation_dataset(
     loaded: LoadedModel, sources: Mapping[str, Path], split: FileSplit, sequence_length: int, reading: Mapping[str, bool]
 ) -> tuple[PackedDataset, str]:
-    """Sequences of `sequence_length` tokens of one or more sources, by name, and the name of the split. Raises UserError.
+    """Sequences of `sequence_length` tokens of one or more sources, by name, and the name of the
+    split. Raises UserError.
 
-    A token folder gives `split`. Several folders are joined, without those that lack it. Files give all of their content (split
-    "all", with what is left out of a folder), tokenized with the model's tokenizer; attention stays within a document or
-    conversation.
+    A token folder gives `split`. Several folders are joined, without those that lack it. Files give
+    all of their content (split "all", with what is left out of a folder), tokenized with the
+    model's tokenizer; attention stays within a document or conversation.
     """
     if len(sources) == 1:
         data = next(iter(sources.values()))
@@ -203,7 +211,9 @@ def _pack_conversations(
 
 
 class _TokenizedTexts:
-    """The tokens of all documents in memory, each after the model's prefix ids and before its end-of-text token."""
+    """The tokens of all documents in memory, each after the model's prefix ids and before its
+    end-of-text token.
+    """
 
     def __init__(self, loaded: LoadedModel, source: TextSource) -> None:
         tokenizer, documents = loaded.tokenizer, [np.zeros(0, np.int32)]

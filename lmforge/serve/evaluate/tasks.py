@@ -1,4 +1,7 @@
-"""Questions put to a model: multiple choice by likelihood, and written answers. Their files are read in text/questions.py."""
+"""Questions put to a model: multiple choice by likelihood, and written answers.
+
+Their files are read in text/questions.py.
+"""
 
 import math
 import re
@@ -25,10 +28,9 @@ GREEDY = SamplingParams(temperature=0.0)
 class TaskSettings:
     """How questions are put to a model.
 
-    num_fewshot: examples before each question: the first of `fewshot_task`, or of the task itself without the question.
-    limit: only the first so many questions; None for all.
-    max_tokens, stop_strings: where a written answer ends.
-    on_batch: called before each batch of this rank.
+    num_fewshot: examples before each question: the first of `fewshot_task`, or of the task itself
+    without the question. limit: only the first so many questions; None for all. max_tokens,
+    stop_strings: where a written answer ends. on_batch: called before each batch of this rank.
     """
 
     num_fewshot: int = 0
@@ -41,13 +43,16 @@ class TaskSettings:
 
 
 def run_task(task: QuestionTask, loaded: LoadedModel, dist_ctx: DistributedContext, settings: TaskSettings) -> dict[str, Any]:
-    """Put the questions of a task to a model, which every rank has in full. The result is the same for any number of ranks.
+    """Put the questions of a task to a model, which every rank has in full.
 
-    Returns `task`, `questions` (their number), `num_fewshot`, `metrics` and their `standard_errors`, and `answers`, one object
-    for each question. With choices, `acc` (0 … 1) chooses by log-probability and `acc_norm` by that over the number of
-    characters of a choice; `bits_per_byte` is of the correct choice alone. Otherwise the greedy answer is compared (0 … 1):
-    `exact_match` and `contains` with the expected answers, surrounding space ignored, and `regex` is whether the pattern
-    matches somewhere in it.
+    The result is the same for any number of ranks.
+
+    Returns `task`, `questions` (their number), `num_fewshot`, `metrics` and their
+    `standard_errors`, and `answers`, one object for each question. With choices, `acc` (0 … 1)
+    chooses by log-probability and `acc_norm` by that over the number of characters of a choice;
+    `bits_per_byte` is of the correct choice alone. Otherwise the greedy answer is compared (0 … 1):
+    `exact_match` and `contains` with the expected answers, surrounding space ignored, and `regex`
+    is whether the pattern matches somewhere in it.
 
     Raises UserError where there are too few few-shot examples, or one has no answer to show.
     """
@@ -68,8 +73,8 @@ def check_task(
 ) -> int:
     """The number of tokens of the longest prompt of a task with its answer.
 
-    Raises UserError, with file and record, where that is more than the model reads, and where `run_task` would. It needs no
-    model.
+    Raises UserError, with file and record, where that is more than the model reads, and where
+    `run_task` would. It needs no model.
     """
     limit, longest = max_input_length(config), 0
     for question in task.questions[: settings.limit]:
@@ -159,8 +164,11 @@ def generate_in_batches(
     settings: TaskSettings,
     sampling: SamplingParams,
 ) -> list[str]:
-    """The text that the model generates after each prompt, on every rank. A prompt that leaves no room for `max_tokens`
-    loses its beginning, and rank 0 says so. Raises UserError where `max_tokens` alone leave no room for a prompt."""
+    """The text that the model generates after each prompt, on every rank.
+
+    A prompt that leaves no room for `max_tokens` loses its beginning, and rank 0 says so. Raises
+    UserError where `max_tokens` alone leave no room for a prompt.
+    """
     prefix_ids, limit = loaded.prefix_ids, max_input_length(loaded.config)
     max_prompt_tokens = limit - len(prefix_ids) - settings.max_tokens
     if max_prompt_tokens < 1:

@@ -1,4 +1,6 @@
-"""The options of the verbs that take a model, or get one: evaluation, generation, export and download."""
+"""The options of the verbs that take a model, or get one: evaluation, generation, export and
+download.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,7 +110,9 @@ class GenerateOptions(SamplingOptions):
 
 
 class ChatOptions(SamplingOptions):
-    """lmforge chat MODEL: a conversation with a model, in the terminal or over pipes, a line a turn."""
+    """lmforge chat MODEL: a conversation with a model, in the terminal or over pipes, a line a
+    turn.
+    """
 
     model: Path = argument(..., MODEL)
     system: str | None = option(None, "system message")
@@ -191,7 +195,9 @@ class ImportOptions(Options):
 
 
 class DownloadOptions(Options):
-    """lmforge download NAME [FOLDER]: a model or dataset of the Hugging Face hub, or all that a recipe names, for later."""
+    """lmforge download NAME [FOLDER]: a model or dataset of the Hugging Face hub, or all that a
+    recipe names, for later.
+    """
 
     name: str = argument(
         ..., "a model or dataset on the hub: organisation/name, or organisation/name@revision; or a recipe or pipeline, .toml"

@@ -36,7 +36,10 @@ class ExitChat(Exception):
 
 
 def run_chat(options: ChatOptions) -> int:
-    """Chat until the input ends. Raises UserError; in a terminal, errors of a turn are printed and the conversation goes on."""
+    """Chat until the input ends.
+
+    Raises UserError; in a terminal, errors of a turn are printed and the conversation goes on.
+    """
     device, dtype = resolve_device_and_dtype(options.device, options.dtype)
     loaded = load_model(options.model, device, dtype, warn=partial(print, file=sys.stderr))
     session = ChatSession(loaded, options, to_terminal=sys.stdout.isatty())
@@ -105,7 +108,10 @@ class ChatTools(Protocol):
 
 
 class ChatSession:
-    """A conversation, and the engine that answers it. `turns` are its messages but for the system prompt."""
+    """A conversation, and the engine that answers it.
+
+    `turns` are its messages but for the system prompt.
+    """
 
     def __init__(self, loaded: LoadedModel, options: ChatOptions, *, to_terminal: bool) -> None:
         """Raises UserError where the model has no chat template."""
@@ -127,7 +133,10 @@ class ChatSession:
         self._to_terminal = to_terminal
 
     def handle_line(self, line: str) -> None:
-        """Carry out a command, or answer a turn. Raises UserError, and then leaves the conversation as it was, or ExitChat."""
+        """Carry out a command, or answer a turn.
+
+        Raises UserError, and then leaves the conversation as it was, or ExitChat.
+        """
         words = line.split()
         match words[0] if words else "":
             case "":
@@ -158,7 +167,10 @@ class ChatSession:
         return system + self.turns
 
     def _answer(self) -> None:
-        """Answer the last turn, and what the tools return that this calls. Raises UserError where there is no room for it."""
+        """Answer the last turn, and what the tools return that this calls.
+
+        Raises UserError where there is no room for it.
+        """
         for _ in range(MAX_ANSWERS):
             answer = self._read(self._stream_answer(self._request()))
             self.turns.append(answer)
@@ -218,7 +230,9 @@ class ChatSession:
 
 @contextmanager
 def _deferred_interrupts() -> Iterator[threading.Event]:
-    """The first Ctrl-C sets the event, so that the block can stop at a safe point; the second raises KeyboardInterrupt."""
+    """The first Ctrl-C sets the event, so that the block can stop at a safe point; the second
+    raises KeyboardInterrupt.
+    """
     interrupted = threading.Event()
 
     def on_interrupt(number: int, frame: object) -> None:

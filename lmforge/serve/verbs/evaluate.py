@@ -22,7 +22,10 @@ from lmforge.text.questions import load_task
 
 
 def run_evaluate(options: EvaluateOptions) -> int:
-    """Measure the loss of a model on documents, or its scores on tasks; rank 0 prints. Raises UserError."""
+    """Measure the loss of a model on documents, or its scores on tasks; rank 0 prints.
+
+    Raises UserError.
+    """
     scores = options.tasks or options.lm_eval
     measure: Callable[..., Any] = _score_tasks if scores else _measure_loss
     print_text: Callable[..., None] = _print_scores if scores else _print_loss
@@ -44,7 +47,8 @@ def _load_on_ranks(dist_ctx: DistributedContext, options: EvaluateOptions) -> Lo
 
 
 def _measure_loss(options: EvaluateOptions, dist_ctx: DistributedContext) -> dict[str, Any]:
-    """What `lmforge evaluate` prints: loss, perplexity, bits_per_byte, tokens, bytes, and what was measured on what.
+    """What `lmforge evaluate` prints: loss, perplexity, bits_per_byte, tokens, bytes, and what was
+    measured on what.
 
     With several sources each has its own values, such as `loss/NAME`.
     """
@@ -68,7 +72,8 @@ def _measure_loss(options: EvaluateOptions, dist_ctx: DistributedContext) -> dic
 def _score_tasks(options: EvaluateOptions, dist_ctx: DistributedContext) -> list[dict[str, Any]]:
     """The scores of each task: a dict with `task`, `metrics` and more.
 
-    Answers go to the file `options.answers`, which must not exist; it is created before anything is computed.
+    Answers go to the file `options.answers`, which must not exist; it is created before anything is
+    computed.
     """
     with ExitStack() as stack:
         with dist_ctx.raise_on_all():

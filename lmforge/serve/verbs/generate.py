@@ -1,4 +1,6 @@
-"""`lmforge generate`: text after prompts, printed as it is generated; `lmforge serve`: the same over HTTP, with a chat page."""
+"""`lmforge generate`: text after prompts, printed as it is generated; `lmforge serve`: the same
+over HTTP, with a chat page.
+"""
 
 import os
 import re
@@ -17,7 +19,10 @@ API_KEY_VARIABLE = "LMFORGE_API_KEY"
 
 
 def run_generate(options: GenerateOptions) -> int:
-    """Continue each prompt: the first is printed as it is generated, the others at the end. Raises UserError."""
+    """Continue each prompt: the first is printed as it is generated, the others at the end.
+
+    Raises UserError.
+    """
     prompts = list(options.prompts) or [_read_stdin()]
     device, dtype = resolve_device_and_dtype(options.device, options.dtype)
     loaded = load_model(options.model, device, dtype, warn=partial(print, file=sys.stderr))

@@ -1,6 +1,7 @@
 """Files of conversations, in the formats in use, as tokens and a mask of what is scored.
 
-Templates are applied in `templates.py`; pairs and prompts are read in `preferences.py`. Nothing here packs or stores.
+Templates are applied in `templates.py`; pairs and prompts are read in `preferences.py`. Nothing
+here packs or stores.
 """
 
 import json
@@ -68,16 +69,20 @@ MEDIA_FIELD = re.compile(
 ENCODE_BATCH_SIZE = 1000
 
 ExampleT = TypeVar("ExampleT")
-# The layouts of a record, or what they are made of, and the function that makes examples of them once they are encoded.
+# The layouts of a record, or what they are made of, and the function that makes examples of them
+# once they are encoded.
 LaidOut = tuple[Callable[..., Iterable[ExampleT]], list[Layout | ChatExample]]
 
 
 @dataclass
 class RecordEncoder:
-    """How records become examples, the same for every type of file. `field_names` gives the file's name of a format's field.
+    """How records become examples, the same for every type of file.
 
-    Prompts and completions that are texts are encoded as they are, unless `apply_chat_template` makes messages of them. Records
-    with images, audio or videos are refused, unless `ignore_media` makes examples of their text.
+    `field_names` gives the file's name of a format's field.
+
+    Prompts and completions that are texts are encoded as they are, unless `apply_chat_template`
+    makes messages of them. Records with images, audio or videos are refused, unless `ignore_media`
+    makes examples of their text.
     """
 
     tokenizer: Tokenizer
@@ -92,9 +97,11 @@ class RecordEncoder:
         return ChatTemplate.from_tokenizer(self.tokenizer)
 
     def plain_text_layout(self, pieces: Iterable[tuple[str, bool]], *, add_eos: bool = True) -> Layout:
-        """Texts joined unchanged, with the tokenizer's beginning- and end-of-text tokens where they do not spell them.
+        """Texts joined unchanged, with the tokenizer's beginning- and end-of-text tokens where they
+        do not spell them.
 
-        With `parse_special_tokens` text that spells a special token is this token, as in transformers.
+        With `parse_special_tokens` text that spells a special token is this token, as in
+        transformers.
         """
         texts = [(check_encodable(text), scored) for text, scored in pieces if text]
         layout: Layout = [texts] if texts else []
@@ -111,7 +118,9 @@ class RecordEncoder:
         return SpecialTokens(self.tokenizer)
 
     def _parse(self, texts: Sequence[tuple[str, bool]]) -> Layout:
-        """The texts cut at the special tokens that each spells; what follows a text without one continues it."""
+        """The texts cut at the special tokens that each spells; what follows a text without one
+        continues it.
+        """
         layout: Layout = []
         for text, scored in texts:
             for part in self._specials.cut(text, [(0, len(text))] if scored else []):
@@ -124,7 +133,10 @@ class RecordEncoder:
     def completion_layout(
         self, prompt: Any, completion: Any, record: Record, mask: LossMaskMode = "assistant"
     ) -> Layout | ChatExample:
-        """A prompt and its completion, each a text or messages. With `mask` "all" the prompt is scored too."""
+        """A prompt and its completion, each a text or messages.
+
+        With `mask` "all" the prompt is scored too.
+        """
         if isinstance(prompt, str) and isinstance(completion, str) and not self.apply_chat_template:
             check_plain_prompt(record)
             return self.plain_text_layout([(prompt, mask == "all"), (completion, True)])
@@ -143,10 +155,12 @@ class RecordEncoder:
         return (next(built) if isinstance(each, ChatExample) else [each] for each in layouts)
 
     def encode_file(self, path: str | Path, lay_out: Callable[[Record], LaidOut[ExampleT]]) -> Iterator[ExampleT]:
-        """The examples that `lay_out` describes of the records of a file or folder. Many layouts are encoded at a time.
+        """The examples that `lay_out` describes of the records of a file or folder.
 
-        What `unusable` does not leave out is raised as a UserError with the place of the record, and the number of those beside
-        it that the template refuses.
+        Many layouts are encoded at a time.
+
+        What `unusable` does not leave out is raised as a UserError with the place of the record,
+        and the number of those beside it that the template refuses.
         """
 
         def laid_out() -> Iterator[tuple[str, LaidOut[ExampleT]]]:
@@ -178,8 +192,9 @@ class RecordEncoder:
 def read_renamed_records(
     path: str | Path, fields: Mapping[str, str] | None, unusable: UnusableRecords | None = None
 ) -> Iterator[tuple[str, Record]]:
-    """`read_records`, with {our name: theirs} fields under our names; one that is empty is left out, of messages too. Raises
-    UserError naming a record that cannot be used."""
+    """`read_records`, with {our name: theirs} fields under our names; one that is empty is left
+    out, of messages too. Raises UserError naming a record that cannot be used.
+    """
     fields, unusable = fields or {}, unusable or UnusableRecords()
     renamed = {theirs: ours for ours, theirs in fields.items() if theirs}
     left_out = {ours for ours, theirs in fields.items() if not theirs}
@@ -205,11 +220,12 @@ def read_conversations(
 ) -> Iterator[TokenizedExample]:
     """The conversations of a file or folder, in order, as they are read.
 
-    `format` "auto" detects it from the fields of the first record; `fields` gives the file's names of a format's fields, such
-    as {"messages": "chat"}. Prompts and completions that are strings, and plain text, are encoded as they are, without a
-    template, and end with the end-of-text token; `parse_special_tokens` is for these. With `split_turns`, a conversation whose
-    earlier turns the template rewrites becomes an example for each answer. Raises UserError naming a record that does not have
-    the format, unless `unusable` leaves it out.
+    `format` "auto" detects it from the fields of the first record; `fields` gives the file's names
+    of a format's fields, such as {"messages": "chat"}. Prompts and completions that are strings,
+    and plain text, are encoded as they are, without a template, and end with the end-of-text token;
+    `parse_special_tokens` is for these. With `split_turns`, a conversation whose earlier turns the
+    template rewrites becomes an example for each answer. Raises UserError naming a record that does
+    not have the format, unless `unusable` leaves it out.
     """
     unusable = unusable or UnusableRecords()
     encoder = RecordEncoder(tokenizer, fields, False, ignore_media, unusable, parse_special_tokens)
@@ -234,7 +250,8 @@ def _of_one_conversation(*turns: TokenizedExample) -> Sequence[TokenizedExample]
 
 def detect_format(record: Record) -> Format:
     """The format of a record, by its fields. Raises UserError if it is none of FORMAT_FIELDS."""
-    # A null is no field where there are those of another format: each row of a table has the columns of all rows.
+    # A null is no field where there are those of another format: each row of a table has the
+    # columns of all rows.
     for fields in ({name for name, value in record.items() if value is not None}, record.keys()):
         for format, names in FORMAT_FIELDS.items():
             if fields >= {*names}:
@@ -269,7 +286,9 @@ def _message_list(value: Any) -> list[Any]:
 
 
 def check_media(record: Record, ignored: bool) -> None:
-    """Raises UserError where a record holds images, audio or videos, unless these are to be `ignored`."""
+    """Raises UserError where a record holds images, audio or videos, unless these are to be
+    `ignored`.
+    """
     held = _media_field(record) or next(filter(None, (_find_media(record.get(name)) for name in TEXT_FIELDS)), None)
     if held and not ignored:
         raise UserError(f"holds {held!r}, and only text is trained on: leave it out, or set data.ignore_media")
@@ -285,7 +304,9 @@ def _media_field(fields: Mapping[str, Any]) -> str | None:
 
 
 def _find_media(value: Any) -> str | None:
-    """The first image, audio or video among the parts of messages, or a field of a message that holds one."""
+    """The first image, audio or video among the parts of messages, or a field of a message that
+    holds one.
+    """
     if isinstance(value, dict):
         if _is_media(value):
             return str(value["type"])
@@ -295,7 +316,9 @@ def _find_media(value: Any) -> str | None:
 
 
 def _is_media(part: Any) -> bool:
-    """Whether a part of a content is an image, audio or a video: "image", "image_url", "input_audio"."""
+    """Whether a part of a content is an image, audio or a video: "image", "image_url",
+    "input_audio".
+    """
     return isinstance(part, dict) and any(kind in MEDIA for kind in str(part.get("type")).split("_"))
 
 
@@ -305,7 +328,9 @@ def _without_media(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def record_variables(record: Record, template: ChatTemplate) -> dict[str, Any]:
-    """What a record gives to the chat template beside messages and tools, as `apply_chat_template` of transformers takes it."""
+    """What a record gives to the chat template beside messages and tools, as `apply_chat_template`
+    of transformers takes it.
+    """
     given: dict[str, Any] = {}
     for name, kind in (("chat_template_kwargs", dict), ("documents", list)):
         value = decode_json_text(record.get(name) or None, f"the field {name!r}")
@@ -322,7 +347,9 @@ def record_variables(record: Record, template: ChatTemplate) -> dict[str, Any]:
 
 
 def record_tools(record: Record) -> list[Any] | None:
-    """The tools that a record offers the assistant: a list of JSON schemas, or the JSON of one; else its legacy functions."""
+    """The tools that a record offers the assistant: a list of JSON schemas, or the JSON of one;
+    else its legacy functions.
+    """
     tools = decode_json_text(record.get("tools") or None, "the field 'tools'")
     if not isinstance(tools, list | None):
         raise UserError(f"the field 'tools' is not a list but {type(tools).__name__}")

@@ -1,21 +1,25 @@
-"""Shows an example to a person: the bounds of every token, special tokens spelled out, and which tokens are scored."""
+"""Shows an example to a person: the bounds of every token, special tokens spelled out, and which
+tokens are scored.
+"""
 
 import unicodedata
 
 from lmforge.core.data.packing import TokenizedExample
 from lmforge.core.data.tokenizer import StreamDecoder, Tokenizer
 
-# Two shades in turn, so that the bounds of tokens are visible: black on green if scored, grey if not.
+# Two shades in turn, so that the bounds of tokens are visible: black on green if scored, grey if
+# not.
 SCORED_STYLES = ("\x1b[30;42m", "\x1b[30;102m")
 UNSCORED_STYLES = ("\x1b[37m", "\x1b[90m")
 RESET = "\x1b[0m"
 
 
 def format_example(example: TokenizedExample, tokenizer: Tokenizer, *, ansi: bool = True) -> str:
-    """An example for a terminal, or without `ansi` as text: `|` between tokens, `[` and `]` around what is scored.
+    """An example for a terminal, or without `ansi` as text: `|` between tokens, `[` and `]` around
+    what is scored.
 
-    A character of several tokens is shown with the last of them. Line ends are shown as ↵ and written; other control characters
-    are escaped.
+    A character of several tokens is shown with the last of them. Line ends are shown as ↵ and
+    written; other control characters are escaped.
     """
     stream = StreamDecoder(tokenizer)
     pieces = []
@@ -25,7 +29,8 @@ def format_example(example: TokenizedExample, tokenizer: Tokenizer, *, ansi: boo
         shown = _escape_control_characters(text or (tokenizer.id_to_token(id) if id in tokenizer.all_special_ids else ""))
         if ansi:
             shade = (SCORED_STYLES if scored else UNSCORED_STYLES)[number % 2]
-            # A background colour that is not reset before a line end would fill the rest of the line.
+            # A background colour that is not reset before a line end would fill the rest of the
+            # line.
             pieces.append(shade + shown.replace("\n", f"{RESET}\n{shade}") + RESET)
         else:
             bound = "" if number == 0 and not scored else "|" if scored == before else "[" if scored else "]"

@@ -1,7 +1,9 @@
-"""Examples on the disk: conversations or pairs as tokens, in a folder of their own, and packed sequences made of them.
+"""Examples on the disk: conversations or pairs as tokens, in a folder of their own, and packed
+sequences made of them.
 
-An example is one sequence of tokens, or several that belong together, such as both of a pair, with a loss mask. A folder is
-written once for each set of files and options, and verified when it is opened. What the tokens mean is not known here.
+An example is one sequence of tokens, or several that belong together, such as both of a pair, with
+a loss mask. A folder is written once for each set of files and options, and verified when it is
+opened. What the tokens mean is not known here.
 """
 
 import hashlib
@@ -33,7 +35,10 @@ EXAMPLES_VERSION = 5
 
 
 def hash_files(files: Sequence[Path], split: FileSplit = "train") -> str:
-    """A hash of the contents of files, or of a split of folders, whatever their names. Raises OSError."""
+    """A hash of the contents of files, or of a split of folders, whatever their names.
+
+    Raises OSError.
+    """
     digest = xxhash.xxh3_128()
     for path in (file for each in files for file in find_record_files(each, split)):
         with open_file(path) as file:
@@ -54,13 +59,15 @@ def write_examples(
     validation_ratio: float | None,
     unusable: UnusableRecords | None = None,
 ) -> None:
-    """Write the examples that `read_split(split)` gives into `folder`, atomically; an existing folder stays as it is.
+    """Write the examples that `read_split(split)` gives into `folder`, atomically; an existing
+    folder stays as it is.
 
-    Examples longer than `sequence_length` (in words: `limit_description`) are dropped or truncated (`overlong`); those without
-    a scored token are dropped; both are counted. `unusable` has the records that were left out, known once all are read;
-    they are counted and listed. With `validation_ratio` that fraction of the examples (at least one) is for validation,
-    those with the smallest hashes. Memory holds a few numbers for each. Raises UserError if no example is left, or the disk is
-    full.
+    Examples longer than `sequence_length` (in words: `limit_description`) are dropped or truncated
+    (`overlong`); those without a scored token are dropped; both are counted. `unusable` has the
+    records that were left out, known once all are read; they are counted and listed. With
+    `validation_ratio` that fraction of the examples (at least one) is for validation, those with
+    the smallest hashes. Memory holds a few numbers for each. Raises UserError if no example is
+    left, or the disk is full.
     """
     if (folder / EXAMPLES_MANIFEST).exists():
         return
@@ -111,13 +118,14 @@ def _drop_or_truncate(
 
 
 def select_validation(hashes: np.ndarray, ratio: float) -> np.ndarray:
-    """Which examples are for validation, bool [n], by their hashes, uint64 [n]: this fraction, with the smallest hashes; at
-    least one."""
+    """Which examples are for validation, bool [n], by their hashes, uint64 [n]: this fraction, with
+    the smallest hashes; at least one.
+    """
     if not ratio or not len(hashes):
         return np.zeros(len(hashes), bool)
     least = np.sort(hashes)[: max(1, round(ratio * len(hashes)))]
-    # Copies of an example are in the same split, or validation examples would be trained on. Validation never gets all
-    # examples.
+    # Copies of an example are in the same split, or validation examples would be trained on.
+    # Validation never gets all examples.
     return np.isin(hashes, least) & (hashes != hashes.max())
 
 
@@ -162,7 +170,10 @@ class ExampleFolder:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that the examples were encoded with. Raises UserError if the one in the folder is another."""
+        """The tokenizer that the examples were encoded with.
+
+        Raises UserError if the one in the folder is another.
+        """
         tokenizer = Tokenizer.open(self.path / "tokenizer")
         if tokenizer.hash != self.manifest["plan"]["tokenizer"]:
             raise UserError(
@@ -174,7 +185,10 @@ class ExampleFolder:
         return self.manifest["splits"][split]["examples"]
 
     def split(self, name: str) -> TokenizedExamples:
-        """The examples of a split. Raises UserError if a file does not match its checksum or its manifest."""
+        """The examples of a split.
+
+        Raises UserError if a file does not match its checksum or its manifest.
+        """
         described, hint = self.manifest["splits"][name], f"delete {self.path}, and it is created again"
         arrays = {}
         for array_name, digest in described["xxh3"].items():
@@ -211,11 +225,13 @@ def _are_examples(arrays: dict[str, np.ndarray], described: ExampleSplit, vocab_
 
 
 class ExamplePacking(Packing):
-    """Packed sequences of one example each, or with `pack` of as many as fit, which do not see each other.
+    """Packed sequences of one example each, or with `pack` of as many as fit, which do not see each
+    other.
 
-    The documents of a packed sequence are those of its examples, in their order: of pairs, document 2i is the first and 2i + 1
-    the second. Scalars become extras, with the same value at all tokens of an example. With `with_mismatched` each example,
-    of one document, is followed by its prompt with the completion of the next example in the sequence, as KTO needs it.
+    The documents of a packed sequence are those of its examples, in their order: of pairs, document
+    2i is the first and 2i + 1 the second. Scalars become extras, with the same value at all tokens
+    of an example. With `with_mismatched` each example, of one document, is followed by its prompt
+    with the completion of the next example in the sequence, as KTO needs it.
     """
 
     def __init__(self, examples: TokenizedExamples, sequence_length: int, pack: bool, with_mismatched: bool = False) -> None:
@@ -224,7 +240,8 @@ class ExamplePacking(Packing):
         if pack:
             # The last token of each sequence is only a label.
             sizes = (np.diff(examples.starts) - 1).reshape(-1, examples.group).sum(1)
-            # In a sequence, prompts with their own completions and with the others' completions take the same number of tokens.
+            # In a sequence, prompts with their own completions and with the others' completions
+            # take the same number of tokens.
             self._order, self._starts = best_fit(2 * sizes if with_mismatched else sizes, sequence_length)
         else:
             self._order, self._starts = np.arange(len(examples)), np.arange(len(examples) + 1)
@@ -271,7 +288,9 @@ class ExamplePacking(Packing):
 
 
 def _with_completion_of(one: TokenizedExample, other: TokenizedExample) -> TokenizedExample:
-    """The prompt of one with the completion of the other; a completion begins with the first scored token."""
+    """The prompt of one with the completion of the other; a completion begins with the first scored
+    token.
+    """
     prompt, completion = slice(int(one.loss_mask.argmax())), slice(int(other.loss_mask.argmax()), None)
     tokens = np.concatenate([one.tokens[prompt], other.tokens[completion]])
     return TokenizedExample(tokens, np.concatenate([one.loss_mask[prompt], other.loss_mask[completion]]))

@@ -1,6 +1,8 @@
-"""Runs a chat template's Jinja source as transformers does: in jinja2's sandbox, which keeps it from the interpreter.
+"""Runs a chat template's Jinja source as transformers does: in jinja2's sandbox, which keeps it
+from the interpreter.
 
-The result is text, with marks around the parts that the template tags as generated: `templates.py` makes tokens of it.
+The result is text, with marks around the parts that the template tags as generated: `templates.py`
+makes tokens of it.
 """
 
 import json
@@ -30,7 +32,9 @@ Prefix = tuple[int, bool]
 
 
 class Conversation(NamedTuple):
-    """What is rendered: prefixes of messages, with the tools that are offered, and variables for this conversation alone."""
+    """What is rendered: prefixes of messages, with the tools that are offered, and variables for
+    this conversation alone.
+    """
 
     messages: Sequence[Any]
     tools: list[Any] | None
@@ -39,7 +43,9 @@ class Conversation(NamedTuple):
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` surrounds what the model generates (transformers' `return_assistant_tokens_mask`)."""
+    """`{% generation %}` surrounds what the model generates (transformers'
+    `return_assistant_tokens_mask`).
+    """
 
     tags = {"generation"}  # noqa: RUF012  (the library's own type)
 
@@ -54,7 +60,10 @@ class JinjaTemplate:
     """A compiled template. Threads may render with it at the same time."""
 
     def __init__(self, source: str, variables: Mapping[str, str], location: str):
-        """The template sees `variables`, such as bos_token; messages name its `location`. Raises UserError if not Jinja."""
+        """The template sees `variables`, such as bos_token; messages name its `location`.
+
+        Raises UserError if not Jinja.
+        """
         self._location = location
         sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
         sandbox.filters["tojson"] = _tojson
@@ -71,7 +80,8 @@ class JinjaTemplate:
             raise UserError(f"{location}: the chat template cannot be compiled: {_one_line(error)}") from None
 
     def render(self, conversation: Conversation) -> Iterator[str]:
-        """The text of each prefix of a conversation, with GENERATION_START and GENERATION_END around what is tagged.
+        """The text of each prefix of a conversation, with GENERATION_START and GENERATION_END
+        around what is tagged.
 
         Raises UserError with the message of whatever the template raises.
         """

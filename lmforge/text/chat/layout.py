@@ -1,6 +1,8 @@
-"""Layouts, sequences of texts and special tokens, some of them scored, and how many layouts at once become token ids.
+"""Layouts, sequences of texts and special tokens, some of them scored, and how many layouts at once
+become token ids.
 
-Two pieces of a text of which only one is scored never share a token, so a prompt has the same ids with its answer as without.
+Two pieces of a text of which only one is scored never share a token, so a prompt has the same ids
+with its answer as without.
 """
 
 import re
@@ -15,7 +17,8 @@ from lmforge.core.data.packing import TokenizedExample
 from lmforge.core.data.tokenizer import Tokenizer
 from lmforge.core.errors import UserError
 
-# A special token's id, or a text between two of them as one or more pieces; with each, whether it is scored.
+# A special token's id, or a text between two of them as one or more pieces; with each, whether it
+# is scored.
 LayoutPart = tuple[int, bool] | list[tuple[str, bool]]
 Layout = list[LayoutPart]
 Span = tuple[int, int]
@@ -51,8 +54,10 @@ class SpecialTokens:
         return [each.tokens.tolist() for each in found] != expected
 
     def cut(self, text: str, spans: list[Span]) -> Layout:
-        """The text cut at special tokens, and the texts between them at the bounds of the scored spans. Raises UserError for a
-        token that the tokenizer would not find in every text, as transformers would not."""
+        """The text cut at special tokens, and the texts between them at the bounds of the scored
+        spans. Raises UserError for a token that the tokenizer would not find in every text, as
+        transformers would not.
+        """
         parts: Layout = []
         # Binary search, because conversations of hundreds of turns have as many spans as parts.
         bounds = sorted({bound for span in spans for bound in span})
@@ -90,7 +95,10 @@ class SpecialTokens:
 
 
 def encode_layouts(tokenizer: Tokenizer, layouts: Sequence[Layout]) -> list[TokenizedExample]:
-    """The ids and loss mask of each layout. All texts are encoded together: a thousand at once is ten times as fast."""
+    """The ids and loss mask of each layout.
+
+    All texts are encoded together: a thousand at once is ten times as fast.
+    """
     sections = [(part, at > 0) for layout in layouts for at, part in enumerate(layout) if isinstance(part, list)]
     known = _encode_unique(tokenizer, ((text, inside) for section, inside in sections for text in _prefixes(section)))
     piece_ids: dict[int, list[list[int]]] = {}

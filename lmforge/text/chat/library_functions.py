@@ -1,7 +1,9 @@
-"""Conversations extracted from Python's standard library, for fine-tuning on code without a network.
+"""Conversations extracted from Python's standard library, for fine-tuning on code without a
+network.
 
-A request is made of a function's signature and docstring; the function answers it. The split is by package, so that no training
-function is from the same package as a validation function. The code is neither tokenized nor run here.
+A request is made of a function's signature and docstring; the function answers it. The split is by
+package, so that no training function is from the same package as a validation function. The code is
+neither tokenized nor run here.
 """
 
 import ast
@@ -27,11 +29,13 @@ VALIDATION_RATIO = 0.1
 
 
 def write_function_conversations(out: Path) -> dict[str, int]:
-    """Write `out`/train.jsonl and `out`/validation.jsonl; returns how many functions each has, {"train": …, "validation": …}.
+    """Write `out`/train.jsonl and `out`/validation.jsonl; returns how many functions each has,
+    {"train": …, "validation": …}.
 
-    A line is {"messages": [user, assistant], "checks": [statement, …], "module": …, "name": …}. The checks are statements that
-    succeed after any valid answer was run; they do not call the function, since most functions of a library need the rest of
-    it. Raises UserError if `out` holds such files already.
+    A line is {"messages": [user, assistant], "checks": [statement, …], "module": …, "name": …}. The
+    checks are statements that succeed after any valid answer was run; they do not call the
+    function, since most functions of a library need the rest of it. Raises UserError if `out` holds
+    such files already.
     """
     for name in (TRAIN_FILE, VALIDATION_FILE):
         check_output(out / name, other="folder, or delete it")
@@ -40,7 +44,8 @@ def write_function_conversations(out: Path) -> dict[str, int]:
     # The training file is renamed last: where it exists, both do.
     with atomic_write(out / TRAIN_FILE) as train, atomic_write(out / VALIDATION_FILE) as validation:
         for conversation in _function_conversations():
-            # By a hash of the package's name: the same for all its modules, and in every version of Python.
+            # By a hash of the package's name: the same for all its modules, and in every version of
+            # Python.
             package = conversation["module"].partition(".")[0].encode()
             is_validation = xxhash.xxh3_64_intdigest(package) / 2**64 < VALIDATION_RATIO
             file, split = (validation, "validation") if is_validation else (train, "train")
@@ -50,9 +55,11 @@ def write_function_conversations(out: Path) -> dict[str, int]:
 
 
 def _function_conversations() -> Iterator[dict[str, Any]]:
-    """The functions and methods of the standard library that are documented, short and self-contained, each once.
+    """The functions and methods of the standard library that are documented, short and
+    self-contained, each once.
 
-    In the order of their files. Only the first of several functions with the same body is given, so none is in both splits.
+    In the order of their files. Only the first of several functions with the same body is given, so
+    none is in both splits.
     """
     seen: set[str] = set()
     for file in open_text_source("stdlib").files:
@@ -66,7 +73,10 @@ def _function_conversations() -> Iterator[dict[str, Any]]:
 
 
 def _conversations_of_file(path: Path, module: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(body, conversation) of each suitable function. Bodies are equal where only names and formatting differ."""
+    """(body, conversation) of each suitable function.
+
+    Bodies are equal where only names and formatting differ.
+    """
     try:
         with tokenize.open(path) as file:
             text = file.read()
@@ -101,7 +111,9 @@ def _function_conversation(
 
 
 def _split_function(node: ast.FunctionDef, lines: list[str]) -> tuple[str, str, str] | None:
-    """Signature, docstring, and source without docstring and indentation of a function; None if it is unsuitable."""
+    """Signature, docstring, and source without docstring and indentation of a function; None if it
+    is unsuitable.
+    """
     documentation = ast.get_docstring(node)
     # A decorator or a default may need names of its module, which a sandbox does not have.
     if documentation is None or len(node.body) < 2 or node.decorator_list or not _has_literal_defaults(node):

@@ -1,4 +1,5 @@
-"""The messages of a conversation, checked once: everything that comes after may rely on their types.
+"""The messages of a conversation, checked once: everything that comes after may rely on their
+types.
 
 Reading them from files is in `conversations.py`, making tokens of them in `templates.py`.
 """
@@ -63,7 +64,10 @@ def message_forms(messages: Sequence[Any]) -> Iterator[MessageForm]:
 
 
 def validate_messages(messages: Sequence[Any], form: MessageForm = MessageForm()) -> list[Message]:  # noqa: B008
-    """The messages in a form, with a known role and content that is text. Raises UserError for others."""
+    """The messages in a form, with a known role and content that is text.
+
+    Raises UserError for others.
+    """
     if not isinstance(messages, list | tuple) or not messages:
         raise UserError("expected a list of messages, each with role and content")
     typed = []
@@ -74,7 +78,10 @@ def validate_messages(messages: Sequence[Any], form: MessageForm = MessageForm()
 
 
 def training_flag(message: dict[str, Any]) -> bool | None:
-    """Whether a message says that it is scored; None where it does not say. Raises UserError unless it says yes or no."""
+    """Whether a message says that it is scored; None where it does not say.
+
+    Raises UserError unless it says yes or no.
+    """
     if partial := next(filter(message.get, PARTIAL_FLAGS), None):
         raise UserError(f'"{partial}": parts of a turn are not scored apart; write them as turns, or leave it out')
     flags = {name: message[name] for name in TRAINING_FLAGS if message.get(name) is not None}
@@ -85,7 +92,10 @@ def training_flag(message: dict[str, Any]) -> bool | None:
 
 
 def check_encodable(text: str) -> str:
-    """The text itself. Raises UserError if it has half of a surrogate pair, which UTF-8 cannot hold."""
+    """The text itself.
+
+    Raises UserError if it has half of a surrogate pair, which UTF-8 cannot hold.
+    """
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -94,14 +104,19 @@ def check_encodable(text: str) -> str:
 
 
 def parse_embedded_json(text: Any, source: str) -> Any:
-    """JSON that is kept as a string within a record or message; `source` names it. Raises UserError if it is not JSON."""
+    """JSON that is kept as a string within a record or message; `source` names it.
+
+    Raises UserError if it is not JSON.
+    """
     if not isinstance(text, str):
         raise UserError(f"{source}: expected JSON in a string, got {type(text).__name__}")
     return parse_json(check_encodable(text).encode(), object, source)
 
 
 def decode_json_text(value: Any, source: str) -> Any:
-    """What a value is that is kept as JSON text, as some columns of Parquet are; another value itself."""
+    """What a value is that is kept as JSON text, as some columns of Parquet are; another value
+    itself.
+    """
     return parse_embedded_json(value, source) if isinstance(value, str) else value
 
 
@@ -166,8 +181,9 @@ def _validate_tool_call(call: Any, form: MessageForm) -> dict[str, Any]:
 
 
 def read_messages(value: Any, left_out: Collection[str]) -> Any:
-    """The messages in a field, also those that are kept as JSON text, as some columns of Parquet are, without the fields
-    `left_out`. Other values stay as they are."""
+    """The messages in a field, also those that are kept as JSON text, as some columns of Parquet
+    are, without the fields `left_out`. Other values stay as they are.
+    """
     decoded = [value] if isinstance(value, str) else value
     with suppress(UserError):
         if decoded and isinstance(decoded, list) and all(isinstance(each, str) and each[:1] in ("[", "{") for each in decoded):

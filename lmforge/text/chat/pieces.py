@@ -1,9 +1,11 @@
-"""What a conversation says, piece by piece, and where each piece is in the text that a template writes of it.
+"""What a conversation says, piece by piece, and where each piece is in the text that a template
+writes of it.
 
-While a template runs, texts hold characters of private use. Each spelling of a special token in a message is replaced by one,
-and so is each such character: this distinguishes them from the special tokens that the template writes. And each piece gets a
-mark, a character of its own, in a second rendering: where it is in the text, its piece went, however often the same words are
-there. What follows from a piece that is not there is in `templates.py`.
+While a template runs, texts hold characters of private use. Each spelling of a special token in a
+message is replaced by one, and so is each such character: this distinguishes them from the special
+tokens that the template writes. And each piece gets a mark, a character of its own, in a second
+rendering: where it is in the text, its piece went, however often the same words are there. What
+follows from a piece that is not there is in `templates.py`.
 """
 
 import json
@@ -18,7 +20,8 @@ PRIVATE_USE_CHARACTERS = "[\U000f0000-\U0010ffff]"
 FIRST_PLACEHOLDER, MAX_PLACEHOLDERS = 0xF0000, 0xFFFF
 FIRST_MARK, MAX_MARKS = 0x100000, 0xFFF0  # up to the marks of generation tags
 MARK = re.compile("[\U00100000-\U0010ffef]")
-# Where marks are put: at the end of a text, else at its beginning or in it, as some templates ask how texts begin or end.
+# Where marks are put: at the end of a text, else at its beginning or in it, as some templates ask
+# how texts begin or end.
 PLACEMENTS = (1.0, 0.0, 0.5)
 
 
@@ -47,8 +50,9 @@ class TextEscaper:
 
 
 class Piece(NamedTuple):
-    """Something that a conversation says: its message's number, -1 for tools and documents; its field; and its text with its
-    mark, which is empty for numbers and the like."""
+    """Something that a conversation says: its message's number, -1 for tools and documents; its
+    field; and its text with its mark, which is empty for numbers and the like.
+    """
 
     message: int
     field: str
@@ -70,7 +74,8 @@ class MarkedConversation:
         self._placement = placement
         self.pieces: list[Piece] = []
         self.messages = [self._mark_message(*each) for each in enumerate(messages)]
-        # The same words are the same piece, so that what a template looks up by the name of a parameter is there.
+        # The same words are the same piece, so that what a template looks up by the name of a
+        # parameter is there.
         self._known: dict[str, str] = {}
         self.tools = self._mark_schema(tools)
         mark = self._marker(-1, "documents")
@@ -105,7 +110,9 @@ class MarkedConversation:
         return marked
 
     def _mark_schema(self, value: Any, key: str = "") -> Any:
-        """A tool, or a part of one under `key`, with marks in names, descriptions and the values of enums."""
+        """A tool, or a part of one under `key`, with marks in names, descriptions and the values of
+        enums.
+        """
         if isinstance(value, dict):
             return {
                 self._mark_known(name) if key == "properties" else name: self._mark_schema(item, name)
@@ -136,7 +143,9 @@ class MarkedConversation:
 
 
 def _mark_document(document: Any, mark: Callable[[Any], Any]) -> Any:
-    """Marks in the texts that retrieved documents have in transformers; templates need not show the rest."""
+    """Marks in the texts that retrieved documents have in transformers; templates need not show the
+    rest.
+    """
     if isinstance(document, str):
         return mark(document)
     named = document.items() if isinstance(document, dict) else ()
@@ -145,16 +154,20 @@ def _mark_document(document: Any, mark: Callable[[Any], Any]) -> Any:
 
 
 def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A JSON value with `change` applied to the names of its fields and to all that is neither an object nor a list."""
+    """A JSON value with `change` applied to the names of its fields and to all that is neither an
+    object nor a list.
+    """
     if isinstance(value, dict):
         return {change(key): map_leaves(item, change) for key, item in value.items()}
     return [map_leaves(item, change) for item in value] if isinstance(value, list | tuple) else change(value)
 
 
 def find_pieces(pieces: Sequence[Piece], marked: str) -> list[list[int]]:
-    """For each piece where its mark is in the text that was rendered, counted without marks; empty if the piece is not there.
+    """For each piece where its mark is in the text that was rendered, counted without marks; empty
+    if the piece is not there.
 
-    White space does not count, nor whether a piece is written as it is or within JSON. A piece without a mark may be anywhere.
+    White space does not count, nor whether a piece is written as it is or within JSON. A piece
+    without a mark may be anywhere.
     """
     compact = "".join(marked.split())
     places = defaultdict(list)
@@ -175,7 +188,9 @@ def find_pieces(pieces: Sequence[Piece], marked: str) -> list[list[int]]:
 
 
 def _spellings(text: str) -> Iterator[str]:
-    """A text as it is, in JSON, and in JSON within JSON; of a number or the like as Python writes it too."""
+    """A text as it is, in JSON, and in JSON within JSON; of a number or the like as Python writes
+    it too.
+    """
     yield "".join(text.split())
     yield {"true": "True", "false": "False", "null": "None"}.get(text, text)
     for _ in range(2):
@@ -184,7 +199,9 @@ def _spellings(text: str) -> Iterator[str]:
 
 
 def is_written_as_python(messages: Sequence[dict[str, Any]], text: str) -> bool:
-    """Whether a text shows the parts of a content, or arguments, of marked messages as Python does: it expected text."""
+    """Whether a text shows the parts of a content, or arguments, of marked messages as Python does:
+    it expected text.
+    """
     values = [message["content"] for message in messages if not isinstance(message["content"], str)]
     values += [call["function"]["arguments"] for message in messages for call in message.get("tool_calls", ())]
     return any(value and not isinstance(value, str) and str(value) in text for value in values)

@@ -1,6 +1,8 @@
-"""Files of preferences and of prompts: pairs of completions, completions with a label, and prompts to be answered.
+"""Files of preferences and of prompts: pairs of completions, completions with a label, and prompts
+to be answered.
 
-What an objective makes of them is in `post/objectives/`. A completion is everything after the prompt; a prompt is never scored.
+What an objective makes of them is in `post/objectives/`. A completion is everything after the
+prompt; a prompt is never scored.
 """
 
 import sys
@@ -33,7 +35,8 @@ from lmforge.text.chat.messages import Message, validate_messages
 from lmforge.text.chat.templates import ChatExample, one_layout
 from lmforge.text.sources.records import Record, UnusableRecords, require_fields
 
-# The text before the last answer in a conversation that is written as one string (Anthropic's hh-rlhf).
+# The text before the last answer in a conversation that is written as one string (Anthropic's
+# hh-rlhf).
 HH_RLHF_ANSWER_MARKER = "\n\nAssistant:"
 # The fields that may hold a prompt; all other fields of its record are columns.
 PROMPT_FIELDS = ("prompt", "messages")
@@ -41,7 +44,9 @@ RENAMING_HINT = ": name it with fields"
 
 
 class PreferencePair(NamedTuple):
-    """Two completions of one prompt, each with the prompt before it. margin: by how much the chosen one is better, or 0."""
+    """Two completions of one prompt, each with the prompt before it. margin: by how much the chosen
+    one is better, or 0.
+    """
 
     chosen: TokenizedExample
     rejected: TokenizedExample
@@ -56,7 +61,9 @@ class UnpairedPreference(NamedTuple):
 
 
 class TokenizedPrompt(NamedTuple):
-    """A prompt to be answered: `tokens` int32 [length] up to where the answer begins, its text or messages, and its columns."""
+    """A prompt to be answered: `tokens` int32 [length] up to where the answer begins, its text or
+    messages, and its columns.
+    """
 
     tokens: np.ndarray
     prompt: str | list[Message]
@@ -87,11 +94,13 @@ def read_preference_pairs(
     fields: Mapping[str, str] | None = None,
     unusable: UnusableRecords | None = None,
 ) -> Iterator[PreferencePair]:
-    """Records {prompt, chosen, rejected}, or {chosen, rejected} of whole conversations with the same beginning.
+    """Records {prompt, chosen, rejected}, or {chosen, rejected} of whole conversations with the
+    same beginning.
 
-    Strings are encoded as they are and end with the end-of-text token, unless `apply_chat_template` makes messages of them.
-    `with_margins` keeps the number in a record's `margin`. Pairs of equal sides are left out. Raises UserError naming a record
-    without a prompt or an answer, unless `unusable` leaves it out. The rest as in `read_conversations`.
+    Strings are encoded as they are and end with the end-of-text token, unless `apply_chat_template`
+    makes messages of them. `with_margins` keeps the number in a record's `margin`. Pairs of equal
+    sides are left out. Raises UserError naming a record without a prompt or an answer, unless
+    `unusable` leaves it out. The rest as in `read_conversations`.
     """
     unusable = unusable or UnusableRecords()
     encoder = RecordEncoder(tokenizer, fields, apply_chat_template, ignore_media, unusable, parse_special_tokens)
@@ -113,7 +122,9 @@ def read_unpaired_preferences(
     fields: Mapping[str, str] | None = None,
     unusable: UnusableRecords | None = None,
 ) -> Iterator[UnpairedPreference]:
-    """Records {prompt, completion, label} with true or false labels, as for KTO; the rest as in `read_preference_pairs`."""
+    """Records {prompt, completion, label} with true or false labels, as for KTO; the rest as in
+    `read_preference_pairs`.
+    """
     unusable = unusable or UnusableRecords()
     encoder = RecordEncoder(tokenizer, fields, apply_chat_template, ignore_media, unusable, parse_special_tokens)
 
@@ -140,9 +151,11 @@ def read_prompts(
     unusable: UnusableRecords | None = None,
     tools_of: Callable[[Record], list[Any]] | None = None,
 ) -> Iterator[TokenizedPrompt]:
-    """Records {prompt, ...columns}: a string as it is, or with `apply_chat_template` as a user's message; or messages, of which
-    a last answer is left out. Prompts of more than `max_prompt_length` tokens are dropped, and counted in `counts`. With
-    `tools_of`, which gives the tools of a record's environment, all are messages, and one without a prompt has an empty one.
+    """Records {prompt, ...columns}: a string as it is, or with `apply_chat_template` as a user's
+    message; or messages, of which a last answer is left out. Prompts of more than
+    `max_prompt_length` tokens are dropped, and counted in `counts`. With `tools_of`, which gives
+    the tools of a record's environment, all are messages, and one without a prompt has an empty
+    one.
 
     Raises UserError naming the record without a prompt.
     """
@@ -176,8 +189,9 @@ def read_prompts(
 def encode_completions(
     tokenizer: Tokenizer, prompts: Sequence[Any], completions: Sequence[str], records: Sequence[Record] | None = None
 ) -> list[list[int]]:
-    """The ids of each prompt, a text or messages, with its completion, to the end of that turn or text; `records` have what
-    each prompt offered beside its messages. Raises UserError."""
+    """The ids of each prompt, a text or messages, with its completion, to the end of that turn or
+    text; `records` have what each prompt offered beside its messages. Raises UserError.
+    """
     encoder = RecordEncoder(tokenizer)
     records = records or [{}] * len(prompts)
     layouts = [_completion_layout(*each, encoder) for each in zip(prompts, completions, records, strict=True)]

@@ -1,4 +1,6 @@
-"""What a chat template wrote, without tags; and, as small conversations show, what comes before its answers and ends them."""
+"""What a chat template wrote, without tags; and, as small conversations show, what comes before its
+answers and ends them.
+"""
 
 import re
 from collections.abc import Sequence
@@ -25,13 +27,16 @@ _CALLS: Any = {"role": "assistant", "content": "", "reasoning_content": "Hm.", "
 _PLAIN = [_USER, {"role": "assistant", "content": ANSWER}, _USER]
 _THINKING = [_USER, {"role": "assistant", "content": ANSWER, "reasoning_content": "Hm."}, _USER]
 _CALLING = [_USER, _CALLS, {"role": "tool", "tool_call_id": _CALL["id"], "content": "So."}]
-# The question with its answer; the prompt for the answer; the question without a prompt; all three messages.
+# The question with its answer; the prompt for the answer; the question without a prompt; all three
+# messages.
 _PREFIXES = [(2, False), (1, True), (1, False), (3, False)]
 
 
 class AnswerEnd(NamedTuple):
-    """The special token that ends an answer, empty without one; another that replaces it where more messages follow; and what
-    is written after the last answer, which may close the text with more tokens."""
+    """The special token that ends an answer, empty without one; another that replaces it where more
+    messages follow; and what is written after the last answer, which may close the text with more
+    tokens.
+    """
 
     token: str = ""
     replacement: str = ""
@@ -39,7 +44,9 @@ class AnswerEnd(NamedTuple):
 
 
 class TemplateProbe(NamedTuple):
-    """What is before an answer; how answers end, without and with calls; and the tokens that a model stops at."""
+    """What is before an answer; how answers end, without and with calls; and the tokens that a
+    model stops at.
+    """
 
     specials: re.Pattern[str]
     header: str
@@ -53,10 +60,11 @@ class TemplateProbe(NamedTuple):
         return {*self.plain[:2], *self.calling[:2]}
 
     def find_end(self, until: str, start: int, text: str, has_calls: bool) -> re.Match[str] | None:
-        """The token in `text` that ends the answer which begins at `start`, and which `until` ends with. None if none does.
+        """The token in `text` that ends the answer which begins at `start`, and which `until` ends
+        with. None if none does.
 
-        It is the last special token of the answer that both have, or the one of `text` that replaces it. In `until` only white
-        space and what closes the text comes after it.
+        It is the last special token of the answer that both have, or the one of `text` that
+        replaces it. In `until` only white space and what closes the text comes after it.
         """
         found, kept, there = _compare(self.specials, until, start, text)
         closing = (self.calling if has_calls else self.plain).closing
@@ -73,7 +81,9 @@ class TemplateProbe(NamedTuple):
 def _compare(
     specials: re.Pattern[str], until: str, start: int, text: str
 ) -> tuple[list[re.Match[str]], int, re.Match[str] | None]:
-    """The special tokens of `until` from `start` on; how many of them `text` has too; and what it has for the next of them."""
+    """The special tokens of `until` from `start` on; how many of them `text` has too; and what it
+    has for the next of them.
+    """
     found = list(specials.finditer(until, start))
     same = common_prefix_length(until, text)
     kept = sum(each.end() <= same for each in found)
@@ -87,7 +97,9 @@ def _is_last(specials: re.Pattern[str], text: str, token: re.Match[str]) -> bool
 
 
 def without_tags(rendered: str, location: str) -> tuple[str, list[Span]]:
-    """The text that a template wrote, without generation tags, and the spans of it that they surrounded. Raises UserError."""
+    """The text that a template wrote, without generation tags, and the spans of it that they
+    surrounded. Raises UserError.
+    """
     pieces = re.split(f"[{GENERATION_START}{GENERATION_END}]", check_encodable(rendered))
     if len(pieces) % 2 == 0:
         raise UserError(f"{location}: leaves a generation tag without ending it")
@@ -96,8 +108,11 @@ def without_tags(rendered: str, location: str) -> tuple[str, list[Span]]:
 
 
 def probe_template(template: JinjaTemplate, specials: re.Pattern[str], location: str, tools: list[Any] | None) -> TemplateProbe:
-    """Render the small conversations. `specials` matches a special token. Raises UserError where the template does for one
-    without calls and thoughts, to which `tools` are given."""
+    """Render the small conversations.
+
+    `specials` matches a special token. Raises UserError where the template does for one without
+    calls and thoughts, to which `tools` are given.
+    """
     text, prompt, turn, followed = _render(template, location, _PLAIN, tools)
     begins = specials.findall(text[: max(0, text.find(QUESTION))])
     ends_others = specials.findall(turn, max(0, turn.rfind(QUESTION)))
@@ -128,13 +143,16 @@ def probe_template(template: JinjaTemplate, specials: re.Pattern[str], location:
                 probe = probe._replace(calling=answer_end(text, followed or text))
             if text.startswith(prompt) and (end := probe.find_end(text, len(prompt), text, has_calls)):
                 within.update(specials.findall(text, len(prompt), end.start()))
-    # A token that replaces an end may also end a thought within an answer, as in gpt-oss, and then it is no stop.
+    # A token that replaces an end may also end a thought within an answer, as in gpt-oss, and then
+    # it is no stop.
     stops = {plain.token, probe.calling.token, *({plain.replacement, probe.calling.replacement} - within)} - {""}
     return probe._replace(stops=frozenset(stops))
 
 
 def _render(template: JinjaTemplate, location: str, messages: Sequence[Any], tools: list[Any] | None) -> list[str]:
-    """The texts of the prefixes, empty from where one cannot be rendered, in the first form in which the answer is shown."""
+    """The texts of the prefixes, empty from where one cannot be rendered, in the first form in
+    which the answer is shown.
+    """
     problems: list[UserError] = []
     texts: list[str] = []
     for form in message_forms(messages):

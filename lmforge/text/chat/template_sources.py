@@ -1,4 +1,7 @@
-"""The chat templates that come with a tokenizer, and lmforge's own. They are applied in `templates.py`."""
+"""The chat templates that come with a tokenizer, and lmforge's own.
+
+They are applied in `templates.py`.
+"""
 
 from typing_extensions import TypedDict
 
@@ -6,8 +9,9 @@ from lmforge.core.data.tokenizer import CHAT_SPECIAL_TOKENS, Tokenizer
 from lmforge.core.errors import UserError
 from lmforge.core.files.untrusted import check_content
 
-# lmforge's own template. A turn is a special token for its role, the content as it is, and <|end|>. There is no beginning-of-
-# text token, as there is none in lmforge's pretraining. Tool calls and their results are plain text within turns.
+# lmforge's own template. A turn is a special token for its role, the content as it is, and <|end|>.
+# There is no beginning-of- text token, as there is none in lmforge's pretraining. Tool calls and
+# their results are plain text within turns.
 LMFORGE_TEMPLATE = """\
 {%- if tools %}
     {{- '<|system|><tools>' }}
@@ -31,7 +35,8 @@ LMFORGE_TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
 
-# Of several templates the one for conversations with tools, and the one for others, as in transformers.
+# Of several templates the one for conversations with tools, and the one for others, as in
+# transformers.
 TOOL_TEMPLATE, DEFAULT_TEMPLATE = "tool_use", "default"
 
 
@@ -43,7 +48,10 @@ class _NamedTemplate(TypedDict):
 
 
 def find_template_sources(tokenizer: Tokenizer) -> tuple[dict[str, str], str]:
-    """A tokenizer's templates by name, or lmforge's own, and the file that holds them. Raises UserError if there is none."""
+    """A tokenizer's templates by name, or lmforge's own, and the file that holds them.
+
+    Raises UserError if there is none.
+    """
     if "chat_template.jinja" in tokenizer.files:
         return {DEFAULT_TEMPLATE: tokenizer.files["chat_template.jinja"]}, "chat_template.jinja"
     source, location = tokenizer.configs["tokenizer_config.json"].get("chat_template"), "tokenizer_config.json"

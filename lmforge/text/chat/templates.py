@@ -1,8 +1,10 @@
-"""Conversations as layouts (texts, special tokens and what is scored of them) by a tokenizer's chat template or lmforge's.
+"""Conversations as layouts (texts, special tokens and what is scored of them) by a tokenizer's chat
+template or lmforge's.
 
-A template's text is cut at the special tokens that the template wrote, and the text between them is encoded as plain text: a
-message that spells a special token does not become one. A prompt and its answer never share a token. All that a conversation
-says must be in its text. Files of conversations are read in `conversations.py`.
+A template's text is cut at the special tokens that the template wrote, and the text between them is
+encoded as plain text: a message that spells a special token does not become one. A prompt and its
+answer never share a token. All that a conversation says must be in its text. Files of conversations
+are read in `conversations.py`.
 """
 
 import re
@@ -55,11 +57,14 @@ REWRITTEN_HINT = (
 
 @dataclass(frozen=True)
 class ChatExample:
-    """A valid conversation, to be rendered by `template`. `scored`: the numbers of its answers that are; None if all of it is.
+    """A valid conversation, to be rendered by `template`.
 
-    With `split_turns` it becomes an example for each scored answer where the template rewrites earlier turns. A prompt ends
-    before an answer, or with `continues` in it; of answers in it the template may leave out what it likes, and the names of
-    turns if it `is_request` of a client. `variables` are given to the template.
+    `scored`: the numbers of its answers that are; None if all of it is.
+
+    With `split_turns` it becomes an example for each scored answer where the template rewrites
+    earlier turns. A prompt ends before an answer, or with `continues` in it; of answers in it the
+    template may leave out what it likes, and the names of turns if it `is_request` of a client.
+    `variables` are given to the template.
     """
 
     template: "ChatTemplate"
@@ -74,7 +79,9 @@ class ChatExample:
 
 
 class _Draft:
-    """An example in one of the forms of its messages, escaped, as it is rendered: without and with marks in its pieces."""
+    """An example in one of the forms of its messages, escaped, as it is rendered: without and with
+    marks in its pieces.
+    """
 
     def __init__(self, example: ChatExample, form: MessageForm):
         # Its own template takes what it does not know for a system message.
@@ -104,15 +111,21 @@ class _Draft:
 
 
 class ChatTemplate:
-    """A template over a tokenizer's special tokens. `stop_ids` end an answer or any text; `files` as transformers has them."""
+    """A template over a tokenizer's special tokens.
+
+    `stop_ids` end an answer or any text; `files` as transformers has them.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer, source: str, location: str = "the chat template", probe_tools: list[Any] | None = None
     ):
-        """`source` is Jinja; `location` names it in messages. `build_layouts` checks what only training needs. `probe_tools`
-        are given to a template that needs tools to be opened.
+        """`source` is Jinja; `location` names it in messages.
 
-        Raises UserError where a template cannot be compiled, or refuses the small conversations of `probe_template`.
+        `build_layouts` checks what only training needs. `probe_tools` are given to a template that
+        needs tools to be opened.
+
+        Raises UserError where a template cannot be compiled, or refuses the small conversations of
+        `probe_template`.
         """
         self.tokenizer, self.jinja_source, self.files = tokenizer, source, {"chat_template.jinja": source}
         self._location = location
@@ -128,9 +141,12 @@ class ChatTemplate:
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Tokenizer) -> Self:
-        """The template that came with a tokenizer, else lmforge's own if its tokens exist. Raises UserError otherwise.
+        """The template that came with a tokenizer, else lmforge's own if its tokens exist.
 
-        Where there are several, conversations with tools are rendered by the one for these, as in transformers.
+        Raises UserError otherwise.
+
+        Where there are several, conversations with tools are rendered by the one for these, as in
+        transformers.
         """
         sources, location = find_template_sources(tokenizer)
         template = cls(tokenizer, sources.pop(DEFAULT_TEMPLATE), location)
@@ -157,10 +173,13 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
         is_request: bool = False,
     ) -> list[int]:
-        """The ids after which the assistant's answer begins. They are also the first ids of these messages with an answer.
+        """The ids after which the assistant's answer begins.
 
-        With `continue_final_message` the last message is the beginning of the answer. `variables` are given to the template.
-        Raises UserError where the template leaves out a message or a tool, or a name unless it `is_request` of a client.
+        They are also the first ids of these messages with an answer.
+
+        With `continue_final_message` the last message is the beginning of the answer. `variables`
+        are given to the template. Raises UserError where the template leaves out a message or a
+        tool, or a name unless it `is_request` of a client.
         """
         template = self._for_tools(tools)
         kind = {"is_prompt": True, "is_request": is_request, "continues": continue_final_message, "variables": variables}
@@ -169,15 +188,19 @@ class ChatTemplate:
         return example.tokens.tolist()
 
     def render_prompt(self, messages: Sequence[Any], *, continue_final_message: bool = False) -> str:
-        """The text of `encode_prompt`, in which messages that spell special tokens cannot be told from the template's."""
+        """The text of `encode_prompt`, in which messages that spell special tokens cannot be told
+        from the template's.
+        """
         continues = continue_final_message
         text, draft = self._prompt_text(ChatExample(self, messages, None, [], is_prompt=True, continues=continues))
         return draft.escaper.unescape(text)
 
     def layout_sampled(self, messages: Sequence[Any], tools: list[Any] | None = None) -> Layout:
-        """A prompt in which answers are scored as they were sampled: each from where it was prompted to what ended its turn.
+        """A prompt in which answers are scored as they were sampled: each from where it was
+        prompted to what ended its turn.
 
-        Raises UserError where the template prompts for one otherwise, or writes it otherwise now that more follow.
+        Raises UserError where the template prompts for one otherwise, or writes it otherwise now
+        that more follow.
         """
         example = replace(self.chat_example(messages, tools=tools), is_prompt=True)
         return one_layout(next(example.template.build([example])))
@@ -210,7 +233,9 @@ class ChatTemplate:
         return text[: at + len(content if text.startswith(content, at) else content.rstrip())], draft
 
     def check_stop_token(self) -> None:
-        """Raises UserError unless a plain answer ends with a special token: otherwise generation could not detect its end."""
+        """Raises UserError unless a plain answer ends with a special token: otherwise generation
+        could not detect its end.
+        """
         if not self._probe.plain.token:
             raise self._endless()
 
@@ -220,8 +245,11 @@ class ChatTemplate:
     def chat_example(
         self, messages: Sequence[Any], mask: LossMaskMode = "assistant", tools: list[Any] | None = None, first_scored: int = 0
     ) -> ChatExample:
-        """A conversation for `build_layouts`. No answer before `first_scored` is scored, nor one that says so itself. Raises
-        UserError if it is none."""
+        """A conversation for `build_layouts`.
+
+        No answer before `first_scored` is scored, nor one that says so itself. Raises UserError if
+        it is none.
+        """
         roles = [message["role"] for message in validate_messages(messages)]
         answers = [at for at, role in enumerate(roles) if role == "assistant" and at >= first_scored]
         if not answers and mask != "all":
@@ -249,7 +277,9 @@ class ChatTemplate:
                 yield self._build_otherwise(example, problem)
 
     def _build_otherwise(self, example: ChatExample, problem: UserError) -> list[Layout] | UserError:
-        """The layouts of an example in another form than that which has the `problem`, or of its turns; or what is wrong."""
+        """The layouts of an example in another form than that which has the `problem`, or of its
+        turns; or what is wrong.
+        """
         problems = [problem]
         for form in islice(message_forms(example.messages), 1, None):
             try:
@@ -286,7 +316,10 @@ class ChatTemplate:
         return draft.layout(text, spans)
 
     def _find_pieces(self, draft: _Draft, text: str) -> list[FoundPiece]:
-        """Each piece, and where it is in the text. Raises UserError where the template reads these messages as others."""
+        """Each piece, and where it is in the text.
+
+        Raises UserError where the template reads these messages as others.
+        """
         for placement in PLACEMENTS:
             if placement != PLACEMENTS[0]:
                 draft.mark(placement)
@@ -302,14 +335,17 @@ class ChatTemplate:
         return list(zip(bare, find_pieces(bare, text), strict=True))
 
     def _check_pieces(self, draft: _Draft, found: list[FoundPiece], answers: dict[int, Span]) -> None:
-        """Raises UserError unless all pieces are in the text: those of the scored `answers` in these, others not."""
+        """Raises UserError unless all pieces are in the text: those of the scored `answers` in
+        these, others not.
+        """
         example, rewritten = draft.example, []
         for piece, places in found:
             own = answers.get(piece.message)
             if piece.field == "name" and (places or example.is_request):
                 continue  # of a turn's header, which clients of a server may fill though a template has none
             if not places and draft.roles[piece.message] == "assistant" and example.scored is not None and own is None:
-                # What the template does to an answer that is not scored, it does when it is asked for another one.
+                # What the template does to an answer that is not scored, it does when it is asked
+                # for another one.
                 rewritten += [] if example.is_prompt and piece.field != "tool calls" else [piece]
             elif not places:
                 raise self._refusal(draft, piece, "leaves out the", "correct the template, or the record")
@@ -333,8 +369,10 @@ class ChatTemplate:
         return UserError(f"{self._location}: {does} {piece.field}{of}; {advice}")
 
     def _find_end(self, draft: _Draft, index: int, until: str, start: int, text: str) -> re.Match[str]:
-        """The token in `text` that ends message `index`, an answer that begins at `start`. `until` has the text of the messages
-        up to it. Raises UserError if there is none."""
+        """The token in `text` that ends message `index`, an answer that begins at `start`.
+
+        `until` has the text of the messages up to it. Raises UserError if there is none.
+        """
         has_calls = bool(draft.conversation.messages[index].get("tool_calls"))
         if (end := self._probe.find_end(until, start, text, has_calls)) is None:
             raise self._endless()
@@ -349,9 +387,11 @@ class ChatTemplate:
     def _answer_span(
         self, draft: _Draft, index: int, text: str, found: list[FoundPiece], prefixes: Iterator[str]
     ) -> tuple[Span, int]:
-        """The span of message `index`, an answer, in the text of the whole conversation; and the offset up to which this text
-        also begins the text of the messages up to the answer. `prefixes` has the texts of the messages before it, if any, with
-        the prompt for it, and of those up to it."""
+        """The span of message `index`, an answer, in the text of the whole conversation; and the
+        offset up to which this text also begins the text of the messages up to the answer.
+        `prefixes` has the texts of the messages before it, if any, with the prompt for it, and of
+        those up to it.
+        """
         before = next(prefixes) if index else text[: self._first_answer(text, found)]
         until = next(prefixes)
         sampled = draft.example.is_prompt
@@ -373,7 +413,8 @@ class ChatTemplate:
             return (len(before), now.end()), len(text)
         same = common_prefix_length(until, text)
         same = next((each.start() for each in specials.finditer(until) if each.start() < same < each.end()), same)
-        # Special tokens that end the whole text may be missing when more messages follow, or be others.
+        # Special tokens that end the whole text may be missing when more messages follow, or be
+        # others.
         if specials.sub("", until[same:]).strip():
             raise UserError(
                 f"{self._location}: the first {index + 1} messages change when more follow ({first_difference(until, text)}): "
@@ -383,7 +424,9 @@ class ChatTemplate:
         return (len(before), stop), max(stop, same)
 
     def _first_answer(self, text: str, found: list[FoundPiece]) -> int:
-        """Where an answer begins that no message comes before: no template is asked to render no message."""
+        """Where an answer begins that no message comes before: no template is asked to render no
+        message.
+        """
         piece, places = next(((piece, places) for piece, places in found if piece.message == 0 and places), (None, [0]))
         header = text.rfind(self._probe.header, 0, places[0])
         if self._probe.header and header >= 0:
@@ -392,11 +435,13 @@ class ChatTemplate:
 
 
 def build_layouts(examples: Sequence[ChatExample]) -> Iterator[list[Layout] | UserError]:
-    """Conversations for `encode_layouts`, which takes many at once as this does; several layouts of one that is split by turns.
+    """Conversations for `encode_layouts`, which takes many at once as this does; several layouts of
+    one that is split by turns.
 
-    An error for each that cannot be trained on: all that it says must be in the text, and what it scores in an answer; what
-    comes before a scored answer must be what the template prompts with, and stay the same when more turns follow; and an answer
-    must end with a special token, or a model never learns to stop.
+    An error for each that cannot be trained on: all that it says must be in the text, and what it
+    scores in an answer; what comes before a scored answer must be what the template prompts with,
+    and stay the same when more turns follow; and an answer must end with a special token, or a
+    model never learns to stop.
     """
     for template, group in groupby(examples, lambda example: example.template):
         yield from template.build(list(group))

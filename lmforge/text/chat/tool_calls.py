@@ -1,7 +1,7 @@
 """Tool calls in the text of an answer, in the formats that models are trained to write.
 
-A template's own format is found by letting it render a call. What is written is a stranger's: a call that cannot be read is
-text.
+A template's own format is found by letting it render a call. What is written is a stranger's: a
+call that cannot be read is text.
 """
 
 import ast
@@ -22,7 +22,8 @@ MAX_CALL_CHARACTERS = 2**16
 # Special tokens of some tokenizers, which are part of calls.
 MARKERS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>")
 
-# Possessive, so that no text is gone through more than once. Python's parser takes quadratic time for strings with an f.
+# Possessive, so that no text is gone through more than once. Python's parser takes quadratic time
+# for strings with an f.
 NEXT_VALUE = re.compile(r"\s*+;?+\s*+(?=\S)")
 STRING = re.compile(r"""(?s)(?<!\w)(\w{0,2})('{3}|"{3}|['"])(?:\\.|(?!\2).)*+(?:\2|\Z)|\#[^\n]*+""")
 
@@ -40,7 +41,8 @@ class UnreadableCall(Exception):
 
 @dataclass(frozen=True)
 class ToolCallFormat:
-    """marker: what every call comes after. bare: what an answer begins with that is nothing but calls, without a marker.
+    """marker: what every call comes after. bare: what an answer begins with that is nothing but
+    calls, without a marker.
 
     read: the calls in the text from there on. Raises UnreadableCall.
     """
@@ -50,8 +52,9 @@ class ToolCallFormat:
     read: Callable[[str], list[ToolCall]]
 
     def find(self, text: str, ended: bool = True, begun: bool = False) -> int:
-        """Where calls begin, or the length of the text; if it has not `ended`, where they may begin. `begun`: content came
-        before it."""
+        """Where calls begin, or the length of the text; if it has not `ended`, where they may
+        begin. `begun`: content came before it.
+        """
         if self.bare and not begun:
             begin = len(text) - len(text.lstrip())
             if text.startswith(self.bare, begin):
@@ -73,7 +76,10 @@ class ToolCallFormat:
 
 
 def tool_call_format(template: ChatTemplate) -> ToolCallFormat:
-    """The format of the calls that a template renders. Raises UserError where it renders none, or in no form that is known."""
+    """The format of the calls that a template renders.
+
+    Raises UserError where it renders none, or in no form that is known.
+    """
     probe = ToolCall("probe_tool", '{"probe_key": "a value"}')
     function = {"name": probe.name, "arguments": json.loads(probe.arguments)}
     call = {"role": "assistant", "content": "", "tool_calls": [{"id": "call00000", "type": "function", "function": function}]}
@@ -93,7 +99,10 @@ def tool_call_format(template: ChatTemplate) -> ToolCallFormat:
 
 
 class AnswerReader:
-    """The text of an answer as it comes, cut into content and, at its end, tool calls. Without a format all is content."""
+    """The text of an answer as it comes, cut into content and, at its end, tool calls.
+
+    Without a format all is content.
+    """
 
     def __init__(self, call_format: ToolCallFormat | None) -> None:
         self._format = call_format
@@ -146,7 +155,9 @@ def _json(text: str) -> Any:
 
 
 def _read_hermes(text: str) -> list[ToolCall]:
-    """<tool_call>{"name": …, "arguments": {…}}</tool_call>, one after another (Hermes 2, Qwen 2.5 and 3)."""
+    """<tool_call>{"name": …, "arguments": {…}}</tool_call>, one after another (Hermes 2, Qwen 2.5
+    and 3).
+    """
     blocks = re.split(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, flags=re.S)
     if any(between.strip() for between in blocks[::2]):
         raise UnreadableCall
@@ -154,7 +165,9 @@ def _read_hermes(text: str) -> list[ToolCall]:
 
 
 def _read_mistral(text: str) -> list[ToolCall]:
-    """[TOOL_CALLS][{"name": …, "arguments": {…}}, …], or since 2025 [TOOL_CALLS]name[ARGS]{…} for each."""
+    """[TOOL_CALLS][{"name": …, "arguments": {…}}, …], or since 2025 [TOOL_CALLS]name[ARGS]{…} for
+    each.
+    """
     calls: list[ToolCall] = []
     for block in text.split("[TOOL_CALLS]")[1:]:
         header, brace, arguments = block.partition("{")

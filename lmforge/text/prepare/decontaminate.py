@@ -1,8 +1,10 @@
-"""Documents that contain a text of an evaluation, found by common runs of words (Brown et al. 2020, arXiv 2005.14165).
+"""Documents that contain a text of an evaluation, found by common runs of words (Brown et al.
 
-Case and punctuation are ignored. A document that has 13 words in a row with an evaluation text in common is contaminated; an
-evaluation text of 8 to 12 words must be contained completely. Shorter texts are ignored, since they occur in too many unrelated
-documents.
+2020, arXiv 2005.14165).
+
+Case and punctuation are ignored. A document that has 13 words in a row with an evaluation text in
+common is contaminated; an evaluation text of 8 to 12 words must be contained completely. Shorter
+texts are ignored, since they occur in too many unrelated documents.
 """
 
 from collections.abc import Sequence
@@ -21,7 +23,9 @@ NGRAM_WORDS, MIN_NGRAM_WORDS = 13, 8
 
 @dataclass(frozen=True)
 class EvaluationNgrams:
-    """The hashes of runs of words of evaluation texts, sorted uint64 by the number of words in a run."""
+    """The hashes of runs of words of evaluation texts, sorted uint64 by the number of words in a
+    run.
+    """
 
     by_length: dict[int, np.ndarray]
 

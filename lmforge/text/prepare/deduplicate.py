@@ -1,10 +1,12 @@
-"""Which documents are copies of others, exactly or nearly. The first in the order of the source is kept, whichever process read
-it.
+"""Which documents are copies of others, exactly or nearly.
 
-Near duplicates are found by MinHash and locality-sensitive hashing (Broder 1997; Lee et al. 2022, arXiv 2107.06499) with the
-settings of FineWeb (arXiv 2406.17557): runs of 5 words, 14 bands of 8 hashes. Two documents that share a fraction s of their
-runs are found with probability 1 − (1 − s⁸)¹⁴: 0.92 at s = 0.8, 0.77 at 0.75, 0.05 at 0.5. What is near to something that is
-near is one group.
+The first in the order of the source is kept, whichever process read it.
+
+Near duplicates are found by MinHash and locality-sensitive hashing (Broder 1997; Lee et al. 2022,
+arXiv 2107.06499) with the settings of FineWeb (arXiv 2406.17557): runs of 5 words, 14 bands of 8
+hashes. Two documents that share a fraction s of their runs are found with probability 1 − (1 −
+s⁸)¹⁴: 0.92 at s = 0.8, 0.77 at 0.75, 0.05 at 0.5. What is near to something that is near is one
+group.
 """
 
 from collections.abc import Callable
@@ -38,7 +40,9 @@ def near_duplicate_keys(text: str, digest: int) -> np.ndarray:
 
 
 def exact_duplicates(*columns: np.ndarray) -> np.ndarray:
-    """bool [documents]: whether an earlier document has the same values in all these columns, which have equal lengths."""
+    """bool [documents]: whether an earlier document has the same values in all these columns, which
+    have equal lengths.
+    """
     order = np.lexsort(columns[::-1])  # stable: of equal documents the first comes first
     repeats = np.ones(len(order), bool)
     repeats[:1] = False
@@ -52,8 +56,8 @@ def exact_duplicates(*columns: np.ndarray) -> np.ndarray:
 def near_duplicates(num_documents: int, load_band: Callable[[int], np.ndarray]) -> np.ndarray:
     """bool [documents]: whether a document is in one group with an earlier one.
 
-    load_band(band) gives that key of each document, uint64 [documents]. At any time one band is in memory: about 50 bytes a
-    document together with what is computed from it.
+    load_band(band) gives that key of each document, uint64 [documents]. At any time one band is in
+    memory: about 50 bytes a document together with what is computed from it.
     """
     groups = np.arange(num_documents)
     for band in range(BANDS):
@@ -65,7 +69,9 @@ def near_duplicates(num_documents: int, load_band: Callable[[int], np.ndarray]) 
 
 
 def _join(groups: np.ndarray, first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """The groups, each named by its first document, after those of first[i] and second[i] were joined for each i."""
+    """The groups, each named by its first document, after those of first[i] and second[i] were
+    joined for each i.
+    """
     while True:
         least = np.minimum(groups[first], groups[second])
         most = np.maximum(groups[first], groups[second])

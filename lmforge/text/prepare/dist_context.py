@@ -1,4 +1,7 @@
-"""The ranks that share a preparation, and what each of them reads. Ranks share one file system, and write to one folder."""
+"""The ranks that share a preparation, and what each of them reads.
+
+Ranks share one file system, and write to one folder.
+"""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -41,10 +44,12 @@ class SingleProcessContext:
 
 
 def divide_units(files: Sequence[str], sizes: Sequence[int], world_size: int) -> list[list[int]]:
-    """The units of each rank, by their numbers: `files` and `sizes` [units] say which file each is of, and its bytes.
+    """The units of each rank, by their numbers: `files` and `sizes` [units] say which file each is
+    of, and its bytes.
 
-    A rank gets whole files, except for files larger than an equal share, which are divided. The largest files are assigned
-    first, each to the rank with the fewest bytes, so no rank has more than an equal share plus one file.
+    A rank gets whole files, except for files larger than an equal share, which are divided. The
+    largest files are assigned first, each to the rank with the fewest bytes, so no rank has more
+    than an equal share plus one file.
     """
     of_file: dict[str, list[int]] = {}
     for number, file in enumerate(files):

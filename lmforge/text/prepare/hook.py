@@ -1,8 +1,10 @@
-"""A user's function document → document or None, from the user's file, called first for each document.
+"""A user's function document → document or None, from the user's file, called first for each
+document.
 
-A document is a dict: of a record all its fields, of a text file its text and its `path`. The text is in the field that
-`--text_field` names. The function returns the document, changed or not, or None to leave it out. It may be called more than
-once for a document, in any order and in any process, so it must return the same each time.
+A document is a dict: of a record all its fields, of a text file its text and its `path`. The text
+is in the field that `--text_field` names. The function returns the document, changed or not, or
+None to leave it out. It may be called more than once for a document, in any order and in any
+process, so it must return the same each time.
 """
 
 import inspect
@@ -43,7 +45,10 @@ class DocumentHook:
         return hook
 
     def __call__(self, document: Document) -> str | None:
-        """The text of the document that the function returns; None if it drops the document. Raises UserError."""
+        """The text of the document that the function returns; None if it drops the document.
+
+        Raises UserError.
+        """
         function = _load_function(self.path, self.function, self.digest)
         where = f"{document.location()}: hook {Path(self.path).name}:{self.function}"
         try:
@@ -66,7 +71,10 @@ class DocumentHook:
 
 @lru_cache(maxsize=1)
 def _load_function(path: str, name: str, digest: str) -> Callable[[dict[str, Any]], Any]:
-    """Import the file, once in a process. Raises UserError if that fails, or if the file does not match the digest."""
+    """Import the file, once in a process.
+
+    Raises UserError if that fails, or if the file does not match the digest.
+    """
     if xxhash.xxh3_128_hexdigest(read_bounded(Path(path))) != digest:
         raise UserError(f"hook {path}: changed during the preparation; start it again")
     module = import_file(Path(path), MODULE_NAME, "hook")

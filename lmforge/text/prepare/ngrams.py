@@ -13,7 +13,9 @@ COUNTER_STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 def word_hashes(text: str) -> np.ndarray:
-    """A hash of each word of a text, uint64 [words], regardless of case and of what is between words."""
+    """A hash of each word of a text, uint64 [words], regardless of case and of what is between
+    words.
+    """
     return np.array([xxhash.xxh3_64_intdigest(word.encode()) for word in WORD.findall(text.lower())], np.uint64)
 
 
@@ -27,5 +29,7 @@ def ngram_hashes(words: np.ndarray, n: int) -> np.ndarray:
 
 
 def mix(values: np.ndarray) -> np.ndarray:
-    """A bijection of 64-bit numbers in which each bit of a result depends on each bit of the value (splitmix64)."""
+    """A bijection of 64-bit numbers in which each bit of a result depends on each bit of the value
+    (splitmix64).
+    """
     return splitmix64(values + COUNTER_STEP)

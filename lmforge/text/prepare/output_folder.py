@@ -1,5 +1,7 @@
-"""The folder that a preparation writes: locked by one process at a time, and for one plan. Its content is described in
-`core/data/shards/folder.py`."""
+"""The folder that a preparation writes: locked by one process at a time, and for one plan.
+
+Its content is described in `core/data/shards/folder.py`.
+"""
 
 import os
 import shutil
@@ -34,8 +36,10 @@ def lock_output_folder(out: Path, plan: dict[str, Any], overwrite: bool) -> Iter
 
 @contextmanager
 def lock_folder(out: Path) -> Iterator[None]:
-    """Lock a folder, which is created if missing, so that no other process writes to it. Raises UserError if another process
-    holds the lock."""
+    """Lock a folder, which is created if missing, so that no other process writes to it.
+
+    Raises UserError if another process holds the lock.
+    """
     with ExitStack() as stack:
         try:
             out.mkdir(parents=True, exist_ok=True)
@@ -51,7 +55,10 @@ def lock_folder(out: Path) -> Iterator[None]:
 
 
 def _open_plan(out: Path, plan: dict[str, Any], overwrite: bool) -> bool:
-    """Write this plan to a folder, and return whether it is finished. Raises UserError if it holds anything else."""
+    """Write this plan to a folder, and return whether it is finished.
+
+    Raises UserError if it holds anything else.
+    """
     path = out / UNFINISHED / "plan.json"
     finished = _is_preparation(out)
     begun = finished or (path.is_file() and _has_results(out))
@@ -59,7 +66,8 @@ def _open_plan(out: Path, plan: dict[str, Any], overwrite: bool) -> bool:
         _remove_preparation(out)
         finished = begun = False
     elif not begun:
-        # A preparation that ended before it wrote more than its plan, or while it was removed, leaves nothing usable.
+        # A preparation that ended before it wrote more than its plan, or while it was removed,
+        # leaves nothing usable.
         if _is_interrupted_preparation(out / UNFINISHED):
             _remove_preparation(out)
         if set(os.listdir(out)) - LOCKS:
@@ -78,7 +86,9 @@ def _open_plan(out: Path, plan: dict[str, Any], overwrite: bool) -> bool:
 
 
 def _is_preparation(out: Path) -> bool:
-    """Whether a folder has the manifest of a preparation; a damaged one counts if there are shards beside it."""
+    """Whether a folder has the manifest of a preparation; a damaged one counts if there are shards
+    beside it.
+    """
     try:
         read_token_folder_manifest(LocalStorage(out))
     except FileNotFoundError:
@@ -118,7 +128,10 @@ def _remove_preparation(folder: Path) -> None:
 
 
 def _remove_partial_files(folder: Path) -> None:
-    """Delete leftovers of interrupted atomic writes. The folder is locked, so no other process writes to it."""
+    """Delete leftovers of interrupted atomic writes.
+
+    The folder is locked, so no other process writes to it.
+    """
     for pattern in (f".*{PARTIAL_SUFFIX}", f"{UNFINISHED}/.*{PARTIAL_SUFFIX}"):
         for file in folder.glob(pattern):
             file.unlink()

@@ -1,6 +1,8 @@
-"""Best-fit packing of a finished folder: an index beside each training shard, by all processes and ranks, then the manifests.
+"""Best-fit packing of a finished folder: an index beside each training shard, by all processes and
+ranks, then the manifests.
 
-Packing needs no tokens, only where documents end. It writes the same bytes again, whatever an interrupted packing left.
+Packing needs no tokens, only where documents end. It writes the same bytes again, whatever an
+interrupted packing left.
 """
 
 from contextlib import ExitStack, suppress
@@ -29,9 +31,11 @@ MIN_DOCUMENTS_PER_WORKER = 1 << 20
 def pack_folder(
     location: str, sequence_length: int, *, workers: int | None, progress: ProgressCallback, dist_ctx: DistContext
 ) -> BestFitIndex:
-    """Pack a token folder for sequences of `sequence_length` tokens, and return its index; see `prepare` for the others.
+    """Pack a token folder for sequences of `sequence_length` tokens, and return its index; see
+    `prepare` for the others.
 
-    Raises UserError where it is no finished folder of this machine, one of its shards is damaged, or the disk is full.
+    Raises UserError where it is no finished folder of this machine, one of its shards is damaged,
+    or the disk is full.
     """
     path = parse_location(location)
     with dist_ctx.raise_on_all():

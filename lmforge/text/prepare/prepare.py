@@ -1,13 +1,17 @@
-"""Documents → shards, once: in parallel, restartable, and with the same bytes even after interruptions.
+"""Documents → shards, once: in parallel, restartable, and with the same bytes even after
+interruptions.
 
     1. plan       what is requested, written down; a folder holds one plan
     2. tokenizer  trained on a sample of the training documents, or copied
-    3. parts      each unit of the source tokenized by whichever process is free, written atomically as one part
+    3. parts      each unit of the source tokenized by whichever process is free, written atomically
+                  as one part
     4. shards     the documents of each split in the order of a keyed permutation
     5. manifest   written last
-    6. packing    with `best_fit_length`: an index of the shards (pack.py); a finished folder is given one too
+    6. packing    with `best_fit_length`: an index of the shards (pack.py); a finished folder is
+                  given one too
 
-A step leaves what an earlier run finished. No result depends on which process or rank did what, or on how many there were.
+A step leaves what an earlier run finished. No result depends on which process or rank did what, or
+on how many there were.
 """
 
 import shutil
@@ -43,11 +47,13 @@ BYTES = "bytes"  # a tokenizer that is built in
 
 @dataclass(frozen=True)
 class PreparationSummary:
-    """The result of a preparation; tokens, documents and bytes of text by split, files that were left out by suffix or split.
+    """The result of a preparation; tokens, documents and bytes of text by split, files that were
+    left out by suffix or split.
 
-    `removed_documents` counts those that were left out, by reason: "hook", "contaminated", "unusable", "duplicate";
-    `special_text` those that spell special tokens, encoded as text. `best_fit` describes the best-fit packing for each sequence
-    length that there is one for, or its damage.
+    `removed_documents` counts those that were left out, by reason: "hook", "contaminated",
+    "unusable", "duplicate"; `special_text` those that spell special tokens, encoded as text.
+    `best_fit` describes the best-fit packing for each sequence length that there is one for, or its
+    damage.
     """
 
     folder: Path
@@ -67,19 +73,27 @@ class PreparationSummary:
 class PreparationOptions:
     """How a corpus is prepared. Bounds are checked by `PrepareOptions` of the command.
 
-    tokenizer         a tokenizer.json, a folder with one, "bytes", or "characters" (of the documents);
+    tokenizer         a tokenizer.json, a folder with one, "bytes", or "characters" (of the
+                      documents);
                       by default one of `vocab_size` ids is trained
-    hook              FILE.py:FUNCTION that gets each document and returns it, or None to leave it out (see `DocumentHook`)
-    deduplicate       "exact" keeps the first of equal documents, "near" also of nearly equal ones (see `near_duplicates`)
+    hook              FILE.py:FUNCTION that gets each document and returns it, or None to leave it
+                      out (see `DocumentHook`)
+    deduplicate       "exact" keeps the first of equal documents, "near" also of nearly equal ones
+                      (see `near_duplicates`)
     evaluation_texts  documents that contain one of these are left out (see `EvaluationNgrams`)
-    validation_ratio  the fraction of documents for validation, from 0 to below 1. Documents are chosen by their content
-                      alone, so copies of a text are on one side and another seed changes nothing. Each side has at least
-                      one document; of a single document the tail is for validation; 0 sets nothing aside
+    validation_ratio  the fraction of documents for validation, from 0 to below 1. Documents are
+                      chosen by their content
+                      alone, so copies of a text are on one side and another seed changes nothing.
+                      Each side has at least one document; of a single document the tail is for
+                      validation; 0 sets nothing aside
     shard_tokens      a shard is complete with the document that reaches this, at least 1
-    best_fit_length   pack the training documents for sequences of so many tokens, for best-fit packing
-    workers           processes of this rank, at least 1; by default as many as it has processors and work for them
+    best_fit_length   pack the training documents for sequences of so many tokens, for best-fit
+                      packing
+    workers           processes of this rank, at least 1; by default as many as it has processors
+                      and work for them
     parse_special_tokens  text that spells a special token is this token
-    skip_invalid      documents that cannot be read or tokenized are left out, counted and listed, instead of raising
+    skip_invalid      documents that cannot be read or tokenized are left out, counted and listed,
+                      instead of raising
     readers           the plugins that read documents of further kinds, with their options
     """
 
@@ -133,8 +147,9 @@ class PreparationOptions:
     def open_source(self, spec: str, tokenizer: Tokenizer | None) -> Source:
         """The corpus that `spec` names: text, tokens of other tools, or a Hugging Face dataset.
 
-        Tokens need the tokenizer that made them; without one, .bin files in a folder of text are not taken for tokens. Raises
-        UserError if there is nothing to read, or for an option that is of no use with this source.
+        Tokens need the tokenizer that made them; without one, .bin files in a folder of text are
+        not taken for tokens. Raises UserError if there is nothing to read, or for an option that is
+        of no use with this source.
         """
         dataset = is_dataset(spec, self.split, self.subset)
         if not dataset and (self.split or self.subset):
@@ -166,16 +181,20 @@ def prepare(
     dist_ctx: DistContext | None = None,
     **options: Any,
 ) -> PreparationSummary:
-    """Turn the corpus that `source` names (see `PreparationOptions.open_source`) into a token folder.
+    """Turn the corpus that `source` names (see `PreparationOptions.open_source`) into a token
+    folder.
 
-    progress  called as progress(step, done, total, bytes of the source done, of how many); the steps are "tokenizer",
-              "tokens", "shards" and "packing"; bytes are those on the disk, and 0 of 0 where none are read
-    dist_ctx  the ranks that call this together, on one file system; by default this process is alone
+    progress  called as progress(step, done, total, bytes of the source done, of how many); the
+              steps are "tokenizer",
+              "tokens", "shards" and "packing"; bytes are those on the disk, and 0 of 0 where none
+              are read
+    dist_ctx  the ranks that call this together, on one file system; by default this process is
+              alone
     options   those of `PreparationOptions`
 
-    Called again after it was stopped in any way, it continues; called again when done, it does nothing but say so.
-    Raises UserError for invalid input, for a folder that holds another plan (unless `overwrite`), and for a full disk;
-    RunFailed when one of its processes was killed.
+    Called again after it was stopped in any way, it continues; called again when done, it does
+    nothing but say so. Raises UserError for invalid input, for a folder that holds another plan
+    (unless `overwrite`), and for a full disk; RunFailed when one of its processes was killed.
     """
     out, dist_ctx, chosen = Path(out), dist_ctx or SingleProcessContext(), PreparationOptions(**options)
     show = progress if progress and dist_ctx.rank_info.is_rank0 else lambda *step: None
@@ -198,7 +217,9 @@ def prepare(
 
 
 def _find_text(folder: Path) -> list[Path]:
-    """Text files in a folder, sorted, except the document counts that fms-fsdp stores with its tokens."""
+    """Text files in a folder, sorted, except the document counts that fms-fsdp stores with its
+    tokens.
+    """
     files = (path for path in list_files(folder) if content_suffix(path.name) in known_suffixes() and path.suffix != ".json")
     return sorted(path for path in files if not (path.parent.name == "meta" and path.name.endswith("counts.csv")))
 

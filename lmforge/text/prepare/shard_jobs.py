@@ -1,7 +1,8 @@
 """What the processes of a preparation do: a unit of text into a part, parts into a shard.
 
-A part is the tokens of one unit, in its own order, with a list of its documents. It is kept in the unfinished folder until the
-shards are written, so a preparation that was stopped repeats at most the units that were being read.
+A part is the tokens of one unit, in its own order, with a list of its documents. It is kept in the
+unfinished folder until the shards are written, so a preparation that was stopped repeats at most
+the units that were being read.
 """
 
 from array import array
@@ -36,8 +37,11 @@ ENCODE_BATCH_CHARACTERS = 1 << 20
 
 @dataclass(frozen=True)
 class UnitReader:
-    """How a unit is read. `tail_fraction` is cut off as a document of its own when the corpus has only one document; with
-    `skip_invalid`, documents that cannot be used are left out."""
+    """How a unit is read.
+
+    `tail_fraction` is cut off as a document of its own when the corpus has only one document; with
+    `skip_invalid`, documents that cannot be used are left out.
+    """
 
     unit: SourceUnit | TokenUnit
     hook: DocumentHook | None = None
@@ -90,8 +94,9 @@ def validation_threshold(ratio: float) -> int:
 
 
 def _split_position(text: str, target: int) -> int:
-    """The position at which to cut a text in two, at the end of a line if possible, with text other than blanks on both
-    sides."""
+    """The position at which to cut a text in two, at the end of a line if possible, with text other
+    than blanks on both sides.
+    """
     first = len(text) - len(text.lstrip()) + 1
     target = max(first, min(target, len(text.rstrip()) - 1))
     line = text.rfind("\n", first, target) + 1
@@ -116,8 +121,10 @@ def _open_tokenizer_cached(folder: Path, tokenizer_hash: str) -> Tokenizer:
 
 @dataclass(frozen=True)
 class PartSettings:
-    """What a part depends on besides its unit. `evaluation_digest` is the digest of the evaluation texts for
-    decontamination."""
+    """What a part depends on besides its unit.
+
+    `evaluation_digest` is the digest of the evaluation texts for decontamination.
+    """
 
     out: Path
     tokenizer_hash: str
@@ -165,7 +172,8 @@ def near_column(band: int) -> str:
 
 
 def write_part(job: tuple[int, UnitReader], report: Report, *, settings: PartSettings) -> None:
-    """Write one unit, given with its number, as a part of that number, and report the bytes of it that are done.
+    """Write one unit, given with its number, as a part of that number, and report the bytes of it
+    that are done.
 
     The list of its documents is written last: its presence marks the part as complete.
     """
@@ -226,7 +234,8 @@ def _without_contaminated(
             yield text, digest
 
 
-# A piece of a document; the last piece of each comes with the document's (text, hash), the others with None.
+# A piece of a document; the last piece of each comes with the document's (text, hash), the others
+# with None.
 TextPiece = tuple[str, tuple[str, int] | None]
 
 
@@ -235,7 +244,8 @@ def _batch_pieces(
 ) -> Iterator[tuple[list[TextPiece], int]]:
     """Pieces of (text, hash) in batches of a megabyte, so that memory does not grow with the unit.
 
-    With each batch comes its end in bytes of the unit; of a document that was read at once, in proportion to its pieces.
+    With each batch comes its end in bytes of the unit; of a document that was read at once, in
+    proportion to its pieces.
     """
     batch: list[TextPiece] = []
     size = position = 0
@@ -317,14 +327,17 @@ class ShardJob(NamedTuple):
 
 
 def assemble_shard(job: ShardJob, *, out: Path, dtype: np.dtype, tokenizer_hash: str) -> ShardEntry:
-    """Gather the documents of one shard, unless an earlier run did, and return its entry in the manifest."""
+    """Gather the documents of one shard, unless an earlier run did, and return its entry in the
+    manifest.
+    """
     name = f"{job.split}-{job.number:05d}"
     finished = finished_shard_entry(out, name)
     if finished is not None:
         return finished
     stops = np.cumsum(job.lengths)
     tokens = np.empty(int(stops[-1]), dtype)
-    # Part by part rather than document by document: each is opened once and read in the order on the disk.
+    # Part by part rather than document by document: each is opened once and read in the order on
+    # the disk.
     by_part = np.lexsort((job.starts, job.part_numbers))
     for of_part in np.split(by_part, np.flatnonzero(np.diff(job.part_numbers[by_part])) + 1):
         with open(part_path(out, int(job.part_numbers[of_part[0]]), ".tokens"), "rb") as file:

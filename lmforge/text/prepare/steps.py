@@ -1,4 +1,7 @@
-"""The steps of a preparation, from a source with a written plan to shards. `prepare.py` begins and ends a preparation."""
+"""The steps of a preparation, from a source with a written plan to shards.
+
+`prepare.py` begins and ends a preparation.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -49,8 +52,9 @@ ProgressCallback = Callable[[str, int, int, int, int], None]
 class PreparationPlan:
     """What the bytes of a preparation depend on.
 
-    `tokenizer` is the hash of a given one or "characters", or one of `vocab_size` is trained. `hook` and `decontaminate` are
-    hashes of a file and of texts; `files` covers what is read of the source.
+    `tokenizer` is the hash of a given one or "characters", or one of `vocab_size` is trained.
+    `hook` and `decontaminate` are hashes of a file and of texts; `files` covers what is read of the
+    source.
     """
 
     files: str
@@ -69,7 +73,9 @@ class PreparationPlan:
 
 
 class _UnitProgress:
-    """Bytes of units that have been read: all bytes of finished units, and for the others what their jobs report."""
+    """Bytes of units that have been read: all bytes of finished units, and for the others what
+    their jobs report.
+    """
 
     def __init__(self, sizes: list[int], update: Callable[[int, int, int, int], None]) -> None:
         self._sizes, self._update = sizes, update
@@ -100,7 +106,9 @@ class Selection:
 
 @dataclass(frozen=True)
 class Preparation:
-    """A preparation of `corpus` in the folder `out`, with the tokenizer `given`, or one made from the documents."""
+    """A preparation of `corpus` in the folder `out`, with the tokenizer `given`, or one made from
+    the documents.
+    """
 
     out: Path
     corpus: Source
@@ -112,7 +120,9 @@ class Preparation:
     dist_ctx: DistContext
 
     def write(self, workers: int | None) -> TokenFolderManifest | None:
-        """Write tokenizer, parts and shards, and return the manifest to write; None on ranks other than 0."""
+        """Write tokenizer, parts and shards, and return the manifest to write; None on ranks other
+        than 0.
+        """
         corpus, plan, dist_ctx, info = self.corpus, self.plan, self.dist_ctx, self.dist_ctx.rank_info
         with dist_ctx.raise_on_all():
             readers = [UnitReader(unit, self.hook, skip_invalid=bool(plan.skip_invalid)) for unit in corpus.units()]
@@ -189,7 +199,8 @@ class Preparation:
     def _write_parts(self, readers: list[UnitReader], tokenizer_hash: str, pool: WorkerPool) -> None:
         unfinished, ngrams = self.out / UNFINISHED, self.ngrams
         self.dist_ctx.decide_on_rank0(lambda: ngrams.save(unfinished / EVALUATION_NGRAMS) if ngrams else None)
-        # The folder is listed, since some network file systems cache for a while that a file does not exist.
+        # The folder is listed, since some network file systems cache for a while that a file does
+        # not exist.
         finished = self.dist_ctx.decide_on_rank0(lambda: {path.stem for path in unfinished.glob("part-*.npz")})
         todo = [number for number in range(len(readers)) if part_path(self.out, number, ".npz").stem not in finished]
         mine = self._my_units(readers, todo)
@@ -217,7 +228,9 @@ class Preparation:
         return Selection(index, members, {reason: count for reason, count in removed.items() if count})
 
     def _write_shards(self, selection: Selection | None, tokenizer: Tokenizer, pool: WorkerPool) -> dict[str, list[ShardEntry]]:
-        """Write the documents of each split, and return the shards' entries in the manifest by split, on rank 0."""
+        """Write the documents of each split, and return the shards' entries in the manifest by
+        split, on rank 0.
+        """
         dist_ctx, size = self.dist_ctx, self.dist_ctx.rank_info.world_size
         jobs = [] if selection is None else self._shard_jobs(selection)
         mine = dist_ctx.scatter([jobs[rank::size] for rank in range(size)])
@@ -260,10 +273,10 @@ def _is_one_document(source: str, readers: Sequence[UnitReader]) -> bool:
 def split_documents(hashes: np.ndarray, sizes: np.ndarray, ratio: float, one_document: bool) -> dict[str, np.ndarray]:
     """The documents of each split, by the hashes and sizes of all.
 
-    Documents with hashes below a threshold are for validation. If there are none, or they are more than half of the text though
-    less was requested, it is the document with the smallest hash among those that leave half of the text to train on. The tail
-    of a single document is for validation, whatever its size. (Examples are fewer, and are chosen by rank:
-    `select_validation`.)
+    Documents with hashes below a threshold are for validation. If there are none, or they are more
+    than half of the text though less was requested, it is the document with the smallest hash among
+    those that leave half of the text to train on. The tail of a single document is for validation,
+    whatever its size. (Examples are fewer, and are chosen by rank: `select_validation`.)
     """
     validation = hashes < np.uint64(validation_threshold(ratio))
     too_much = not one_document and ratio < 0.5 and sizes[validation].sum() > sizes.sum() / 2

@@ -1,5 +1,6 @@
-"""The texts that a tokenizer is trained on: the pieces with the smallest hashes of all training documents. So they depend only
-on the texts and the seed, not on the order of the documents, their files, or the number of processes.
+"""The texts that a tokenizer is trained on: the pieces with the smallest hashes of all training
+documents. So they depend only on the texts and the seed, not on the order of the documents, their
+files, or the number of processes.
 """
 
 import heapq
@@ -18,7 +19,8 @@ from lmforge.text.sources.records import ReadProgress
 SAMPLE_CHARACTERS = 16_000_000  # more than the standard library has; training on it takes seconds
 # A longer document is sampled in pieces, so that one of them is not the whole sample.
 PIECE_CHARACTERS = 1 << 14
-# Processes return pieces that may be in the sample: at first a few times its size, counting one byte as a character.
+# Processes return pieces that may be in the sample: at first a few times its size, counting one
+# byte as a character.
 OVERSAMPLING, NEXT_OVERSAMPLING = 4, 64
 
 
@@ -56,9 +58,11 @@ def sample_texts(
     seed: int,
     on_progress: OnProgress,
 ) -> list[str]:
-    """Texts to learn merges from, of at most SAMPLE_CHARACTERS, without those for validation unless there are no others.
+    """Texts to learn merges from, of at most SAMPLE_CHARACTERS, without those for validation unless
+    there are no others.
 
-    Each rank has its own `readers`. Rank 0 gets the texts of all ranks, other ranks those of their readers.
+    Each rank has its own `readers`. Rank 0 gets the texts of all ranks, other ranks those of their
+    readers.
     """
     least, fraction = LeastTexts(SAMPLE_CHARACTERS), min(1.0, OVERSAMPLING * SAMPLE_CHARACTERS / max(1, source_bytes))
     while True:
@@ -100,7 +104,9 @@ def _characters_of_unit(reader: UnitReader, report: Report) -> set[str]:
 
 
 def sample_unit(reader: UnitReader, report: Report, *, ratio: float, key: int, below: int) -> list[tuple[int, str]]:
-    """(hash, text) of the pieces of a unit that may be in the sample: with hashes below `below`, and no more than fill it."""
+    """(hash, text) of the pieces of a unit that may be in the sample: with hashes below `below`,
+    and no more than fill it.
+    """
     least, progress = LeastTexts(SAMPLE_CHARACTERS), ReadProgress()
     for text, digest in reader.hashed_texts(progress):
         if digest >= validation_threshold(ratio):
@@ -112,7 +118,9 @@ def sample_unit(reader: UnitReader, report: Report, *, ratio: float, key: int, b
 
 
 def _split_into_pieces(text: str) -> Iterator[str]:
-    """A document in pieces of about PIECE_CHARACTERS that end with a line, if lines are no longer than that."""
+    """A document in pieces of about PIECE_CHARACTERS that end with a line, if lines are no longer
+    than that.
+    """
     start = 0
     while len(text) - start > 2 * PIECE_CHARACTERS:
         middle = start + PIECE_CHARACTERS

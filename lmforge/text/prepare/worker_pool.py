@@ -1,4 +1,6 @@
-"""Worker processes for tokenizing, which also end when the process that started them is stopped or killed."""
+"""Worker processes for tokenizing, which also end when the process that started them is stopped or
+killed.
+"""
 
 import multiprocessing
 import os
@@ -29,10 +31,12 @@ WORKER_SIGNALS = {signal.SIGINT, signal.SIGTERM}
 
 
 class WorkerPool:
-    """`num_workers` processes, started when there is work for them; with one, the work is done in this process.
+    """`num_workers` processes, started when there is work for them; with one, the work is done in
+    this process.
 
-    They are spawned, since a fork would copy the locks of the caller's threads. Use it in a `with`: within, SIGTERM raises
-    SystemExit where it would end this process at once and leave its processes' semaphores behind.
+    They are spawned, since a fork would copy the locks of the caller's threads. Use it in a `with`:
+    within, SIGTERM raises SystemExit where it would end this process at once and leave its
+    processes' semaphores behind.
     """
 
     def __init__(self, num_workers: int):
@@ -43,10 +47,13 @@ class WorkerPool:
     def map_unordered(
         self, function: Callable[..., Result], jobs: Sequence[Job], on_progress: OnProgress | None = None
     ) -> Iterator[tuple[int, Result]]:
-        """(index of the job, its result) as jobs finish, of `function(job)`. An exception of a job is raised here.
+        """(index of the job, its result) as jobs finish, of `function(job)`.
 
-        With `on_progress` it is `function(job, report)`; what a job reports reaches `on_progress(index, amount)` a few times a
-        second. Raises RunFailed when a process was killed from outside.
+        An exception of a job is raised here.
+
+        With `on_progress` it is `function(job, report)`; what a job reports reaches
+        `on_progress(index, amount)` a few times a second. Raises RunFailed when a process was
+        killed from outside.
         """
         if self._num_workers == 1 or len(jobs) <= 1:
             for index, job in enumerate(jobs):
@@ -70,10 +77,13 @@ class WorkerPool:
             ) from None
 
     def _submit(self, calls: Sequence[tuple[Any, ...]]) -> dict[Future[Any], int]:
-        """Start the processes, unless they run, and give them calls: functions with their arguments. Returns their indices."""
-        # Ctrl-C reaches every process of a terminal, and a SIGTERM often every process of a group; only the caller may act on
-        # it, and then ends the others. A blocked signal stays blocked across spawning, so a starting process cannot print a
-        # traceback. Python's resource tracker, which the pool starts, unblocks it: that one has to run before.
+        """Start the processes, unless they run, and give them calls: functions with their
+        arguments. Returns their indices.
+        """
+        # Ctrl-C reaches every process of a terminal, and a SIGTERM often every process of a group;
+        # only the caller may act on it, and then ends the others. A blocked signal stays blocked
+        # across spawning, so a starting process cannot print a traceback. Python's resource
+        # tracker, which the pool starts, unblocks it: that one has to run before.
         ensure_running()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, WORKER_SIGNALS)
         try:
@@ -103,8 +113,8 @@ class WorkerPool:
 
     def __exit__(self, *exc_info: object) -> None:
         if self._pool is not None:
-            # Closing the lifeline ends the processes at once: after an interruption a large file need not be finished, and
-            # after success they have nothing to do.
+            # Closing the lifeline ends the processes at once: after an interruption a large file
+            # need not be finished, and after success they have nothing to do.
             self._lifeline.close()
             self._pool.shutdown(cancel_futures=True)
         if self._handles_sigterm:
@@ -143,7 +153,9 @@ def _run_with_report(function: Callable[[Any, Report], Result], index: int, job:
 
 
 def _init_worker(lifeline: Connection, reports: Connection) -> None:
-    """In a new process: end when the other end of the lifeline is closed, which the kernel does when its owner ends."""
+    """In a new process: end when the other end of the lifeline is closed, which the kernel does
+    when its owner ends.
+    """
     global _worker_reports
     _worker_reports = reports
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one of many processes needs no thread pool

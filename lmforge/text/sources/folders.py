@@ -1,4 +1,6 @@
-"""Which files of a folder are read: those of one split, as the names say it to `datasets`, without what is no data."""
+"""Which files of a folder are read: those of one split, as the names say it to `datasets`, without
+what is no data.
+"""
 
 import os
 import re
@@ -32,13 +34,18 @@ MAX_CARD_CHARACTERS = 1 << 20
 
 @dataclass(frozen=True)
 class FolderFiles:
-    """The files of a folder that are read, sorted by their paths in it, and how many others there are, by what they are."""
+    """The files of a folder that are read, sorted by their paths in it, and how many others there
+    are, by what they are.
+    """
 
     paths: tuple[Path, ...]
     left_out: tuple[tuple[str, int], ...]
 
     def describe(self, root: Path) -> str:
-        """What a user may not expect: files that are left out, and those in subfolders. Empty if there are none."""
+        """What a user may not expect: files that are left out, and those in subfolders.
+
+        Empty if there are none.
+        """
         inner = sorted({str(path.parent.relative_to(root)) for path in self.paths} - {"."})
         notes = [f"reads {list_names(inner)} within it"] if inner else []
         return ", ".join(notes + ([f"leaves out {describe_left_out(self.left_out)}"] if self.left_out else []))
@@ -74,8 +81,9 @@ def list_files(root: Path, excluded: frozenset[str] = frozenset()) -> Iterator[P
 def find_splits(paths: Collection[Path], root: Path) -> dict[str, list[Path]]:
     """The files of each split that names of files or folders below `root` tell; empty if none does.
 
-    As `datasets` does it: by shards in a folder `data`, such as data/train_sft-00000-of-00003.parquet; else by the names of
-    folders, else by those of files. A file that names several splits is in all of them.
+    As `datasets` does it: by shards in a folder `data`, such as
+    data/train_sft-00000-of-00003.parquet; else by the names of folders, else by those of files. A
+    file that names several splits is in all of them.
     """
     splits: dict[str, list[Path]] = {}
     for path in paths:
@@ -95,9 +103,11 @@ def find_splits(paths: Collection[Path], root: Path) -> dict[str, list[Path]]:
 
 
 def choose_split(paths: Collection[Path], root: Path, split: FileSplit) -> tuple[list[Path], Counter[str]]:
-    """The files of a split, all of them where no name tells a split, and how many are left out, by their splits.
+    """The files of a split, all of them where no name tells a split, and how many are left out, by
+    their splits.
 
-    For validation the split test is taken where there is no other. Raises UserError where there is no file of the split.
+    For validation the split test is taken where there is no other. Raises UserError where there is
+    no file of the split.
     """
     splits = find_splits(paths, root)
     if not splits:
@@ -111,7 +121,9 @@ def choose_split(paths: Collection[Path], root: Path, split: FileSplit) -> tuple
 
 
 def unread_configs(root: Path) -> dict[str, int]:
-    """What is said to be left out of a folder whose dataset card names the files of splits: `datasets` reads these names."""
+    """What is said to be left out of a folder whose dataset card names the files of splits:
+    `datasets` reads these names.
+    """
     with suppress(OSError), open(root / "README.md", encoding="utf-8", errors="replace") as card:
         if card.readline().strip() == "---" and "data_files:" in card.read(MAX_CARD_CHARACTERS).partition("\n---")[0]:
             return {"configs of README.md": 1}
@@ -119,7 +131,9 @@ def unread_configs(root: Path) -> dict[str, int]:
 
 
 def find_files(root: Path, suffixes: Collection[str], split: FileSplit) -> FolderFiles:
-    """The files with one of these suffixes, compressed or not, in a folder and those in it, of one split."""
+    """The files with one of these suffixes, compressed or not, in a folder and those in it, of one
+    split.
+    """
     every = [path for path in list_files(root) if path.name not in DESCRIPTIONS and path.suffix != ".lock"]
     known = [path for path in every if content_suffix(path.name) in suffixes]
     chosen, left_out = choose_split(known, root, split)

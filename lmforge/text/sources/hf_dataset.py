@@ -1,4 +1,7 @@
-"""Hugging Face datasets as sources of text: by name, streamed from the hub, or a local folder. They need the extra `hf`."""
+"""Hugging Face datasets as sources of text: by name, streamed from the hub, or a local folder.
+
+They need the extra `hf`.
+"""
 
 import os
 from collections.abc import Iterator
@@ -33,7 +36,10 @@ UNIT_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class DatasetLocation:
-    """The arguments that open one split of a dataset again in another process. `revision` is a commit of the hub, else None."""
+    """The arguments that open one split of a dataset again in another process.
+
+    `revision` is a commit of the hub, else None.
+    """
 
     spec: str
     subset: str | None
@@ -68,7 +74,9 @@ class DatasetLocation:
 
 @contextmanager
 def _library_errors(spec: str) -> Iterator[None]:
-    """Turns the dozens of exceptions that `datasets` and the hub raise into a UserError of one line."""
+    """Turns the dozens of exceptions that `datasets` and the hub raise into a UserError of one
+    line.
+    """
     try:
         yield
     except UserError:
@@ -105,7 +113,10 @@ class DatasetUnit(SourceUnit):
 
 @dataclass(frozen=True)
 class DatasetSource(FileSource):
-    """One split of a dataset. `files` are those of a local folder; of one on the hub the revision says what is in it."""
+    """One split of a dataset.
+
+    `files` are those of a local folder; of one on the hub the revision says what is in it.
+    """
 
     location: DatasetLocation
     text_field: str
@@ -115,7 +126,10 @@ class DatasetSource(FileSource):
         return [self.text_field, where.spec if not files else "", where.subset, where.split, where.revision, files]
 
     def units(self) -> list[SourceUnit]:
-        """All units of work, in a fixed order. Raises UserError for a dataset without the column."""
+        """All units of work, in a fixed order.
+
+        Raises UserError for a dataset without the column.
+        """
         dataset = self.location.open()
         with _library_errors(self.spec):
             names = dataset.column_names or sorted(next(iter(dataset), {}))
@@ -129,7 +143,9 @@ class DatasetSource(FileSource):
 
 
 def is_dataset(spec: str, split: str | None, subset: str | None) -> bool:
-    """Whether `spec` is a Hugging Face dataset: saved by `save_to_disk`, a name on the hub, or a folder with a split named."""
+    """Whether `spec` is a Hugging Face dataset: saved by `save_to_disk`, a name on the hub, or a
+    folder with a split named.
+    """
     path = expand_home(spec)
     if path.is_dir():
         return bool(split or subset) or (path / SAVED_DATASETS).is_file() or (path / SAVED_DATASET).is_file()
@@ -137,8 +153,9 @@ def is_dataset(spec: str, split: str | None, subset: str | None) -> bool:
 
 
 def open_dataset_source(spec: str, text_field: str, split: str | None, subset: str | None) -> DatasetSource:
-    """One split of a dataset that `is_dataset`, by default "train". Raises UserError if it cannot be found or the extra `hf` is
-    missing."""
+    """One split of a dataset that `is_dataset`, by default "train". Raises UserError if it cannot
+    be found or the extra `hf` is missing.
+    """
     if find_spec("datasets") is None:
         raise UserError(f"{spec}: a Hugging Face dataset needs the package datasets: {how_to_install('hf')}")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
@@ -155,7 +172,10 @@ def open_dataset_source(spec: str, text_field: str, split: str | None, subset: s
 
 
 def _find_commit(name: str, revision: str) -> str:
-    """The commit of a dataset on the hub. Raises UserError where the hub cannot be reached; its other errors are not caught."""
+    """The commit of a dataset on the hub.
+
+    Raises UserError where the hub cannot be reached; its other errors are not caught.
+    """
     from huggingface_hub import HfApi, constants
 
     if constants.HF_HUB_OFFLINE or os.environ.get("HF_DATASETS_OFFLINE", "").upper() in constants.ENV_VARS_TRUE_VALUES:
@@ -170,7 +190,10 @@ def _find_commit(name: str, revision: str) -> str:
 
 
 def find_cached_dataset(name: str, revision: str) -> Path | None:
-    """The cache folder that has the complete dataset at a commit, by which it is named, or None. Does not contact the hub."""
+    """The cache folder that has the complete dataset at a commit, by which it is named, or None.
+
+    Does not contact the hub.
+    """
     root = cache_folder() / f"datasets--{name.replace('/', '--')}"
     reference = root / "refs" / revision
     with suppress(OSError):

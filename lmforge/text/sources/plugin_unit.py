@@ -1,9 +1,11 @@
-"""Documents of a file that a plugin reads: `register("document_source", "mbox", …)` reads files with the suffix .mbox.
+"""Documents of a file that a plugin reads: `register("document_source", "mbox", …)` reads files
+with the suffix .mbox.
 
-The implementation is called as `(file, options)`, with an open binary file (decompressed where its name ends in .gz or .zst)
-and the options of its own. It gives the documents in a fixed order, each as its text, or as a record with the text in
-`--text_field`. One that is registered with `gives="tokens"` is called as `(path, options)`, and gives arrays of ids, which
-`token_files.py` reads.
+The implementation is called as `(file, options)`, with an open binary file (decompressed where its
+name ends in .gz or .zst) and the options of its own. It gives the documents in a fixed order, each
+as its text, or as a record with the text in `--text_field`. One that is registered with
+`gives="tokens"` is called as `(path, options)`, and gives arrays of ids, which `token_files.py`
+reads.
 """
 
 import json
@@ -29,7 +31,9 @@ def gives_tokens(entry: Entry) -> bool:
 
 @dataclass(frozen=True)
 class PluginReaders:
-    """The plugins that are loaded wherever documents are read, and the options of what they register, as JSON by name."""
+    """The plugins that are loaded wherever documents are read, and the options of what they
+    register, as JSON by name.
+    """
 
     plugins: tuple[str, ...] = ()
     options: tuple[tuple[str, str], ...] = ()
@@ -59,7 +63,10 @@ class PluginReaders:
         return [describe_plugins(self.plugins), self.options]
 
     def documents(self, name: str, file: Any) -> Iterator[Any]:
-        """The documents that the plugin yields for an open file, or for a path of tokens. Raises UserError where it fails."""
+        """The documents that the plugin yields for an open file, or for a path of tokens.
+
+        Raises UserError where it fails.
+        """
         load_plugins(self.plugins)  # a worker process has not loaded it yet
         entry = registry.get("document_source", name)
         options = entry.options(**json.loads(dict(self.options).get(name, "{}"))) if entry.options is not None else None

@@ -1,7 +1,9 @@
-"""Records of files: JSON lines, one JSON list, or parquet, compressed or not. All other modules read these formats through this
-one.
+"""Records of files: JSON lines, one JSON list, or parquet, compressed or not.
 
-Callers interpret the fields: `text_sources.py` reads one text of each record, `text/chat/` reads conversations.
+All other modules read these formats through this one.
+
+Callers interpret the fields: `text_sources.py` reads one text of each record, `text/chat/` reads
+conversations.
 """
 
 import io
@@ -46,8 +48,11 @@ class SourceReader(io.BufferedReader):
 
 
 def find_record_files(path: str | Path, split: FileSplit = "train") -> Sequence[Path]:
-    """The file itself, or the files of records of a split of a folder; `~` is expanded. Raises UserError if there are none, or
-    for a single file of another kind; without a suffix it is taken for JSON lines."""
+    """The file itself, or the files of records of a split of a folder; `~` is expanded.
+
+    Raises UserError if there are none, or for a single file of another kind; without a suffix it is
+    taken for JSON lines.
+    """
     root = expand_home(path)
     if root.is_file():
         if (suffix := content_suffix(root.name)) and suffix not in RECORD_SUFFIXES:
@@ -62,8 +67,9 @@ def find_record_files(path: str | Path, split: FileSplit = "train") -> Sequence[
 
 
 def describe_folders(paths: Iterable[Path], split: FileSplit = "train", validation_paths: Iterable[Path] = ()) -> str:
-    """For folders among these paths what is left out of them, and which folders within them are read, and what is both for
-    training and for validation: each after `; `."""
+    """For folders among these paths what is left out of them, and which folders within them are
+    read, and what is both for training and for validation: each after `; `.
+    """
     notes, files = [], []
     named: tuple[tuple[Iterable[Path], FileSplit], ...] = ((paths, split), (validation_paths, "validation"))
     for members, of_split in named:
@@ -77,7 +83,10 @@ def describe_folders(paths: Iterable[Path], split: FileSplit = "train", validati
 
 @dataclass
 class UnusableRecords:
-    """Records that cannot be used. The first ends the command, unless `skip`; those without anything to learn do not."""
+    """Records that cannot be used.
+
+    The first ends the command, unless `skip`; those without anything to learn do not.
+    """
 
     skip: bool = False
     problems: list[str] = field(default_factory=list)  # of those that were left out, with their places
@@ -91,7 +100,9 @@ class UnusableRecords:
 
     @contextmanager
     def leave_out(self, place: str | Callable[[], str] | None = None) -> Iterator[None]:
-        """The record at a place, which `place` gives unless messages name it, is left out if the block raises a UserError."""
+        """The record at a place, which `place` gives unless messages name it, is left out if the
+        block raises a UserError.
+        """
         try:
             with prefix_errors(place) if place else nullcontext():
                 yield
@@ -106,8 +117,8 @@ class UnusableRecords:
 
 @dataclass
 class ReadProgress:
-    """The progress of a reader: bytes of the file on the disk, which may be compressed. left_out: documents that a hook
-    removed. `unusable` are those that cannot be used.
+    """The progress of a reader: bytes of the file on the disk, which may be compressed. left_out:
+    documents that a hook removed. `unusable` are those that cannot be used.
     """
 
     bytes: int = 0
@@ -116,8 +127,9 @@ class ReadProgress:
 
 
 def describe_special_text(count: int, records: int, option: str) -> str:
-    """That many of the records spell special tokens, which are encoded as text unless `option`, after `; `; empty where few
-    do."""
+    """That many of the records spell special tokens, which are encoded as text unless `option`,
+    after `; `; empty where few do.
+    """
     if count <= SPECIAL_TEXT_RATIO * records:
         return ""
     return f"; {count:,} spell special tokens in plain text, which is encoded as text ({option} makes tokens of it)"
@@ -126,10 +138,11 @@ def describe_special_text(count: int, records: int, option: str) -> str:
 def read_records(
     path: str | Path, split: FileSplit = "train", unusable: UnusableRecords | None = None
 ) -> Iterator[tuple[str, Record]]:
-    """("FILE, record N", record) of a file, or of all such files of a split of a folder; N counts from 1 in each file.
+    """("FILE, record N", record) of a file, or of all such files of a split of a folder; N counts
+    from 1 in each file.
 
-    .jsonl, .ndjson and .json (lines, or one list), these with .gz or .zst, and .parquet. Raises UserError naming the place,
-    unless `unusable` leaves the record out.
+    .jsonl, .ndjson and .json (lines, or one list), these with .gz or .zst, and .parquet. Raises
+    UserError naming the place, unless `unusable` leaves the record out.
     """
     unusable = unusable or UnusableRecords()
     for file in find_record_files(path, split):
@@ -156,15 +169,17 @@ def _json_list_or_lines(path: Path) -> Iterator[Record | UserError]:
 def json_lines(
     path: str | Path, start: int, stop: int | None, progress: ReadProgress
 ) -> Iterator[tuple[Callable[[], str], Record | UserError]]:
-    """(what gives its place, object) of each line that begins at bytes `start` … `stop` − 1, or to the end. Blank lines are
-    skipped.
+    """(what gives its place, object) of each line that begins at bytes `start` … `stop` − 1, or to
+    the end. Blank lines are skipped.
 
-    A line that is not UTF-8, not a JSON object, or longer than MAX_LINE_BYTES gives a UserError naming file and line.
+    A line that is not UTF-8, not a JSON object, or longer than MAX_LINE_BYTES gives a UserError
+    naming file and line.
     """
     with open_decompressed(path) as file:
         offset = start
         if start:
-            # A line belongs to the range in which it begins; the rest of an earlier line is read with the previous range.
+            # A line belongs to the range in which it begins; the rest of an earlier line is read
+            # with the previous range.
             file.seek(start - 1)
             offset += _skip_line(file) - 1
         first, number = cache(partial(_line_number, path, offset)), -1  # once, however many lines have to be named
@@ -221,8 +236,9 @@ def _line_number(path: str | Path, offset: int) -> int:
 def parquet_rows(
     path: str | Path, columns: list[str] | None = None, row_group: int | None = None
 ) -> Iterator[Record | UserError]:
-    """The rows of a parquet file, or of one row group, as lines of JSON would have them (`_to_json`). Columns that are null
-    stay. Raises UserError if the file cannot be read."""
+    """The rows of a parquet file, or of one row group, as lines of JSON would have them
+    (`_to_json`). Columns that are null stay. Raises UserError if the file cannot be read.
+    """
     of_group = "" if row_group is None else f" of group {row_group + 1}"
     with open_parquet(path) as parquet:
         row_groups = None if row_group is None else [row_group]
@@ -240,10 +256,12 @@ def parquet_rows(
 
 
 def _to_json(kind: "pyarrow.DataType") -> Callable[[Any], Any] | None:
-    """What makes of a value of this type, not null, what JSON has in its place; None where it is that already.
+    """What makes of a value of this type, not null, what JSON has in its place; None where it is
+    that already.
 
-    Arrow gives every struct of a column the same fields, most of them null: nulls in structs are left out, those in lists stay.
-    Declared JSON is parsed, and keeps its nulls. Times become ISO 8601, decimals floats, and bytes that are UTF-8 text.
+    Arrow gives every struct of a column the same fields, most of them null: nulls in structs are
+    left out, those in lists stay. Declared JSON is parsed, and keeps its nulls. Times become ISO
+    8601, decimals floats, and bytes that are UTF-8 text.
     """
     import pyarrow
     from pyarrow import types
@@ -307,7 +325,10 @@ def require_fields(record: Record, *names: str, hint: str = "") -> None:
 
 
 def record_text(record: Record, name: str) -> str:
-    """The text in a field; empty if the field is null or missing. Raises UserError if it is not text."""
+    """The text in a field; empty if the field is null or missing.
+
+    Raises UserError if it is not text.
+    """
     text = record.get(name)
     if not isinstance(text, str | None):
         raise UserError(f"the field {name!r} is not text but {type(text).__name__}")
@@ -336,7 +357,10 @@ def _open_by_suffix(path: str | Path) -> SourceReader:
 
 
 def decode_utf8(content: bytes, path: str | Path, offset: int = 0) -> str:
-    """Bytes of a file, from byte `offset` on, as text without a byte order mark. Raises UserError if they are not UTF-8."""
+    """Bytes of a file, from byte `offset` on, as text without a byte order mark.
+
+    Raises UserError if they are not UTF-8.
+    """
     try:
         return content.decode("utf-8").removeprefix("\ufeff")
     except UnicodeDecodeError as error:

@@ -1,6 +1,7 @@
 """Sources of text: each as a list of units of work that any process can read.
 
-A source has names, sizes and times of files; its units read the text (`units.py`). It does not tokenize, shuffle or write.
+A source has names, sizes and times of files; its units read the text (`units.py`). It does not
+tokenize, shuffle or write.
 """
 
 import sysconfig
@@ -62,12 +63,14 @@ OTHER_CONVERSION = "if it is plain text, name its suffix in --text_suffixes; if 
 ROW_SUFFIXES = JSON_SUFFIXES | TABLE_DELIMITERS.keys() | {".parquet"}
 TEXT_UNIT_BYTES = 2 << 20
 JSONL_UNIT_BYTES = 16 << 20
-# A corpus gets about this many units where they can be smaller, since at the end all processes wait for the last unit.
+# A corpus gets about this many units where they can be smaller, since at the end all processes wait
+# for the last unit.
 MANY_UNITS = 1024
 SNIFFED_BYTES = 1 << 16
 
-# Parts of the standard library that do not read as code: encodings and the files below are generated tables, pydoc_data is a
-# manual, and tests are mostly literals. Installed packages are not part of the library.
+# Parts of the standard library that do not read as code: encodings and the files below are
+# generated tables, pydoc_data is a manual, and tests are mostly literals. Installed packages are
+# not part of the library.
 STDLIB_EXCLUDED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"})
 STDLIB_EXCLUDED_FILES = frozenset({"html/entities.py", "msilib/schema.py", "msilib/sequence.py", "stringprep.py"})
 
@@ -82,7 +85,10 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class FileSource(ABC):
-    """The files of a corpus, sorted by name. `left_out` counts those of a folder that are not read, by split or suffix."""
+    """The files of a corpus, sorted by name.
+
+    `left_out` counts those of a folder that are not read, by split or suffix.
+    """
 
     spec: str
     files: tuple[SourceFile, ...]
@@ -94,13 +100,17 @@ class FileSource(ABC):
         return sum(file.size for file in self.files)
 
     def fingerprint(self) -> str:
-        """A hash that changes when a file is added, removed, resized or touched, or when it is read in another way."""
+        """A hash that changes when a file is added, removed, resized or touched, or when it is read
+        in another way.
+        """
         files = [(file.name, file.size, file.modified_ns) for file in self.files]
         return hash_json(self._identity(files))
 
     @abstractmethod
     def _identity(self, files: list[tuple[str, int, int]]) -> list[Any]:
-        """Everything that the documents depend on, as JSON; `files` say which version of each file it is."""
+        """Everything that the documents depend on, as JSON; `files` say which version of each file
+        it is.
+        """
 
 
 @dataclass(frozen=True)
@@ -179,10 +189,11 @@ def open_text_source(
 ) -> TextSource:
     """The corpus that `spec` names: "stdlib", a file, or a folder searched to any depth.
 
-    "stdlib" is the standard library of the running Python. A text file is one document, of HTML the page's text; a line of
-    a .jsonl or a row of a .parquet, .csv or .tsv holds one in `text_field`. .gz and .zst are decompressed.
-    Files with `text_suffixes` are text too; `readers` read those of plugins. Of a folder with files of several splits those of
-    `split` are read. Raises UserError if there is nothing to read, or for a single file of another kind.
+    "stdlib" is the standard library of the running Python. A text file is one document, of HTML the
+    page's text; a line of a .jsonl or a row of a .parquet, .csv or .tsv holds one in `text_field`.
+    .gz and .zst are decompressed. Files with `text_suffixes` are text too; `readers` read those of
+    plugins. Of a folder with files of several splits those of `split` are read. Raises UserError if
+    there is nothing to read, or for a single file of another kind.
     """
     suffixes = {suffix.lower() for suffix in text_suffixes}
     left_out, known = Counter[str](), known_suffixes() | suffixes
@@ -215,8 +226,11 @@ def open_text_source(
 def _documents_of_split(
     paths: list[Path], root: Path, split: FileSplit, plain_suffixes: Collection[str]
 ) -> tuple[list[Path], Counter[str]]:
-    """The files of a split, and how many others there are. Code and pages are of no split, and plain texts only where the names
-    of all tell one: "test-drive.txt" may be a document of many."""
+    """The files of a split, and how many others there are.
+
+    Code and pages are of no split, and plain texts only where the names of all tell one:
+    "test-drive.txt" may be a document of many.
+    """
     rows = [path for path in paths if content_suffix(path.name) in ROW_SUFFIXES]
     texts = [path for path in paths if content_suffix(path.name) in plain_suffixes]
     of_splits = {path for members in find_splits([*rows, *texts], root).values() for path in members}
@@ -230,7 +244,10 @@ def _documents_of_split(
 
 
 def _check_is_text(path: Path) -> None:
-    """Raise UserError, with what to do, for a file of an unknown kind. Without a suffix it is text, unless binary."""
+    """Raise UserError, with what to do, for a file of an unknown kind.
+
+    Without a suffix it is text, unless binary.
+    """
     suffix = content_suffix(path.name)
     way = next((way for way, suffixes in CONVERSIONS.items() if suffix in suffixes), OTHER_CONVERSION)
     if suffix:

@@ -1,11 +1,14 @@
 """Corpora that other tools have tokenized, read as documents of ids.
 
-    .arrow        fms-fsdp: an Arrow file whose record batches are documents, in a column `tokens`; or rows of lists of ids
+    .arrow        fms-fsdp: an Arrow file whose record batches are documents, in a column `tokens`;
+                  or rows of lists of ids
     .bin          nanoGPT: uint16 ids and nothing else
-    any suffix    that a plugin registers with gives="tokens", such as those of examples/token_files/
+    any suffix    that a plugin registers with gives="tokens", such as those of
+                  examples/token_files/
 
-nanoGPT's say nowhere where documents end. In all of them an end-of-text or beginning-of-text id is a boundary: it is left out,
-and `prepare` ends each document with the tokenizer's own end-of-text id.
+nanoGPT's say nowhere where documents end. In all of them an end-of-text or beginning-of-text id is
+a boundary: it is left out, and `prepare` ends each document with the tokenizer's own end-of-text
+id.
 """
 
 from abc import ABC, abstractmethod
@@ -43,8 +46,9 @@ PLUGIN_HINT = "which a plugin reads: --plugins examples/token_files/"
 
 @dataclass(frozen=True)
 class TokenUnit(ABC):
-    """A part of a file that one process reads: the items that begin at `start` … `stop` − 1; the kind of file determines the
-    items."""
+    """A part of a file that one process reads: the items that begin at `start` … `stop` − 1; the
+    kind of file determines the items.
+    """
 
     path: str
     start: int
@@ -60,7 +64,8 @@ class TokenUnit(ABC):
     def documents(self, progress: ReadProgress) -> Iterator[np.ndarray]:
         """The ids of each document, int [tokens], without separators; none is empty.
 
-        Raises UserError naming file and place for an id beyond the vocabulary, or if the file cannot be read.
+        Raises UserError naming file and place for an id beyond the vocabulary, or if the file
+        cannot be read.
         """
         try:
             for document, read in self._stored_documents():
@@ -72,10 +77,15 @@ class TokenUnit(ABC):
 
     @abstractmethod
     def _stored_documents(self) -> Iterator[tuple[np.ndarray, float]]:
-        """The stored ids of each document, after a check, and the fraction of the unit that has been read."""
+        """The stored ids of each document, after a check, and the fraction of the unit that has
+        been read.
+        """
 
     def _split(self, document: np.ndarray) -> Iterator[np.ndarray]:
-        """The parts between separators that are not empty. A document may be a whole file, so it is searched in chunks."""
+        """The parts between separators that are not empty.
+
+        A document may be a whole file, so it is searched in chunks.
+        """
         start = 0
         for first in range(0, len(document), CHUNK_TOKENS):
             found = np.isin(document[first : first + CHUNK_TOKENS], self.separators)
@@ -87,7 +97,10 @@ class TokenUnit(ABC):
             yield document[start:]
 
     def _check(self, ids: np.ndarray, part: str, first: int) -> np.ndarray:
-        """`ids`, which begin with number `first` of `part`. Raises UserError if one is beyond the vocabulary."""
+        """`ids`, which begin with number `first` of `part`.
+
+        Raises UserError if one is beyond the vocabulary.
+        """
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
             at = int(np.flatnonzero((ids < 0) | (ids >= self.vocab_size))[0])
             raise UserError(
@@ -202,7 +215,10 @@ class TokenSource(FileSource):
         return ["tokens", self.separators, files, *([self.readers.identity()] if has_plugins else [])]
 
     def units(self) -> list[TokenUnit]:
-        """All units of work, in a fixed order. Raises UserError naming a file that is none of these kinds."""
+        """All units of work, in a fixed order.
+
+        Raises UserError naming a file that is none of these kinds.
+        """
         units: list[TokenUnit] = []
         for file in self.files:
             kind, total, options = _detect_kind(Path(file.path), file.size, self.readers)
@@ -231,7 +247,9 @@ def _detect_kind(path: Path, size: int, readers: PluginReaders) -> tuple[type[To
 
 
 def find_token_files(spec: str, readers: PluginReaders = NO_READERS) -> list[Path]:
-    """The files of tokens that a path names: itself, or all in a folder; none if it is something else."""
+    """The files of tokens that a path names: itself, or all in a folder; none if it is something
+    else.
+    """
     root = expand_home(spec)
 
     def holds_tokens(path: Path) -> bool:
@@ -251,9 +269,11 @@ def open_token_source(
     separator_id: int | None = None,
     readers: PluginReaders = NO_READERS,
 ) -> TokenSource:
-    """The tokenized corpus in these files, of this tokenizer; those of the split train, where a folder's files name splits.
+    """The tokenized corpus in these files, of this tokenizer; those of the split train, where a
+    folder's files name splits.
 
-    Documents end at the tokenizer's end-of-text id, at `separator_id`, and before a beginning-of-text id.
+    Documents end at the tokenizer's end-of-text id, at `separator_id`, and before a
+    beginning-of-text id.
     """
     if separator_id is not None and separator_id >= tokenizer.vocab_size:
         raise UserError(f"separator_id {separator_id:,}: the vocabulary has ids up to {tokenizer.vocab_size - 1:,}")

@@ -1,6 +1,9 @@
-"""Units of a source: parts that one process reads, and their documents. `text_sources.py` divides files into units.
+"""Units of a source: parts that one process reads, and their documents.
 
-A unit is small, picklable, and the same on every run. Its documents come one at a time, in an order that never changes.
+`text_sources.py` divides files into units.
+
+A unit is small, picklable, and the same on every run. Its documents come one at a time, in an order
+that never changes.
 """
 
 import csv
@@ -31,7 +34,8 @@ from lmforge.text.sources.records import (
 
 TEXT_FIELD_HINT = "; `lmforge prepare --text_field` names another"
 HTML_SUFFIXES = frozenset({".html", ".htm", ".xhtml"})
-# It would print a line on standard error for each page without text, which is only an empty document.
+# It would print a line on standard error for each page without text, which is only an empty
+# document.
 logging.getLogger("trafilatura").addHandler(logging.NullHandler())
 TABLE_DELIMITERS = {".csv": ",", ".tsv": "\t"}
 MAX_DOCUMENT_BYTES = 2**32  # of a text file, which is one document
@@ -40,8 +44,9 @@ MAX_LINE_CHARACTERS = 2**23
 
 
 class Document(NamedTuple):
-    """A text, other data of its source (fields of a record, or the path of a file), and its location. `location` is for
-    messages: for a line of a compressed file it reads the file up to there.
+    """A text, other data of its source (fields of a record, or the path of a file), and its
+    location. `location` is for messages: for a line of a compressed file it reads the file up to
+    there.
     """
 
     text: str
@@ -61,14 +66,19 @@ class SourceUnit(ABC):
 
     @abstractmethod
     def documents(self, progress: ReadProgress, all_fields: bool) -> Iterator[Document]:
-        """Each document, empty ones included. Raises UserError naming file and place if one cannot be read, unless
-        `progress.unusable` leaves it out.
+        """Each document, empty ones included.
 
-        With each document `progress` says how much of `size` has been read. Without `all_fields`, `fields` may be empty.
+        Raises UserError naming file and place if one cannot be read, unless `progress.unusable`
+        leaves it out.
+
+        With each document `progress` says how much of `size` has been read. Without `all_fields`,
+        `fields` may be empty.
         """
 
     def read(self, progress: ReadProgress | None = None) -> Iterator[str]:
-        """The text of each document, with the same errors, and for lines that are too long to tokenize."""
+        """The text of each document, with the same errors, and for lines that are too long to
+        tokenize.
+        """
         for document in self.documents(progress or ReadProgress(), False):
             check_lines(document.text, document.location)
             yield document.text
@@ -85,7 +95,9 @@ def check_lines(text: str, location: Callable[[], str]) -> None:
 
 
 def extract_text(page: str) -> str:
-    """The main text of a page of HTML by trafilatura, or all its visible text where that finds none; empty without text."""
+    """The main text of a page of HTML by trafilatura, or all its visible text where that finds
+    none; empty without text.
+    """
     import trafilatura
 
     return trafilatura.extract(page, favor_recall=True, include_comments=False) or trafilatura.html2txt(page)
@@ -129,8 +141,11 @@ class PythonUnit(TextUnit):
 def record_documents(
     record: Record | UserError, text_field: str, location: Callable[[], str], progress: ReadProgress
 ) -> Iterator[Document]:
-    """The document of a record. `progress.unusable` gets a problem in place of a record, which names its place, and a record
-    whose field is missing or not text."""
+    """The document of a record.
+
+    `progress.unusable` gets a problem in place of a record, which names its place, and a record
+    whose field is missing or not text.
+    """
     if isinstance(record, UserError):
         progress.unusable.add(record)
         return
@@ -180,7 +195,8 @@ class ParquetUnit(FileUnit):
 
 
 class TableUnit(FileUnit):
-    """A file of comma- or tab-separated values with a header; fields with quotes as RFC 4180 has them.
+    """A file of comma- or tab-separated values with a header; fields with quotes as RFC 4180 has
+    them.
 
     It is one unit, since a quoted field may contain line ends.
     """

@@ -1,5 +1,6 @@
-"""`lmforge prepare`: text → tokenizer → token shards, with a progress bar and a summary; `--verify`: compare every block of a
-token folder with its checksum."""
+"""`lmforge prepare`: text → tokenizer → token shards, with a progress bar and a summary;
+`--verify`: compare every block of a token folder with its checksum.
+"""
 
 import json
 import time
@@ -38,7 +39,10 @@ REASONS = {
 
 
 def run_prepare(options: PrepareOptions) -> int:
-    """Prepare a corpus, on all ranks where a launcher started several; rank 0 prints a summary. Raises UserError."""
+    """Prepare a corpus, on all ranks where a launcher started several; rank 0 prints a summary.
+
+    Raises UserError.
+    """
     began = time.perf_counter()
     if options.source == "functions":
         counts = write_function_conversations(options.out)
@@ -110,7 +114,10 @@ def _print_summary(summary: PreparationSummary, seconds: float) -> None:
 
 @contextmanager
 def _progress() -> Iterator[ProgressCallback]:
-    """A bar on a terminal; elsewhere a line now and then. Gives the function that `prepare` calls."""
+    """A bar on a terminal; elsewhere a line now and then.
+
+    Gives the function that `prepare` calls.
+    """
     console, printed_at = Console(highlight=False), time.monotonic()
     tasks: dict[str, TaskID] = {}
     began: dict[str, tuple[float, int]] = {}  # when a step began, and how much was done before
@@ -140,7 +147,9 @@ def _progress() -> Iterator[ProgressCallback]:
 
 
 def verify(path: str) -> int:
-    """Print a line per damaged shard or index and a summary. Returns the exit status: 1 where something is damaged.
+    """Print a line per damaged shard or index and a summary.
+
+    Returns the exit status: 1 where something is damaged.
 
     Raises UserError where the folder's manifest or its tokenizer cannot be used.
     """

@@ -1,10 +1,11 @@
 """Run in every rank: `lmforge` with a fault injected into one of them.
 
-FAULTY_RANK names the rank; FAULT is `data` (sleep before the batch of step FAULTY_STEP, by default 7, until the file AWAKE is
-there), `forward` (sleep for SLEEP seconds in every forward pass), `skip` (skip the seventh all-reduce, with a barrier in its
-place), `end` (stop the process when it closes its files), `raise` (an error before the batch of step 3, after which the
-process stays for a while), `kill` or `abort` (end there by SIGKILL or SIGABRT).
-With COLLECTIVE_SECONDS all ranks wait no longer for each other.
+FAULTY_RANK names the rank; FAULT is `data` (sleep before the batch of step FAULTY_STEP, by default
+7, until the file AWAKE is there), `forward` (sleep for SLEEP seconds in every forward pass), `skip`
+(skip the seventh all-reduce, with a barrier in its place), `end` (stop the process when it closes
+its files), `raise` (an error before the batch of step 3, after which the process stays for a
+while), `kill` or `abort` (end there by SIGKILL or SIGABRT). With COLLECTIVE_SECONDS all ranks wait
+no longer for each other.
 """
 
 import os

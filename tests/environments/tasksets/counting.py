@@ -1,4 +1,6 @@
-"""A taskset with a tool, a server of the Model Context Protocol for each rollout, which shares a state with the task."""
+"""A taskset with a tool, a server of the Model Context Protocol for each rollout, which shares a
+state with the task.
+"""
 
 import verifiers.v1 as vf
 

@@ -1,4 +1,5 @@
-"""Files of shards as they are read: verified block by block, retried where a storage fails, their sizes compared beforehand.
+"""Files of shards as they are read: verified block by block, retried where a storage fails, their
+sizes compared beforehand.
 
 Their content is interpreted in folder.py and core/data/best_fit_index.py.
 """
@@ -16,7 +17,8 @@ from lmforge.core.errors import UserError
 from lmforge.core.files.checksums import ChecksummedFile, Checksums
 from lmforge.core.records.manifests import BLOCK_BYTES
 
-# With more shards a folder is opened before its files are checked, which takes minutes on a network file system.
+# With more shards a folder is opened before its files are checked, which takes minutes on a network
+# file system.
 MAX_CHECKED_ON_OPENING = 1024
 SHARDS_AT_ONCE = 64
 
@@ -26,7 +28,8 @@ Shard = TypeVar("Shard")
 class ShardFile(ChecksummedFile):
     """One file read by position; each block is verified against its xxh3 the first time it is read.
 
-    It may be a part of a file: `size` bytes from byte `base`. `hint` is the advice in messages about damage.
+    It may be a part of a file: `size` bytes from byte `base`. `hint` is the advice in messages
+    about damage.
     """
 
     def __init__(
@@ -48,7 +51,10 @@ class ShardFile(ChecksummedFile):
         return self._storage.path / self._name
 
     def read(self, offset: int, size: int) -> bytearray:
-        """`size` bytes from `offset`. Retries an error a few times, then raises UserError naming file and offset."""
+        """`size` bytes from `offset`.
+
+        Retries an error a few times, then raises UserError naming file and offset.
+        """
         data = bytearray(size)
         try:
             span = self._base + offset, size
@@ -62,7 +68,9 @@ class ShardFile(ChecksummedFile):
         return len(self._checksums)
 
     def damaged_blocks(self, unknown: Container[int] = ()) -> list[int]:
-        """The blocks that cannot be read or do not match their checksums, and those whose checksum is `unknown`."""
+        """The blocks that cannot be read or do not match their checksums, and those whose checksum
+        is `unknown`.
+        """
         return [block for block in range(self.num_blocks) if block in unknown or not self._is_intact(block)]
 
     def _is_intact(self, block: int) -> bool:
@@ -97,9 +105,10 @@ class StoredChecksums:
 
 
 class SizeCheck:
-    """Compares the sizes of files with the manifest: at once for a few shards; for many, in a thread and divided over all
-    ranks. So a missing or truncated shard is found before it is needed, perhaps hours into a run. Rank r of W checks every W-th
-    shard from the r-th. `sizes_of` gives the bytes of each file of a shard, by name; `hint` says what to do.
+    """Compares the sizes of files with the manifest: at once for a few shards; for many, in a
+    thread and divided over all ranks. So a missing or truncated shard is found before it is needed,
+    perhaps hours into a run. Rank r of W checks every W-th shard from the r-th. `sizes_of` gives
+    the bytes of each file of a shard, by name; `hint` says what to do.
     """
 
     def __init__(

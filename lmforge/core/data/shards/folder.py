@@ -1,4 +1,5 @@
-"""Token shards as they are read: opened by name, verified block by block, and put together into splits.
+"""Token shards as they are read: opened by name, verified block by block, and put together into
+splits.
 
 The file format is in format.py; reading bytes is in storage.py.
 """
@@ -43,8 +44,10 @@ KEPT_END_BLOCKS = 128
 
 
 class ShardReader:
-    """A shard whose manifest has been read. Raises UserError where it differs from the manifest that the folder was written
-    with."""
+    """A shard whose manifest has been read.
+
+    Raises UserError where it differs from the manifest that the folder was written with.
+    """
 
     def __init__(self, folder: "TokenFolder", entry: ShardEntry):
         name, storage = entry.name + ".json", folder.storage
@@ -78,7 +81,9 @@ class ShardReader:
         return tokens
 
     def end_blocks(self, start: int, stop: int) -> tuple[int, int]:
-        """(first, after the last) block of .documents with all ends strictly between tokens `start` and `stop`."""
+        """(first, after the last) block of .documents with all ends strictly between tokens `start`
+        and `stop`.
+        """
         first = max(0, int(self.block_first_ends.searchsorted(start, "right")) - 1)
         return first, max(first + 1, int(self.block_first_ends.searchsorted(stop, "left")))
 
@@ -107,7 +112,10 @@ class TokenSplit:
         self._read_ends = lru_cache(KEPT_END_BLOCKS)(lambda i, first, last: self._shard(i).read_ends(first, last))
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens start … stop − 1, uint16 or uint32. Raises UserError naming shard and offset if a checksum does not match."""
+        """Tokens start … stop − 1, uint16 or uint32.
+
+        Raises UserError naming shard and offset if a checksum does not match.
+        """
         self._folder.size_check.raise_problem()
         pieces = [self._shard(i).read(a, b) for i, a, b, _ in self._spans(start, stop)]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
@@ -123,7 +131,9 @@ class TokenSplit:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def _spans(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
-        """(shard, start in it, stop in it, the split's token at which it begins) for each shard of a span."""
+        """(shard, start in it, stop in it, the split's token at which it begins) for each shard of
+        a span.
+        """
         if not 0 <= start < stop <= self.num_tokens:
             raise ValueError(f"tokens {start} to {stop} of {self.num_tokens}")
         i = bisect_right(self._shard_bounds, start) - 1
@@ -153,13 +163,15 @@ class TokenFolder:
         cache_folder: Path | None = None,
         cache_bytes: int = DEFAULT_CACHE_BYTES,
     ) -> Self:
-        """Open a folder that `prepare` finished, or its address, such as s3://bucket/tokens, which is read through a cache.
+        """Open a folder that `prepare` finished, or its address, such as s3://bucket/tokens, which
+        is read through a cache.
 
-        Checks presence and size of every shard; contents are checked when read. `quarantine` lists what is not to be read
-        (quarantine.py); the sizes of shards in it are not checked.
+        Checks presence and size of every shard; contents are checked when read. `quarantine` lists
+        what is not to be read (quarantine.py); the sizes of shards in it are not checked.
 
-        Raises UserError if the folder is not finished or of another format, or a shard is missing or of another size. With more
-        than MAX_CHECKED_ON_OPENING shards this is found while others are read, and raised by their reading.
+        Raises UserError if the folder is not finished or of another format, or a shard is missing
+        or of another size. With more than MAX_CHECKED_ON_OPENING shards this is found while others
+        are read, and raised by their reading.
         """
         storage = open_storage(str(path), cache_folder, cache_bytes)
         path = storage.path
@@ -200,7 +212,10 @@ class TokenFolder:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of these tokens. Raises UserError if one of its files is missing or was replaced."""
+        """The tokenizer of these tokens.
+
+        Raises UserError if one of its files is missing or was replaced.
+        """
         folder, written = self.path / "tokenizer", self.manifest.tokenizer_files
         try:
             tokenizer = self._open_tokenizer(folder)
@@ -245,7 +260,9 @@ class TokenFolder:
 
     @cached_property
     def _opened(self) -> dict[str, TokenSplit]:
-        """Splits by name, each created once: with very many shards this takes a while, and verified blocks are remembered."""
+        """Splits by name, each created once: with very many shards this takes a while, and verified
+        blocks are remembered.
+        """
         return {}
 
 
@@ -263,7 +280,10 @@ def read_token_folder_manifest(storage: ShardStorage) -> TokenFolderManifest:
 
 
 def open_storage(location: str, cache_folder: Path | None = None, cache_bytes: int = DEFAULT_CACHE_BYTES) -> ShardStorage:
-    """The files of a folder or an address; those of an address are kept in pieces in the cache. Raises UserError."""
+    """The files of a folder or an address; those of an address are kept in pieces in the cache.
+
+    Raises UserError.
+    """
     path = parse_location(location)
     if is_local(path):
         return LocalStorage(path)

@@ -3,13 +3,15 @@
     manifest.json           written last: without it the folder is unfinished
     tokenizer/              the tokenizer of these tokens
     train-00000.tokens      raw little-endian uint16 or uint32
-    train-00000.documents   raw little-endian uint64: where each document ends, in tokens from the start of the shard
+    train-00000.documents   raw little-endian uint64: where each document ends, in tokens from the
+                            start of the shard
     train-00000.checksums   raw little-endian uint64: the xxh3 of every 64 KiB block of the tokens
     train-00000.json        sizes, tokenizer hash, and the xxh3 of every block of the other two
 
-Shards hold whole documents, each with its end-of-text token, so a split is their concatenation. Where documents end is stored,
-because text may contain the end-of-text id. What grows with a shard is outside its .json, which is read whole: 15T tokens in
-30,000 shards have 4 GB of checksums. Reading is in folder.py.
+Shards hold whole documents, each with its end-of-text token, so a split is their concatenation.
+Where documents end is stored, because text may contain the end-of-text id. What grows with a shard
+is outside its .json, which is read whole: 15T tokens in 30,000 shards have 4 GB of checksums.
+Reading is in folder.py.
 """
 
 from pathlib import Path
@@ -40,7 +42,8 @@ RESTORE_HINT = "restore it, or prepare again with overwrite"
 def write_shard(folder: Path, name: str, tokens: np.ndarray, lengths: np.ndarray, tokenizer_hash: str) -> ShardEntry:
     """Write one shard, its manifest last, and return its entry in the folder's manifest.
 
-    `tokens` has the dtype to store; `lengths` int64 [documents] are the tokens of each document and add up to len(tokens).
+    `tokens` has the dtype to store; `lengths` int64 [documents] are the tokens of each document and
+    add up to len(tokens).
     """
     tokens = tokens.astype(tokens.dtype.newbyteorder("<"), copy=False)
     ends = np.cumsum(lengths).astype("<u8")
@@ -70,7 +73,10 @@ def hash_tokenizer_files(tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def finished_shard_entry(folder: Path, name: str) -> ShardEntry | None:
-    """The entry of a shard that an earlier run wrote, or None. Raises UserError if its manifest is damaged."""
+    """The entry of a shard that an earlier run wrote, or None.
+
+    Raises UserError if its manifest is damaged.
+    """
     path = folder / (name + ".json")
     try:
         content = read_bounded(path, MAX_MANIFEST_BYTES)

@@ -1,7 +1,8 @@
 """A bounded folder of pieces of remote files, shared by the processes of a host.
 
-One process downloads a piece while others that need it wait. It is written atomically, but not verified: its reader does that,
-and removes a damaged piece. The least recently used pieces are deleted to make room.
+One process downloads a piece while others that need it wait. It is written atomically, but not
+verified: its reader does that, and removes a damaged piece. The least recently used pieces are
+deleted to make room.
 """
 
 import os
@@ -17,12 +18,16 @@ from lmforge.core.files.own_folders import is_trusted_folder
 
 # The resolution of the time at which a piece was last used.
 TOUCH_SECONDS = 10.0
-# The fraction of the limit that remains after pieces were removed, so that the folder is not listed for each new one.
+# The fraction of the limit that remains after pieces were removed, so that the folder is not listed
+# for each new one.
 KEPT_FRACTION = 0.9
 
 
 class PieceCache:
-    """Pieces by name, which may have one folder in it. Raises UserError where the cache's folder cannot be written."""
+    """Pieces by name, which may have one folder in it.
+
+    Raises UserError where the cache's folder cannot be written.
+    """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self._folder, self._max_bytes = folder, max_bytes
@@ -36,7 +41,10 @@ class PieceCache:
             raise UserError(f"{folder}: cannot keep pieces of shards ({problem.strerror}); name another") from None
 
     def read(self, name: str, out: memoryview, offset: int) -> int | None:
-        """Fill `out` from a byte position of a piece, and return the number of bytes. None: the piece is not in the cache."""
+        """Fill `out` from a byte position of a piece, and return the number of bytes.
+
+        None: the piece is not in the cache.
+        """
         try:
             descriptor = os.open(self._folder / name, os.O_RDONLY)
         except FileNotFoundError:
@@ -56,7 +64,10 @@ class PieceCache:
             return None
 
     def fetch(self, name: str, download: Callable[[], bytes]) -> bytes | None:
-        """Make sure that a piece is in the cache. Returns its bytes if this call downloaded it, otherwise None."""
+        """Make sure that a piece is in the cache.
+
+        Returns its bytes if this call downloaded it, otherwise None.
+        """
         path = self._folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = path.with_name(f".{path.name}.lock")
@@ -94,7 +105,10 @@ class PieceCache:
                 file.write(data)
 
     def _make_room(self, size: int) -> int:
-        """Remove the least recently used pieces and leftovers of interrupted writes. Returns the bytes in use."""
+        """Remove the least recently used pieces and leftovers of interrupted writes.
+
+        Returns the bytes in use.
+        """
         pieces = []
         for path in self._folder.glob(f"{'[0-9a-f]' * 16}/*"):  # as RemoteStorage calls them, and nothing else that is there
             if path.name.startswith("."):

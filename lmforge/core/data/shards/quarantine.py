@@ -1,7 +1,9 @@
-"""Parts of shards that are known to be damaged and are not read: a run may continue without them, and reports that.
+"""Parts of shards that are known to be damaged and are not read: a run may continue without them,
+and reports that.
 
-An entry is `SHARD`, all of it, or `SHARD:FIRST` or `SHARD:FIRST-LAST`: blocks of 64 KiB of its tokens, counted from 0. `lmforge
-prepare --verify` prints them. A sequence with a token of them becomes all padding, and is not scored.
+An entry is `SHARD`, all of it, or `SHARD:FIRST` or `SHARD:FIRST-LAST`: blocks of 64 KiB of its
+tokens, counted from 0. `lmforge prepare --verify` prints them. A sequence with a token of them
+becomes all padding, and is not scored.
 """
 
 import re
@@ -18,7 +20,10 @@ Blocks = list[tuple[int, int]]  # (first, after the last)
 
 
 def parse_quarantine(entries: Sequence[str], shards: Mapping[str, ShardEntry], token_bytes: int) -> dict[str, Blocks]:
-    """The blocks of each shard that is named. Raises UserError where there is no such shard or block."""
+    """The blocks of each shard that is named.
+
+    Raises UserError where there is no such shard or block.
+    """
     blocks: dict[str, Blocks] = {}
     for entry in entries:
         match = re.fullmatch(r"([A-Za-z0-9_-]{1,100})(?::([0-9]{1,18})(?:-([0-9]{1,18}))?)?", entry)

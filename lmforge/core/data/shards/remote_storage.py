@@ -1,4 +1,6 @@
-"""Token shards at an address that fsspec knows, such as s3://bucket/tokens: read in pieces, through a cache on this host."""
+"""Token shards at an address that fsspec knows, such as s3://bucket/tokens: read in pieces, through
+a cache on this host.
+"""
 
 import errno
 import os
@@ -29,7 +31,10 @@ def default_cache_folder() -> Path:
 
 
 class RemoteStorage:
-    """A `ShardStorage`. `path` is a UPath; pieces are kept under the name of the address and its manifest."""
+    """A `ShardStorage`.
+
+    `path` is a UPath; pieces are kept under the name of the address and its manifest.
+    """
 
     read_threads = REMOTE_READ_THREADS
 
@@ -89,7 +94,10 @@ class RemoteStorage:
         return content
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """A method of the file system. An asynchronous one gets a time-out, since a connection may hang."""
+        """A method of the file system.
+
+        An asynchronous one gets a time-out, since a connection may hang.
+        """
         if not self._file_system.async_impl:
             return getattr(self._file_system, method)(*args, **kwargs)
         from fsspec.asyn import sync

@@ -16,8 +16,10 @@ BAR_WIDTH = 40
 class SourceReport:
     """The train split of one source.
 
-    text_bytes  of the text that its tokens stand for; 0 where that is not known, as of imported tokens
-    lengths     int64, tokens of each document in the shards that were read, the end-of-text token included
+    text_bytes  of the text that its tokens stand for; 0 where that is not known, as of imported
+                tokens
+    lengths     int64, tokens of each document in the shards that were read, the end-of-text token
+                included
     """
 
     name: str
@@ -33,7 +35,9 @@ class SourceReport:
         return np.bincount(np.frexp(self.lengths)[1] - 1)
 
     def describe_lengths(self) -> list[str]:
-        """Lines: what was counted, its minimum, median and maximum, and a bar for each power of two."""
+        """Lines: what was counted, its minimum, median and maximum, and a bar for each power of
+        two.
+        """
         of = f"{len(self.lengths):,} of {format_count(self.documents, 'document')}"
         lines = [f"documents  of {self.name}, in tokens; {of} in {self.shards_read:,} of {format_count(self.shards, 'shard')}"]
         least, median, late, most = np.quantile(self.lengths, [0, 0.5, 0.99, 1], method="inverted_cdf")
@@ -46,7 +50,10 @@ class SourceReport:
 
 
 def read_source(name: str, folder: TokenFolder) -> SourceReport:
-    """At most MAX_SHARDS_READ shards are read, evenly spaced. Raises UserError where there is nothing to read."""
+    """At most MAX_SHARDS_READ shards are read, evenly spaced.
+
+    Raises UserError where there is nothing to read.
+    """
     entries = folder.manifest.splits["train"]
     readable = [entry for entry in entries if entry.documents and entry.name not in folder.quarantine]
     if not readable:

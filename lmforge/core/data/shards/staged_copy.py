@@ -1,6 +1,7 @@
-"""Copies of folders on a host's own disk, which is faster than the shared one: made once, then reused. A copy is named after
-its folder and a digest of the content, so another version is another copy. Each file is read back and compared before it is
-renamed; a marker, written last, means that the copy is complete. An interrupted copy is completed.
+"""Copies of folders on a host's own disk, which is faster than the shared one: made once, then
+reused. A copy is named after its folder and a digest of the content, so another version is another
+copy. Each file is read back and compared before it is renamed; a marker, written last, means that
+the copy is complete. An interrupted copy is completed.
 """
 
 import errno
@@ -44,8 +45,9 @@ def find_staged(stage_to: Path | None, source: Path) -> Path:
 
 
 def stage_folder(stage_to: Path, source: Path, report: Callable[[str], None] = print) -> Path:
-    """Make a copy of a local folder in `stage_to`, unless it exists, and return its path. One process makes it; others on this
-    host wait for it.
+    """Make a copy of a local folder in `stage_to`, unless it exists, and return its path.
+
+    One process makes it; others on this host wait for it.
 
     Raises UserError where there is not enough room, or a file cannot be read or written.
     """
@@ -117,7 +119,10 @@ def _has_size(path: Path, size: int) -> bool:
 
 
 def _copy_file(source: Path, target: Path) -> None:
-    """Copy one file, with its time, and compare what is on the disk with what was read. Raises OSError."""
+    """Copy one file, with its time, and compare what is on the disk with what was read.
+
+    Raises OSError.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     digest = xxhash.xxh3_64()
     with source.open("rb") as reading, atomic_write(target) as writing:

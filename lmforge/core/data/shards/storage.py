@@ -1,6 +1,6 @@
-"""Access to the files of token shards: bytes by name and position, and which files a process waits for. Files are read with
-`os.preadv`: with mmap an I/O error of a network file system would kill the process; with preadv it is an exception, and the
-read is retried.
+"""Access to the files of token shards: bytes by name and position, and which files a process waits
+for. Files are read with `os.preadv`: with mmap an I/O error of a network file system would kill the
+process; with preadv it is an exception, and the read is retried.
 """
 
 import errno
@@ -37,13 +37,17 @@ class ShardStorage(Protocol):
         """A manifest, whole."""
 
     def pread(self, name: str, out: memoryview, offset: int) -> int:
-        """Fill `out` from a byte position, and return how many bytes were read: perhaps fewer, 0 at the end of the file."""
+        """Fill `out` from a byte position, and return how many bytes were read: perhaps fewer, 0 at
+        the end of the file.
+        """
 
     def sizes(self, names: Sequence[str]) -> list[int]:
         """The size of each file, in bytes."""
 
     def discard(self, name: str, offset: int, size: int) -> None:
-        """Drop the cached bytes of a span of a file that could not be read or verified, so that it is fetched again."""
+        """Drop the cached bytes of a span of a file that could not be read or verified, so that it
+        is fetched again.
+        """
 
 
 class LocalStorage:
@@ -72,12 +76,14 @@ class LocalStorage:
         return [os.stat(f"{self.path}/{name}").st_size for name in names]
 
     def discard(self, name: str, offset: int, size: int) -> None:
-        # A stale network handle stays stale. Files are not closed, since another thread may be reading from them.
+        # A stale network handle stays stale. Files are not closed, since another thread may be
+        # reading from them.
         self._open.cache_clear()
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    # A named pipe in the place of a file would wait for a writer; without, reading it at an offset fails.
+    # A named pipe in the place of a file would wait for a writer; without, reading it at an offset
+    # fails.
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -85,7 +91,9 @@ _reads: dict[int, tuple[Path, str, float]] = {}  # those in progress, by identit
 
 
 def read_with_retries(storage: ShardStorage, name: str, span: tuple[int, int], read: Callable[[], T]) -> T:
-    """Call `read`, which reads `span` (offset, size) of a file, until it succeeds. Raises the last OSError.
+    """Call `read`, which reads `span` (offset, size) of a file, until it succeeds.
+
+    Raises the last OSError.
 
     Cached bytes of the span are dropped between attempts. Meanwhile `slow_read` returns the file.
     """
@@ -105,7 +113,10 @@ def read_with_retries(storage: ShardStorage, name: str, span: tuple[int, int], r
 
 
 def read_manifest(storage: ShardStorage, name: str, schema: type[T], xxh3: str, hint: str) -> T:
-    """The manifest that another one names by its checksum. Raises UserError where it is missing, damaged or another."""
+    """The manifest that another one names by its checksum.
+
+    Raises UserError where it is missing, damaged or another.
+    """
 
     def read() -> bytes:
         content = storage.read_file(name)

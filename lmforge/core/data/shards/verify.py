@@ -1,5 +1,7 @@
-"""Reads every block of a token folder and compares it with its checksum. Returns the damage, and the entries for a
-quarantine."""
+"""Reads every block of a token folder and compares it with its checksum.
+
+Returns the damage, and the entries for a quarantine.
+"""
 
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +22,9 @@ CHECKSUMS_IN_BLOCK = CHECKSUM_BLOCK_BYTES // 8
 
 @dataclass(frozen=True)
 class DamagedShard:
-    """The damage of a shard, in one line, and the quarantine entries for the parts that cannot be read."""
+    """The damage of a shard, in one line, and the quarantine entries for the parts that cannot be
+    read.
+    """
 
     name: str
     problem: str

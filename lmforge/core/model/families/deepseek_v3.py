@@ -1,6 +1,8 @@
-"""DeepSeek-V3 (arXiv 2412.19437): latent attention, and after a few dense layers mixtures of many small and shared experts.
+"""DeepSeek-V3 (arXiv 2412.19437): latent attention, and after a few dense layers mixtures of many
+small and shared experts.
 
-Layers that predict further tokens, which a folder may have, are not read. Published folders are in float8 (hf/weights.py).
+Layers that predict further tokens, which a folder may have, are not read. Published folders are in
+float8 (hf/weights.py).
 """
 
 from typing import Any

@@ -1,5 +1,7 @@
-"""Gemma 3, its text models (arXiv 2503.19786): norms on both sides of attention and feed-forward, whose weights are added to 1;
-scaled embeddings; five layers with a window and rotary positions of another base, then one that sees everything."""
+"""Gemma 3, its text models (arXiv 2503.19786): norms on both sides of attention and feed-forward,
+whose weights are added to 1; scaled embeddings; five layers with a window and rotary positions of
+another base, then one that sees everything.
+"""
 
 from typing import Any
 
@@ -9,7 +11,8 @@ from lmforge.core.model.family import ROTARY_FIELDS, Family, name_layer_types, r
 
 
 def _read(content: dict[str, Any]) -> dict[str, Any]:
-    """layer_types, which may be given as a period; and rotary positions, of which transformers 5 writes a table for each type.
+    """layer_types, which may be given as a period; and rotary positions, of which transformers 5
+    writes a table for each type.
 
     A table `rope_scaling` is added to that of full attention, whose rope_type remains.
     """

@@ -1,5 +1,7 @@
-"""GPT-2 (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019): learned positions, LayerNorm, one
-matrix for queries, keys and values, no gate. Its modules are in core/model/modules/gpt2.py."""
+"""GPT-2 (Radford et al., "Language Models are Unsupervised Multitask Learners", 2019): learned
+positions, LayerNorm, one matrix for queries, keys and values, no gate. Its modules are in
+core/model/modules/gpt2.py.
+"""
 
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.family import Family, Linear

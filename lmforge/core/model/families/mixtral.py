@@ -1,4 +1,6 @@
-"""Mixtral (arXiv 2401.04088): Mistral with a mixture of experts in every layer, under names of its own on disk."""
+"""Mixtral (arXiv 2401.04088): Mistral with a mixture of experts in every layer, under names of its
+own on disk.
+"""
 
 from lmforge.core.model.family import EXPERT_FIELDS, ROTARY_FIELDS, Family
 

@@ -1,5 +1,6 @@
-"""OLMo 2 (arXiv 2501.00656): attention and feed-forward are normalized after they are computed, not before; queries and keys
-are normalized over all heads together."""
+"""OLMo 2 (arXiv 2501.00656): attention and feed-forward are normalized after they are computed, not
+before; queries and keys are normalized over all heads together.
+"""
 
 from lmforge.core.model.family import ROTARY_FIELDS, Family
 

@@ -1,5 +1,6 @@
-"""OLMoE (arXiv 2409.02060): a mixture of many small experts in every layer; queries and keys are normalized over all heads
-together."""
+"""OLMoE (arXiv 2409.02060): a mixture of many small experts in every layer; queries and keys are
+normalized over all heads together.
+"""
 
 from typing import Any
 

@@ -1,4 +1,6 @@
-"""Qwen 2 and 2.5 (arXiv 2407.10671): biases on queries, keys and values, and windows in the last layers."""
+"""Qwen 2 and 2.5 (arXiv 2407.10671): biases on queries, keys and values, and windows in the last
+layers.
+"""
 
 from typing import Any
 
@@ -9,7 +11,9 @@ DEFAULTS = {"intermediate_size": 22016, "max_position_embeddings": 32768, "num_k
 
 
 def read(content: dict[str, Any]) -> dict[str, Any]:
-    """Rotary positions, sliding_window and layer_types, of which transformers derives the last from max_window_layers."""
+    """Rotary positions, sliding_window and layer_types, of which transformers derives the last from
+    max_window_layers.
+    """
     window, rope = content.get("sliding_window", 4096), read_rope(content)
     types = content.get("layer_types")
     if not content.get("use_sliding_window") or window is None:  # a type with a window is then refused

@@ -1,4 +1,6 @@
-"""Qwen 3 (arXiv 2505.09388): Qwen 2 with queries and keys that are normalized in each head, and other biases."""
+"""Qwen 3 (arXiv 2505.09388): Qwen 2 with queries and keys that are normalized in each head, and
+other biases.
+"""
 
 from lmforge.core.model.families.qwen2 import DEFAULTS, read, write_windows
 from lmforge.core.model.family import ROTARY_FIELDS, Family

@@ -1,4 +1,6 @@
-"""Qwen 3's mixtures of experts (arXiv 2505.09388): Qwen 3 with experts in some layers or all, and one window for all layers."""
+"""Qwen 3's mixtures of experts (arXiv 2505.09388): Qwen 3 with experts in some layers or all, and
+one window for all layers.
+"""
 
 from typing import Any
 

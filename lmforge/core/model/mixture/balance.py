@@ -1,16 +1,21 @@
-"""What keeps the experts of mixtures equally busy while they train. Each way is independent of how the global batch is split.
+"""What keeps the experts of mixtures equally busy while they train.
 
-The auxiliary loss (Switch, arXiv 2101.03961), of a row of the batch: experts · Σ over experts of (its fraction of the row's
-choices) · (its mean probability): 1 where all are alike. A batch's loss is the mean over its rows that are not all padding, and
-over the mixtures of the model, times router_aux_loss_coef. For one row, one mixture and a top-k it is transformers'
+Each way is independent of how the global batch is split.
+
+The auxiliary loss (Switch, arXiv 2101.03961), of a row of the batch: experts · Σ over experts of
+(its fraction of the row's choices) · (its mean probability): 1 where all are alike. A batch's loss
+is the mean over its rows that are not all padding, and over the mixtures of the model, times
+router_aux_loss_coef. For one row, one mixture and a top-k it is transformers'
 `load_balancing_loss_func` divided by k. Probabilities are scores that sum to 1.
 
-Over the global batch (arXiv 2501.11873): with the fractions of all choices of the global batch before, at first all alike, and
-mean probabilities of all tokens. The router z-loss (ST-MoE, arXiv 2202.08906): the square of log Σ exp of a token's logits,
-averaged over tokens and mixtures. Without a loss (arXiv 2408.15664): after each step the bias of an expert that got less than
-the mean of the global batch's choices grows by bias_update_speed, and that of one that got more shrinks.
+Over the global batch (arXiv 2501.11873): with the fractions of all choices of the global batch
+before, at first all alike, and mean probabilities of all tokens. The router z-loss (ST-MoE, arXiv
+2202.08906): the square of log Σ exp of a token's logits, averaged over tokens and mixtures. Without
+a loss (arXiv 2408.15664): after each step the bias of an expert that got less than the mean of the
+global batch's choices grows by bias_update_speed, and that of one that got more shrinks.
 
-Losses are sums that are divided once, by the rows or tokens of the global batch. Padding is not counted.
+Losses are sums that are divided once, by the rows or tokens of the global batch. Padding is not
+counted.
 """
 
 from collections.abc import Sequence
@@ -40,11 +45,14 @@ class BalanceConfig:
 
 
 class Balance:
-    """Of the `mixtures` of a model, in the order of layers. Those of another rank's stage of a pipeline are there, too.
+    """Of the `mixtures` of a model, in the order of layers.
 
-    groups: ranks that have parts of the same rows; of several, each splits what a rank of the one before it has.
-    counts: int64 [mixtures, experts]: the choices of this rank's tokens in training steps.
-    previous: int64 [mixtures, experts]: those of the global batch before; zeros at first, and where they are not needed.
+    Those of another rank's stage of a pipeline are there, too.
+
+    groups: ranks that have parts of the same rows; of several, each splits what a rank of the one
+    before it has. counts: int64 [mixtures, experts]: the choices of this rank's tokens in training
+    steps. previous: int64 [mixtures, experts]: those of the global batch before; zeros at first,
+    and where they are not needed.
     """
 
     groups: tuple[dist.ProcessGroup, ...] = ()
@@ -81,7 +89,9 @@ class Balance:
             mixture.counts, mixture.fractions = None if device.type == "meta" else counts, fractions
 
     def begin_step(self, num_rows: Tensor, num_tokens: Tensor, divide_factor: float) -> None:
-        """Of the global batch, scalars; gradients will be divided by `divide_factor` when ranks are summed."""
+        """Of the global batch, scalars; gradients will be divided by `divide_factor` when ranks are
+        summed.
+        """
         self.row_weight = self._coefficient / len(self._mixtures) * divide_factor / num_rows.clamp(min=1.0)
         self.token_weight = divide_factor / len(self._mixtures) / num_tokens.clamp(min=1.0)
         if self._moves_biases or self.is_global:
@@ -92,7 +102,10 @@ class Balance:
 
     @torch.no_grad()
     def end_step(self, dist_ctx: DistributedContext, skip: Tensor | None) -> None:
-        """Update what follows from the choices of the global batch; all ranks call it. Not if `skip`, a bool on the device."""
+        """Update what follows from the choices of the global batch; all ranks call it.
+
+        Not if `skip`, a bool on the device.
+        """
         if not (self._moves_biases or self.is_global):
             return
         counts, skipped = dist_ctx.all_reduce_sum(self.counts - self._before), torch.zeros_like(self.counts, dtype=torch.bool)
@@ -109,8 +122,9 @@ class Balance:
     def add_to(self, x: Tensor, scores: Tensor, logits: Tensor, chosen: Tensor, is_token: Tensor, fractions: Tensor) -> Tensor:
         """x, whose backward pass adds the gradients of the losses.
 
-        scores and logits [sequences · length, experts] of all experts, chosen [sequences · length, top-k] of them; is_token
-        [sequences, length], false for padding; fractions [experts] of the global batch before.
+        scores and logits [sequences · length, experts] of all experts, chosen [sequences · length,
+        top-k] of them; is_token [sequences, length], false for padding; fractions [experts] of the
+        global batch before.
         """
         if not self.has_loss:
             return x
@@ -134,7 +148,8 @@ class Balance:
         counts = torch.zeros_like(sums).scatter_add(1, chosen.view(len(weights), -1), counted)
         for group in self.groups:
             counts = all_reduce(counts, "sum", group)
-        # Each token has as many choices. Linear in this rank's scores, so that its part of the loss is known to it alone.
+        # Each token has as many choices. Linear in this rank's scores, so that its part of the loss
+        # is known to it alone.
         num_choices = counts.sum(1, keepdim=True).clamp(min=1.0)
         return sums.shape[-1] * (counts / num_choices * sums / (num_choices / self._top_k)).sum()
 

@@ -1,7 +1,9 @@
-"""A mixture of experts in place of a block's feed-forward: a router chooses a few experts for each token.
+"""A mixture of experts in place of a block's feed-forward: a router chooses a few experts for each
+token.
 
-Every token goes to all its experts; none is dropped, whatever the load. Tokens are sorted by expert, so that each product of
-all experts is one kernel (grouped_mm.py), and shapes do not depend on what was chosen.
+Every token goes to all its experts; none is dropped, whatever the load. Tokens are sorted by
+expert, so that each product of all experts is one kernel (grouped_mm.py), and shapes do not depend
+on what was chosen.
 """
 
 import math
@@ -29,14 +31,16 @@ BIAS = "e_score_correction_bias"  # a buffer of a router
 def choose_experts(
     scores: Tensor, count: int, is_token: Tensor | None, counts: Tensor, replayed: Tensor | None = None
 ) -> Tensor:
-    """The `count` experts of the highest scores [tokens, experts] of each token: int64 [tokens, count].
+    """The `count` experts of the highest scores [tokens, experts] of each token: int64 [tokens,
+    count].
 
-    counts: int64 [experts], to which the choices of tokens where is_token [tokens] is true are added; without numbers nothing
-    is counted (no None, since torch 2.13 cannot compile an operator whose argument to write into is None). replayed: integers
-    [tokens, count], the experts that were chosen elsewhere (rollouts), negative for tokens that have none.
+    counts: int64 [experts], to which the choices of tokens where is_token [tokens] is true are
+    added; without numbers nothing is counted (no None, since torch 2.13 cannot compile an operator
+    whose argument to write into is None). replayed: integers [tokens, count], the experts that were
+    chosen elsewhere (rollouts), negative for tokens that have none.
 
-    An operator of its own, whose result activation checkpointing keeps: rounding in a recomputation must not choose others, and
-    nothing is counted twice.
+    An operator of its own, whose result activation checkpointing keeps: rounding in a recomputation
+    must not choose others, and nothing is counted twice.
     """
     chosen = scores.topk(count, dim=-1).indices
     if replayed is not None:
@@ -54,7 +58,8 @@ def _(scores: Tensor, count: int, is_token: Tensor | None, counts: Tensor, repla
 class Router(nn.Module):
     """weight [experts, width]. Computed in fp32 whatever the dtype of the model.
 
-    e_score_correction_bias fp32 [experts]: a buffer of those that score by sigmoids; it is added to the scores to choose by.
+    e_score_correction_bias fp32 [experts]: a buffer of those that score by sigmoids; it is added to
+    the scores to choose by.
     """
 
     e_score_correction_bias: Tensor | None
@@ -71,8 +76,10 @@ class Router(nn.Module):
     def forward(
         self, x: Tensor, is_token: Tensor | None = None, counts: Tensor | None = None, replayed: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """x [tokens, width] → the weights, fp32, and the numbers, int64, of the experts of each token: [tokens, count] each;
-        and the scores of all, and their logits: [tokens, experts] each."""
+        """x [tokens, width] → the weights, fp32, and the numbers, int64, of the experts of each
+        token: [tokens, count] each; and the scores of all, and their logits: [tokens, experts]
+        each.
+        """
         dtype = torch.promote_types(x.dtype, torch.float32)
         # torch has no autocast on the meta device.
         with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
@@ -87,7 +94,9 @@ class Router(nn.Module):
         return weights if self.scaling == 1 else weights * self.scaling, chosen, scores, logits
 
     def _to_choose_by(self, scores: Tensor) -> Tensor:
-        """With the bias; and without the experts of all but the groups whose two best are the best together."""
+        """With the bias; and without the experts of all but the groups whose two best are the best
+        together.
+        """
         if self.e_score_correction_bias is not None:
             scores = scores + local_weight(self.e_score_correction_bias)
         if self.groups == 1:
@@ -107,20 +116,25 @@ class Router(nn.Module):
 
 
 def local_weight(parameter: Tensor) -> Tensor:
-    """A rank's part of a weight. Where it is replicated, ranks have tokens of their own, so that gradients are summed."""
+    """A rank's part of a weight.
+
+    Where it is replicated, ranks have tokens of their own, so that gradients are summed.
+    """
     if not isinstance(parameter, DTensor):
         return parameter
     return parameter.to_local(grad_placements=[Partial() if each.is_replicate() else each for each in parameter.placements])
 
 
 class Experts(nn.Module):
-    """The gated feed-forwards of all experts, stacked: gate_up_proj [experts, 2 · inner, width], first the gates, and down_proj
-    [experts, width, inner]."""
+    """The gated feed-forwards of all experts, stacked: gate_up_proj [experts, 2 · inner, width],
+    first the gates, and down_proj [experts, width, inner].
+    """
 
     # What is cast to the compute dtype once a step.
     matrices = ("gate_up_proj", "down_proj")
     quantized: Mapping[str, Any] = MappingProxyType({})  # quantization.matrices.QuantizedMatrix of those that are
-    # Of expert parallelism (core/parallel/expert_parallel.py): calls `_compute` with the rows of this rank's experts.
+    # Of expert parallelism (core/parallel/expert_parallel.py): calls `_compute` with the rows of
+    # this rank's experts.
     dispatch: Callable[[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]], Tensor] | None = None
 
     def __init__(self, config: ModelConfig) -> None:
@@ -132,7 +146,9 @@ class Experts(nn.Module):
         self.num_experts, self.activation = count, ACTIVATIONS[config.hidden_act]
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """x [tokens, width]; weights and chosen [tokens, count] of the router → the weighted sum of each token's experts."""
+        """x [tokens, width]; weights and chosen [tokens, count] of the router → the weighted sum of
+        each token's experts.
+        """
         experts, order = chosen.flatten().sort(stable=True)
         inverse = inverse_permutation(order)
         ends = torch.searchsorted(experts, torch.arange(self.num_experts, device=x.device), right=True)
@@ -150,7 +166,9 @@ class Experts(nn.Module):
         return self._multiply("down_proj", self.activation(gate) * up, ends)
 
     def _multiply(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
-        """rows [rows, inputs] times the matrix of each one's expert in a stack; `ends` as in `_compute`."""
+        """rows [rows, inputs] times the matrix of each one's expert in a stack; `ends` as in
+        `_compute`.
+        """
         parameter = local_weight(getattr(self, name))
         if (matrix := self.quantized.get(name)) is not None:
             out = matrix.multiply(to_autocast_dtype(rows), parameter, ends=ends)
@@ -160,7 +178,9 @@ class Experts(nn.Module):
 
 
 def add_adapter(module: nn.Module, name: str, out: Tensor, *inputs: Tensor) -> Tensor:
-    """`out` of a module's parameter, to which its low-rank adapter (lora.ParameterAdapter) adds, if there is one."""
+    """`out` of a module's parameter, to which its low-rank adapter (lora.ParameterAdapter) adds, if
+    there is one.
+    """
     adapters: Any = module.adapters
     result: Tensor = adapters[name](out, *inputs) if name in adapters else out
     return result
@@ -189,10 +209,13 @@ class MixtureOfExperts(nn.Module):
         is_token: Tensor | None = None,
         routed_experts: Tensor | None = None,
     ) -> Tensor:
-        """x [sequences, length, width] → the same shape. There is no dropout between the products of an expert.
+        """x [sequences, length, width] → the same shape.
 
-        is_token: [sequences, length], false for padding, which is not balanced. routed_experts: [sequences, length, count], to
-        be taken in place of the router's own choice where they are not negative; their weights are the router's.
+        There is no dropout between the products of an expert.
+
+        is_token: [sequences, length], false for padding, which is not balanced. routed_experts:
+        [sequences, length, count], to be taken in place of the router's own choice where they are
+        not negative; their weights are the router's.
         """
         tokens = x.flatten(0, 1)
         if not torch.is_grad_enabled():
@@ -211,24 +234,33 @@ class MixtureOfExperts(nn.Module):
 
 @torch.compiler.disable
 def _run_uncompiled(experts: Experts, *inputs: Tensor) -> Tensor:
-    """How many rows a rank gets changes from step to step, and its experts are a unit of FSDP: graphs end before them."""
+    """How many rows a rank gets changes from step to step, and its experts are a unit of FSDP:
+    graphs end before them.
+    """
     result: Tensor = experts(*inputs)
     return result
 
 
 def inverse_permutation(order: Tensor) -> Tensor:
-    """int64 [rows]: where each row of a permutation has come to. A sort would be the slower by 3 to 10 times."""
+    """int64 [rows]: where each row of a permutation has come to.
+
+    A sort would be the slower by 3 to 10 times.
+    """
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 def permute_rows(x: Tensor, order: Tensor, inverse: Tensor, copies: int = 1) -> Tensor:
-    """Row i is row order[i] // copies of x [rows, width]; `inverse` is the reverse of the permutation `order`."""
+    """Row i is row order[i] // copies of x [rows, width]; `inverse` is the reverse of the
+    permutation `order`.
+    """
     result: Tensor = _PermutedRows.apply(x, order, inverse, copies)
     return result
 
 
 class _PermutedRows(torch.autograd.Function):
-    """Its gradient is a gather and a sum; that of an index would be added up in an order that may change from run to run."""
+    """Its gradient is a gather and a sum; that of an index would be added up in an order that may
+    change from run to run.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:

@@ -1,9 +1,10 @@
 """The matrix products of stacked experts: each expert multiplies its own rows, in one kernel.
 
-torch's `grouped_mm` with what it lacks (torch 2.13): a rule of shapes in every dtype, so that blocks compile as one graph and
-are traced without data; widths whose rows are no multiples of 16 bytes, which are padded here; and its FLOPs. On a CPU, where
-it is a loop over experts too, the loop is here: oneDNN generates code for each new number of rows, and the numbers of rows of
-experts are new in every step. So products in 16 bits take a few rows more, up to a number that returns.
+torch's `grouped_mm` with what it lacks (torch 2.13): a rule of shapes in every dtype, so that
+blocks compile as one graph and are traced without data; widths whose rows are no multiples of 16
+bytes, which are padded here; and its FLOPs. On a CPU, where it is a loop over experts too, the loop
+is here: oneDNN generates code for each new number of rows, and the numbers of rows of experts are
+new in every step. So products in 16 bits take a few rows more, up to a number that returns.
 """
 
 from collections.abc import Iterator
@@ -21,8 +22,9 @@ ROW_BYTES = 16  # rows of operands begin at multiples of it
 def multiply_groups(rows: Tensor, weight: Tensor, ends: Tensor, transposed: bool) -> Tensor:
     """rows [rows, inputs] of expert after expert times the matrix of each one: [rows, outputs].
 
-    weight [experts, outputs, inputs], or [experts, inputs, outputs] if `transposed`; both of one dtype. ends int32 [experts]:
-    the number of rows up to and with those of each expert; the last is the number of rows.
+    weight [experts, outputs, inputs], or [experts, inputs, outputs] if `transposed`; both of one
+    dtype. ends int32 [experts]: the number of rows up to and with those of each expert; the last is
+    the number of rows.
     """
     if _is_looped(rows):
         matrices = weight if transposed else weight.transpose(1, 2)
@@ -41,7 +43,9 @@ def multiply_groups(rows: Tensor, weight: Tensor, ends: Tensor, transposed: bool
 
 @torch.library.custom_op("lmforge::sum_outer_products", mutates_args=())
 def sum_outer_products(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """leftᵀ right of the rows of each expert: [experts, left's width, right's width]; `ends` as in `multiply_groups`."""
+    """leftᵀ right of the rows of each expert: [experts, left's width, right's width]; `ends` as in
+    `multiply_groups`.
+    """
     if _is_looped(left):
         out = left.new_empty(len(ends), left.shape[1], right.shape[1])
         for product, (start, end, window) in zip(out, _windows(left, ends), strict=True):
@@ -56,7 +60,9 @@ def sum_outer_products(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """`multiply_groups` of rows in the dtype of the weights [experts, outputs, inputs]; differentiable."""
+    """`multiply_groups` of rows in the dtype of the weights [experts, outputs, inputs];
+    differentiable.
+    """
     result: Tensor = multiply_groups(rows.to(weight.dtype), weight, ends, False)
     return result
 
@@ -67,8 +73,10 @@ def _is_looped(rows: Tensor) -> bool:
 
 
 def _windows(rows: Tensor, ends: Tensor) -> Iterator[tuple[int, int, slice]]:
-    """Of each expert where its rows start and end, and the rows that its product takes: in 16 bits a multiple of some number,
-    an eighth of an expert's average, with rows of other experts below or, at the end, above."""
+    """Of each expert where its rows start and end, and the rows that its product takes: in 16 bits
+    a multiple of some number, an eighth of an expert's average, with rows of other experts below
+    or, at the end, above.
+    """
     average = len(rows) // len(ends)
     multiple = 1 << max(4, (average // 8).bit_length() - 1) if rows.itemsize == 2 else 1
     start = 0
@@ -80,7 +88,9 @@ def _windows(rows: Tensor, ends: Tensor) -> Iterator[tuple[int, int, slice]]:
 
 
 def _pad(matrix: Tensor, rows: bool = False) -> Tensor:
-    """A matrix, or a stack of them, with columns of zeros so that its rows are multiples of 16 bytes; `rows` as well."""
+    """A matrix, or a stack of them, with columns of zeros so that its rows are multiples of 16
+    bytes; `rows` as well.
+    """
     multiple = ROW_BYTES // matrix.element_size()
     columns, below = -matrix.shape[-1] % multiple, -matrix.shape[-2] % multiple * rows
     return pad(matrix, (0, columns, 0, below)) if columns or below else matrix.contiguous()

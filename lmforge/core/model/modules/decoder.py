@@ -1,7 +1,8 @@
-"""A decoder with rotary positions and a gated feed-forward, by its Hugging Face tensor names: Llama, Mistral, Qwen and others.
+"""A decoder with rotary positions and a gated feed-forward, by its Hugging Face tensor names:
+Llama, Mistral, Qwen and others.
 
-What distinguishes them is in their descriptions (family.py): which norms there are, and over what they go. No loss here: the
-objective applies the head.
+What distinguishes them is in their descriptions (family.py): which norms there are, and over what
+they go. No loss here: the objective applies the head.
 """
 
 import torch
@@ -50,7 +51,9 @@ class Attention(nn.Module):
         return apply_linear(self.o_proj, attended.flatten(2), token_rng)
 
     def heads(self, x: Tensor, rotary: RotaryEmbedding, token_rng: TokenRng | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of x [sequences, length, width]: [sequences, length, heads, head_dim] each."""
+        """Queries, keys and values of x [sequences, length, width]: [sequences, length, heads,
+        head_dim] each.
+        """
         q, k, v = (apply_linear(layer, x, token_rng) for layer in (self.q_proj, self.k_proj, self.v_proj))
         if self.qk_norm == "channels":
             q, k = self.q_norm(q), self.k_norm(k)
@@ -61,8 +64,9 @@ class Attention(nn.Module):
 
 
 class LatentAttention(Attention):
-    """Attention whose heads are computed from a few channels, the latents (DeepSeek-V2, arXiv 2405.04434): each has its own
-    `qk_nope_head_dim` channels of keys and queries, beside rotated ones, which are the same in all keys.
+    """Attention whose heads are computed from a few channels, the latents (DeepSeek-V2, arXiv
+    2405.04434): each has its own `qk_nope_head_dim` channels of keys and queries, beside rotated
+    ones, which are the same in all keys.
 
     The narrower of queries and values are padded with zeros, for kernels and caches of one width.
     """
@@ -95,7 +99,8 @@ class LatentAttention(Attention):
         q_nope, q_rotated = queries.unflatten(-1, (-1, sum(self.query_parts))).split(self.query_parts, dim=-1)
         k_nope, v = keys_values.unflatten(-1, (-1, sum(self.key_value_parts))).split(self.key_value_parts, dim=-1)
         q_rotated = rotary.apply_rotary(q_rotated, self.interleaved)
-        # With tensor parallelism each rank has the latents whole, and the gradients from its own heads.
+        # With tensor parallelism each rank has the latents whole, and the gradients from its own
+        # heads.
         k_rotated = rotary.apply_rotary(local_weight(rotated).unsqueeze(2), self.interleaved)
         k_rotated = k_rotated.expand(-1, -1, k_nope.shape[2], -1)
         q, k = torch.cat((q_nope, q_rotated), dim=-1), torch.cat((k_nope, k_rotated), dim=-1)
@@ -104,11 +109,12 @@ class LatentAttention(Attention):
 
 
 class DecoderBlock(nn.Module):
-    """One layer: hidden + norm(attention(norm(hidden))), then the same with the feed-forward. The family says which of the
-    norms there are.
+    """One layer: hidden + norm(attention(norm(hidden))), then the same with the feed-forward.
 
-    Only the weights differ from layer to layer, so that one compilation serves all blocks; `sparse` ones, which have a mixture
-    of experts as their feed-forward, need another.
+    The family says which of the norms there are.
+
+    Only the weights differ from layer to layer, so that one compilation serves all blocks; `sparse`
+    ones, which have a mixture of experts as their feed-forward, need another.
     """
 
     def __init__(self, config: ModelConfig, sparse: bool = False) -> None:
@@ -139,7 +145,9 @@ class DecoderBlock(nn.Module):
         token_rng: TokenRng | None = None,
         **of_mixture: Tensor,
     ) -> Tensor:
-        """hidden [sequences, length, hidden_size] → the same shape and dtype; `of_mixture`: what only a mixture is given."""
+        """hidden [sequences, length, hidden_size] → the same shape and dtype; `of_mixture`: what
+        only a mixture is given.
+        """
         attended = self.self_attn(self._norm(self._before_attention, hidden), rotary, mask, cache, token_rng=token_rng)
         hidden = add_residual(hidden, self._norm(self._after_attention, attended), token_rng, 0)
         fed = self.mlp(self._norm(self._before_mlp, hidden), token_rng=token_rng, **of_mixture if self._is_sparse else {})

@@ -1,7 +1,9 @@
-"""GPT-2 by its Hugging Face tensor names: LayerNorm, learned positions, GELU. Its description is in families/gpt2.py.
+"""GPT-2 by its Hugging Face tensor names: LayerNorm, learned positions, GELU. Its description is in
+families/gpt2.py.
 
-Radford et al., "Language Models are Unsupervised Multitask Learners", 2019. Dropout, if any, is on the embeddings and on
-what each half of a block adds, not on attention's probabilities. No loss here: the objective applies the head.
+Radford et al., "Language Models are Unsupervised Multitask Learners", 2019. Dropout, if any, is on
+the embeddings and on what each half of a block adds, not on attention's probabilities. No loss
+here: the objective applies the head.
 """
 
 from torch import Tensor, nn
@@ -60,8 +62,10 @@ class GPT2Block(nn.Module):
         cache: LayerKVCache | None = None,
         token_rng: TokenRng | None = None,
     ) -> Tensor:
-        """hidden [sequences, length, hidden_size] → the same shape and dtype. Positions are learned, so there is no rotary
-        embedding."""
+        """hidden [sequences, length, hidden_size] → the same shape and dtype.
+
+        Positions are learned, so there is no rotary embedding.
+        """
         attended = self.attn(self.ln_1(hidden), mask, cache, token_rng)
         hidden = add_residual(hidden, attended, token_rng, 0)
         return add_residual(hidden, self.mlp(self.ln_2(hidden), token_rng), token_rng, 1)

@@ -1,9 +1,9 @@
-"""Numbers in 4 or 8 bits, in blocks that each have a scale: NF4 (QLoRA, arXiv 2305.14314) and the dynamic 8-bit code
-(arXiv 2110.02861), bit for bit those of bitsandbytes 0.50.
+"""Numbers in 4 or 8 bits, in blocks that each have a scale: NF4 (QLoRA, arXiv 2305.14314) and the
+dynamic 8-bit code (arXiv 2110.02861), bit for bit those of bitsandbytes 0.50.
 
-A quantized tensor is one tensor of bytes, [rows, row bytes]. A row has whole blocks and all that is needed to compute their
-numbers, so any rows are a part of the tensor, and ranks may share them in any way. Here is only the arithmetic: nothing of
-models, engines or optimizers.
+A quantized tensor is one tensor of bytes, [rows, row bytes]. A row has whole blocks and all that is
+needed to compute their numbers, so any rows are a part of the tensor, and ranks may share them in
+any way. Here is only the arithmetic: nothing of models, engines or optimizers.
 """
 
 import math
@@ -24,7 +24,8 @@ NF4_BLOCK, BLOCK = 64, 256  # numbers; the scales of `double_quant` are in block
 # Whose kernels a GPU computes with where it is installed.
 _HAS_BITSANDBYTES = find_spec("bitsandbytes") is not None
 BINS = 2**16  # what bitsandbytes rounds to on a CPU before it looks up a code of 8 bits
-# Numbers that are computed at once, in fp32 and with indices: it limits the memory beside the result.
+# Numbers that are computed at once, in fp32 and with indices: it limits the memory beside the
+# result.
 CHUNK_NUMEL = 2**21
 # The byte of two zeros in NF4, and what a zero is rounded to in the dynamic code.
 _ZEROS, _ZERO = 0x77, 131
@@ -40,8 +41,9 @@ NF4_VALUES = (
 class BlockFormat:
     """How numbers are stored.
 
-    bits: "nf4", 16 values in blocks of 64, or "int8", 256 values in blocks of 256.
-    double_quant: of NF4, the scales of 256 blocks, less the mean of all scales, are in 8 bits too: 4.13 bits a number instead
+    bits: "nf4", 16 values in blocks of 64, or "int8", 256 values in blocks of 256. double_quant: of
+    NF4, the scales of 256 blocks, less the mean of all scales, are in 8 bits too: 4.13 bits a
+    number instead
         of 4.5. The mean is in every row.
     """
 
@@ -99,10 +101,11 @@ def quantize(values: Tensor, stored: BlockFormat) -> Tensor:
 
 
 def pack_nf4(codes: Tensor, scales: Tensor, nested: tuple[Tensor, float] | None) -> Tensor:
-    """The bytes [rows, row bytes] that `quantize` makes, from what bitsandbytes keeps in separate tensors.
+    """The bytes [rows, row bytes] that `quantize` makes, from what bitsandbytes keeps in separate
+    tensors.
 
-    codes: uint8, two numbers a byte. scales: of each block, in fp32; or with `nested` their 8-bit codes, where nested has the
-    scales of these, fp32, and the mean.
+    codes: uint8, two numbers a byte. scales: of each block, in fp32; or with `nested` their 8-bit
+    codes, where nested has the scales of these, fp32, and the mean.
     """
     stored = BlockFormat("nf4", nested is not None)
     rows = stored.stored_shape(2 * codes.numel())[0]
@@ -115,7 +118,10 @@ def pack_nf4(codes: Tensor, scales: Tensor, nested: tuple[Tensor, float] | None)
 
 
 def dequantize(packed: Tensor, stored: BlockFormat, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """The numbers of bytes [rows, row bytes], as a tensor of this shape and dtype. They are computed in fp32."""
+    """The numbers of bytes [rows, row bytes], as a tensor of this shape and dtype.
+
+    They are computed in fp32.
+    """
     numel = len(packed) * stored.row_numel
     if stored.bits == "nf4" and packed.is_cuda and _HAS_BITSANDBYTES:
         import bitsandbytes  # noqa: F401  (its operators)
@@ -136,15 +142,18 @@ def dequantize(packed: Tensor, stored: BlockFormat, shape: Sequence[int], dtype:
 
 
 def quantize_blocks(blocks: Tensor, bits: Codes) -> tuple[Tensor, Tensor]:
-    """The nearest codes for numbers fp32 [..., numbers] that are divided by the largest of their block: uint8 of the same
-    shape, and these largest, fp32 [...]."""
+    """The nearest codes for numbers fp32 [..., numbers] that are divided by the largest of their
+    block: uint8 of the same shape, and these largest, fp32 [...].
+    """
     scaled, largest = _scaled(blocks)
     return torch.bucketize(scaled, _bounds(code_values(bits, blocks.device)), out_int32=True).to(torch.uint8), largest
 
 
 def _quantize_by_bins(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """The same in 8 bits as bitsandbytes computes it on a CPU: the code of the nearest of 65,536 numbers between -1 and 1. On a
-    GPU it takes the nearest code, which is another one for about a number in a thousand."""
+    """The same in 8 bits as bitsandbytes computes it on a CPU: the code of the nearest of 65,536
+    numbers between -1 and 1. On a GPU it takes the nearest code, which is another one for about a
+    number in a thousand.
+    """
     scaled, largest = _scaled(blocks)
     codes = _codes_of_bins(blocks.device)[((scaled.nan_to_num_() + 1) * 0.5 * (BINS - 1) + 0.5).int()]
     return codes.masked_fill_((largest == 0)[:, None], 0), largest
@@ -176,8 +185,11 @@ def row_bytes(columns: int) -> int:
 
 
 def pack_rows(rows: Tensor, codes: Codes) -> Tensor:
-    """Numbers fp32 [..., columns] in 8 bits: uint8 [..., row bytes]. Blocks begin with each row and end with it, so that any
-    rows of a tensor are packed as in the whole. Each number becomes the nearest code."""
+    """Numbers fp32 [..., columns] in 8 bits: uint8 [..., row bytes].
+
+    Blocks begin with each row and end with it, so that any rows of a tensor are packed as in the
+    whole. Each number becomes the nearest code.
+    """
     columns = rows.shape[-1]
     blocks = pad(rows, (0, -columns % BLOCK)).unflatten(-1, (-1, BLOCK))
     packed, scales = quantize_blocks(blocks, codes)
@@ -198,7 +210,9 @@ def code_values(bits: Codes, device: torch.device) -> Tensor:
 
 
 def dynamic_values(signed: bool = True) -> list[float]:
-    """The 256 numbers of the dynamic code: for each power of ten from 1e-6 to 1, twice as many as for the one below."""
+    """The 256 numbers of the dynamic code: for each power of ten from 1e-6 to 1, twice as many as
+    for the one below.
+    """
     numbers = [0.0, 1.0]
     for power in range(7):
         edges = torch.linspace(0.1, 1, 2 ** (power if signed else power + 1) + 1)
@@ -224,7 +238,9 @@ def _scales(part: Tensor, stored: BlockFormat) -> Tensor:
 
 
 def _mean(numbers: Tensor) -> Tensor:
-    """The mean, as a scalar: by one thread of the CPU, so that its rounding is the same wherever it is computed."""
+    """The mean, as a scalar: by one thread of the CPU, so that its rounding is the same wherever it
+    is computed.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,8 +1,8 @@
 """Matrices of a model that are stored in 4 or 8 bits, and products with them.
 
-The bytes are the layer's parameter, under the name that the matrix has without them. A product computes the matrix again each
-time, in the forward and in the backward pass, so that no more than one exists in full. Which layers they are in is decided in
-lora.py.
+The bytes are the layer's parameter, under the name that the matrix has without them. A product
+computes the matrix again each time, in the forward and in the backward pass, so that no more than
+one exists in full. Which layers they are in is decided in lora.py.
 """
 
 from dataclasses import dataclass
@@ -18,8 +18,10 @@ from lmforge.core.model.quantization.blocks import BlockFormat, dequantize, quan
 
 @dataclass(frozen=True)
 class QuantizedMatrix:
-    """What the bytes of a parameter stand for: a matrix of this `shape`, as the model has it without them. `transposed`: it is
-    stored as [inputs, outputs], as in GPT-2, and its transpose is quantized, as bitsandbytes does it."""
+    """What the bytes of a parameter stand for: a matrix of this `shape`, as the model has it
+    without them. `transposed`: it is stored as [inputs, outputs], as in GPT-2, and its transpose is
+    quantized, as bitsandbytes does it.
+    """
 
     stored: BlockFormat
     shape: torch.Size
@@ -30,7 +32,9 @@ class QuantizedMatrix:
         return self.stored.stored_shape(self.shape.numel())
 
     def quantize(self, matrix: Tensor) -> Tensor:
-        """The bytes of the whole matrix, of this shape and any float dtype: uint8 [rows, row bytes]."""
+        """The bytes of the whole matrix, of this shape and any float dtype: uint8 [rows, row
+        bytes].
+        """
         return quantize(matrix.t() if self.transposed else matrix, self.stored)
 
     def dequantize(self, packed: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -40,8 +44,11 @@ class QuantizedMatrix:
         return matrix.t() if self.transposed else matrix
 
     def multiply(self, x: Tensor, packed: Tensor, bias: Tensor | None = None, ends: Tensor | None = None) -> Tensor:
-        """x [..., inputs] → [..., outputs], in the dtype of x. Of a stack of matrices, x [rows, inputs] are multiplied as in
-        `grouped_linear`, which says what `ends` are."""
+        """x [..., inputs] → [..., outputs], in the dtype of x.
+
+        Of a stack of matrices, x [rows, inputs] are multiplied as in `grouped_linear`, which says
+        what `ends` are.
+        """
         bias = None if bias is None else bias.to(x.dtype)
         shape = [*(self.shape[::-1] if self.transposed else self.shape)]
         result: Tensor = quantized_product(x, packed, bias, ends, shape, self.stored.bits, self.stored.double_quant)
@@ -49,8 +56,10 @@ class QuantizedMatrix:
 
 
 def quantize_parameter(module: nn.Module, name: str, stored: BlockFormat, transposed: bool = False) -> None:
-    """Replace the matrix, or the stack of them, that a module has as its parameter `name` by its bytes, in place; on the meta
-    device by what has their shape. `module.quantized` says what they stand for."""
+    """Replace the matrix, or the stack of them, that a module has as its parameter `name` by its
+    bytes, in place; on the meta device by what has their shape. `module.quantized` says what they
+    stand for.
+    """
     parameter = module.get_parameter(name)
     matrix = QuantizedMatrix(stored, parameter.shape, transposed)
     packed = torch.empty(matrix.stored_shape, dtype=torch.uint8, device="meta")
@@ -75,8 +84,10 @@ def quantized_matrices(model: nn.Module) -> dict[str, QuantizedMatrix]:
 def quantized_product(
     x: Tensor, packed: Tensor, bias: Tensor | None, ends: Tensor | None, shape: list[int], bits: str, double_quant: bool
 ) -> Tensor:
-    """x [..., inputs] times the transpose of the matrix of these bytes and this shape, [outputs, inputs], plus the bias; with
-    `ends` of a stack of them. One operator, so that neither autograd nor a compiler keeps the matrix."""
+    """x [..., inputs] times the transpose of the matrix of these bytes and this shape, [outputs,
+    inputs], plus the bias; with `ends` of a stack of them. One operator, so that neither autograd
+    nor a compiler keeps the matrix.
+    """
     matrix = dequantize(packed, BlockFormat(bits, double_quant), shape, x.dtype)  # type: ignore[arg-type]
     if ends is not None:
         return multiply_groups(x, matrix, ends, False)

@@ -1,8 +1,10 @@
-"""Random numbers for initial weights: number k of a tensor is a function of the tensor's key and of k, and of nothing else.
+"""Random numbers for initial weights: number k of a tensor is a function of the tensor's key and of
+k, and of nothing else.
 
-So each rank draws only what it holds, however tensors are sharded, and all ranks together hold the same weights. There is no
-generator and no state. Beside integers, numbers are only multiplied and added, one operation after another: IEEE 754 rounds
-those in one way, so the bits do not depend on the device, the number of threads or where a shard begins.
+So each rank draws only what it holds, however tensors are sharded, and all ranks together hold the
+same weights. There is no generator and no state. Beside integers, numbers are only multiplied and
+added, one operation after another: IEEE 754 rounds those in one way, so the bits do not depend on
+the device, the number of threads or where a shard begins.
 """
 
 from collections.abc import Callable
@@ -18,7 +20,8 @@ Distribution = Callable[[Tensor], Tensor]
 
 # Numbers drawn at a time. They stay in the cache of a core; a GPU needs more to be busy.
 _CHUNK_PER_THREAD, _GPU_CHUNK = 1 << 16, 1 << 22
-# The exponent and 10 bits of the mantissa of an fp32 number choose a segment, and the other 13 bits a position in it.
+# The exponent and 10 bits of the mantissa of an fp32 number choose a segment, and the other 13 bits
+# a position in it.
 _FRACTION_BITS = 13
 _FRACTION_MASK, _SEGMENT_MASK = (1 << _FRACTION_BITS) - 1, (1 << 31 - _FRACTION_BITS) - 1
 # Those of 0.5 and of 2³¹.
@@ -29,12 +32,13 @@ _FIRST_SEGMENT, _LAST_SEGMENT = 126 << 23 - _FRACTION_BITS, 158 << 23 - _FRACTIO
 def fill_random(
     local: Tensor, starts: Tensor, key: int, distribution: Distribution, loc: float = 0.0, scale: float = 1.0
 ) -> None:
-    """Fill a rank's part of a tensor with loc + scale · numbers of `distribution`, computed in fp32, in place.
+    """Fill a rank's part of a tensor with loc + scale · numbers of `distribution`, computed in
+    fp32, in place.
 
     Args:
         local: [runs, length], of any dtype: each row holds neighbours in the flattened full tensor.
-        starts: int64 [runs], on the same device: the index of each row's first number in the flattened full tensor.
-        key: of the tensor, 64 bits.
+        starts: int64 [runs], on the same device: the index of each row's first number in the
+        flattened full tensor. key: of the tensor, 64 bits.
     """
     runs, length = local.shape
     chunk = _GPU_CHUNK if local.is_cuda else _CHUNK_PER_THREAD * torch.get_num_threads()
@@ -48,7 +52,9 @@ def fill_random(
 
 
 def random_int32(key: int, starts: Tensor, length: int) -> Tensor:
-    """Numbers `starts` … `starts` + length − 1 of a key: int32 [runs, length], all bits random. `starts` is int64 [runs].
+    """Numbers `starts` … `starts` + length − 1 of a key: int32 [runs, length], all bits random.
+
+    `starts` is int64 [runs].
 
     Numbers 2i and 2i + 1 are the halves of word i of the key's stream, the lower half first.
     """
@@ -63,11 +69,13 @@ def standard_uniform(bits: Tensor) -> Tensor:
 
 
 def standard_normal(bits: Tensor) -> Tensor:
-    """Numbers of mean 0 and variance 1: the inverse of the normal distribution function, to 3e-7, up to ±6.3.
+    """Numbers of mean 0 and variance 1: the inverse of the normal distribution function, to 3e-7,
+    up to ±6.3.
 
-    The magnitude of a signed number is a probability in 0 … 1/2. torch's `ndtri` and `log` may round otherwise at the end of a
-    tensor than within, and cost more. Here each octave of the probability has a table of 1,024 segments, and the quantile is
-    interpolated linearly between their ends: where it grows without bound, segments are as much shorter.
+    The magnitude of a signed number is a probability in 0 … 1/2. torch's `ndtri` and `log` may
+    round otherwise at the end of a tensor than within, and cost more. Here each octave of the
+    probability has a table of 1,024 segments, and the quantile is interpolated linearly between
+    their ends: where it grows without bound, segments are as much shorter.
     """
     quantiles, slopes = _normal_tables(bits.device)
     signed = bits.flatten().float().add_(0.5)
@@ -80,9 +88,11 @@ def standard_normal(bits: Tensor) -> Tensor:
 
 @cache
 def _normal_tables(device: torch.device) -> tuple[Tensor, Tensor]:
-    """|quantile| at the beginning of each segment, and its change from one fraction to the next: fp32.
+    """|quantile| at the beginning of each segment, and its change from one fraction to the next:
+    fp32.
 
-    Segments begin at 0.5, which stands for a probability of 2⁻³³, and end with that of 2³¹, which stands for 1/2.
+    Segments begin at 0.5, which stands for a probability of 2⁻³³, and end with that of 2³¹, which
+    stands for 1/2.
     """
     begins = (torch.arange(_FIRST_SEGMENT, _LAST_SEGMENT + 1, dtype=torch.int32) << _FRACTION_BITS).view(torch.float32)
     quantiles = torch.special.ndtri(begins.double() * 2.0**-32).neg()

@@ -1,5 +1,7 @@
-"""What the parts of a model cost a rank for one micro-batch, in bytes and seconds, from their traces: a block, and the head
-with its loss. Blocks differ only in their windows, and in whether they are a mixture of experts."""
+"""What the parts of a model cost a rank for one micro-batch, in bytes and seconds, from their
+traces: a block, and the head with its loss. Blocks differ only in their windows, and in whether
+they are a mixture of experts.
+"""
 
 from dataclasses import dataclass
 
@@ -19,8 +21,8 @@ LENGTH = 1024
 BACKWARD_ATTENTION = 2.5
 INT64_BYTES = 8
 FP32_BYTES = 4  # losses and the head's gradient are in fp32, whatever the compute dtype
-# Of a divergence from a teacher, by its beta (0, 1, or between): how many fp32 arrays of logits there are at once, and how many
-# bytes its operators move for each logit. Measured.
+# Of a divergence from a teacher, by its beta (0, 1, or between): how many fp32 arrays of logits
+# there are at once, and how many bytes its operators move for each logit. Measured.
 DIVERGENCE = {0.0: (6, 200), 1.0: (7, 246)}
 BETWEEN = (8, 274)
 
@@ -32,10 +34,11 @@ Parts = list[tuple[str, float, str]]
 class BlockCost:
     """What a block costs.
 
-    forward, backward: the operations of the two passes, without `recomputed`, what the backward pass computes again.
-    saved_bytes: kept from forward to backward. recomputed_bytes: what is computed again, and then held too.
-    input_bytes: the hidden states that the block is given. widest_bytes: the largest input of its products.
-    dispatch_bytes: rows of tokens on their way to and from the ranks of their experts, while these compute.
+    forward, backward: the operations of the two passes, without `recomputed`, what the backward
+    pass computes again. saved_bytes: kept from forward to backward. recomputed_bytes: what is
+    computed again, and then held too. input_bytes: the hidden states that the block is given.
+    widest_bytes: the largest input of its products. dispatch_bytes: rows of tokens on their way to
+    and from the ranks of their experts, while these compute.
     """
 
     forward: Parts
@@ -49,8 +52,9 @@ class BlockCost:
 
 
 def traced_length(step_config: StepConfig) -> int:
-    """Tokens of the sequence that is traced: of a full one where there are masks, on a CPU or in a wrapped model. Elsewhere all
-    but attention grows with the tokens, and one length stands for all."""
+    """Tokens of the sequence that is traced: of a full one where there are masks, on a CPU or in a
+    wrapped model. Elsewhere all but attention grows with the tokens, and one length stands for all.
+    """
     if not step_config.on_gpu or step_config.model.implementation != "lmforge":
         return step_config.sequence_length
     most = step_config.model.max_sequence_length or LENGTH
@@ -74,8 +78,9 @@ def block_trace(step_config: StepConfig, *, checkpointed: bool, sparse: bool) ->
 
 
 def count_block(step_config: StepConfig, rates: Rates, window: int | None, sparse: bool, checkpointed: bool) -> BlockCost:
-    """The costs of a block whose attention reaches `window` tokens back (None: all); `sparse`: it is a mixture of experts;
-    `checkpointed`: `activation_checkpointing` applies to this one."""
+    """The costs of a block whose attention reaches `window` tokens back (None: all); `sparse`: it
+    is a mixture of experts; `checkpointed`: `activation_checkpointing` applies to this one.
+    """
     plain, trace = (block_trace(step_config, checkpointed=each, sparse=sparse) for each in (False, checkpointed))
     sequences, length = step_config.tokens / traced_length(step_config), step_config.sequence_length
     # On a GPU the trace has the causal half, which a window may shorten.
@@ -130,7 +135,9 @@ def count_block(step_config: StepConfig, rates: Rates, window: int | None, spars
 
 
 def dispatched_rows(step_config: StepConfig) -> float:
-    """The rows that a rank sends, and gets where experts are equally busy, for a mixture and a micro-batch."""
+    """The rows that a rank sends, and gets where experts are equally busy, for a mixture and a
+    micro-batch.
+    """
     if step_config.expert == 1:
         return 0.0
     return step_config.tokens / step_config.tensor * step_config.model.num_experts_per_tok
@@ -165,8 +172,9 @@ def is_checkpointed(step_config: StepConfig, number: int) -> bool:
 
 
 def mask_bytes(step_config: StepConfig, *, only_kept: bool = False) -> int:
-    """Bytes of the dense masks of a CPU, one for each window, which all blocks share; while one is built there are three more.
-    `only_kept`: masks of compiled blocks and of blocks that are recomputed; others keep copies in the compute dtype.
+    """Bytes of the dense masks of a CPU, one for each window, which all blocks share; while one is
+    built there are three more. `only_kept`: masks of compiled blocks and of blocks that are
+    recomputed; others keep copies in the compute dtype.
     """
     windows = {
         window
@@ -177,7 +185,9 @@ def mask_bytes(step_config: StepConfig, *, only_kept: bool = False) -> int:
 
 
 def embedded_bytes(step_config: StepConfig) -> float:
-    """What is kept before the first block, which counts its input itself: rotary angles, masks of attention and dropout."""
+    """What is kept before the first block, which counts its input itself: rotary angles, masks of
+    attention and dropout.
+    """
     sparse = step_config.model.sparse_layers[0]
     traced = block_trace(step_config, checkpointed=False, sparse=sparse).embedded_bytes
     return step_config.tokens / traced_length(step_config) * traced + mask_bytes(step_config, only_kept=True)
@@ -187,9 +197,10 @@ def embedded_bytes(step_config: StepConfig) -> float:
 class HeadCost:
     """What the last norm, the head and the loss cost.
 
-    norm_bytes, loss_bytes: kept from the forward to the backward pass. forward_transient, backward_transient: while it runs.
-    product_seconds, loss_seconds: of the forward pass, which for a loss of tokens computes gradients at once.
-    backward_seconds: of the backward pass. scoring_seconds: of a forward pass without gradients.
+    norm_bytes, loss_bytes: kept from the forward to the backward pass. forward_transient,
+    backward_transient: while it runs. product_seconds, loss_seconds: of the forward pass, which for
+    a loss of tokens computes gradients at once. backward_seconds: of the backward pass.
+    scoring_seconds: of a forward pass without gradients.
     """
 
     norm_bytes: float
@@ -233,7 +244,8 @@ def count_head(step_config: StepConfig, rates: Rates, parameters: int) -> HeadCo
     arrays, moved = (0, 0) if distilled is None else DIVERGENCE.get(distilled.beta, BETWEEN)
     transient = float(chunk * vocabulary * (number_bytes + arrays * FP32_BYTES if arrays else once) + cast)
     if not on_gpu and number_bytes < FP32_BYTES and step_config.loss == "tokens" and distilled is None:
-        # A CPU has no product of bf16 into fp32; to add it to that of earlier chunks torch widens it.
+        # A CPU has no product of bf16 into fp32; to add it to that of earlier chunks torch widens
+        # it.
         transient += parameters * (number_bytes + (FP32_BYTES if chunk < tokens else 0))
     stored = compiled and not on_gpu and stores_exponentials(step_config.model.final_logit_softcapping, step_config.tensor)
     passes = moved or (3 * number_bytes if fused else 2 * (number_bytes + FP32_BYTES) if stored else 10 * FP32_BYTES)

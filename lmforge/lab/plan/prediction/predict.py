@@ -1,5 +1,7 @@
-"""Memory and time of a step: `predict` simulates the step's operations and adds memory that belongs to no operation. `run_cost`
-goes from there to the whole run: days, GPU-hours, energy, money, checkpoints and the cost of failures."""
+"""Memory and time of a step: `predict` simulates the step's operations and adds memory that belongs
+to no operation. `run_cost` goes from there to the whole run: days, GPU-hours, energy, money,
+checkpoints and the cost of failures.
+"""
 
 import math
 from collections.abc import Sequence
@@ -15,23 +17,27 @@ from lmforge.lab.plan.prediction.simulator import COMPUTE, HOST_COPIES, NETWORK,
 from lmforge.lab.plan.prediction.step_config import StepConfig
 from lmforge.lab.plan.prediction.units import Stage
 
-# torch's allocator with expandable segments: pages of 2 MiB, and holes between blocks. An estimate: not measured here.
+# torch's allocator with expandable segments: pages of 2 MiB, and holes between blocks. An estimate:
+# not measured here.
 ROUNDING_FRACTION = 0.03
-# The memory of CUDA's context and the libraries' workspaces, and of NCCL's buffers per communicator.
+# The memory of CUDA's context and the libraries' workspaces, and of NCCL's buffers per
+# communicator.
 CONTEXT_BYTES, COMMUNICATOR_BYTES = int(0.6 * 2**30), int(0.35 * 2**30)
 # The memory of any training process on a CPU, with the pages that the C library keeps.
 HOST_BYTES = 320 * 2**20
 # How far the true value may be below and above a prediction with constants from data sheets.
 SPEED_INTERVAL = (0.70, 1.20)
 MEMORY_INTERVAL = (0.92, 1.10)
-# torch's allocator of page-locked memory rounds each tensor up to a power of two. Sizes that are spread evenly over the factors
-# from 1 to 2 take so much more on average: 1 / ln 2.
+# torch's allocator of page-locked memory rounds each tensor up to a power of two. Sizes that are
+# spread evenly over the factors from 1 to 2 take so much more on average: 1 / ln 2.
 PAGE_LOCKED_ROUNDING = 1.44
 # The kind of memory that does not belong to tensors.
 OVERHEAD = "context and libraries"
-# The same where every constant was measured on the device: the goal of benchmarks/plan_cpu.py, whose 12 rows are within 8 %.
+# The same where every constant was measured on the device: the goal of benchmarks/plan_cpu.py,
+# whose 12 rows are within 8 %.
 CALIBRATED_SPEED_INTERVAL = (0.85, 1.15)
-# The average fraction of its power limit that a GPU uses in training, and what the rest of a host adds to its GPUs.
+# The average fraction of its power limit that a GPU uses in training, and what the rest of a host
+# adds to its GPUs.
 POWER_FRACTION, HOST_POWER = 0.9, 1.35
 # Micro-batches that are simulated one by one; all between the first and the last are alike.
 SIMULATED = 3
@@ -39,11 +45,13 @@ SIMULATED = 3
 
 @dataclass(frozen=True)
 class Prediction:
-    """The requirements of a step. memory: bytes by kind at the peak of the fullest rank, of live tensors; `peak_at` says where
-    in the step that is. live_bytes, reserved_bytes, device_bytes: of live tensors, with what the allocator keeps, and with
-    context and libraries. step_seconds; seconds: by kind of operation, overlapping ones too; exposed_seconds: exposed
-    communication and copies of activations. timeline: (operation, live bytes) in order of issue. offloaded_bytes: activations
-    in host memory. calibrated_fraction: of the time of all operations, what comes from measured constants.
+    """The requirements of a step. memory: bytes by kind at the peak of the fullest rank, of live
+    tensors; `peak_at` says where in the step that is. live_bytes, reserved_bytes, device_bytes: of
+    live tensors, with what the allocator keeps, and with context and libraries. step_seconds;
+    seconds: by kind of operation, overlapping ones too; exposed_seconds: exposed communication and
+    copies of activations. timeline: (operation, live bytes) in order of issue. offloaded_bytes:
+    activations in host memory. calibrated_fraction: of the time of all operations, what comes from
+    measured constants.
     """
 
     step_config: StepConfig
@@ -83,7 +91,9 @@ class Prediction:
 
     @property
     def host_bytes(self) -> float:
-        """What offload keeps on a host: activations, or master weights, gradients and optimizer states, of its ranks."""
+        """What offload keeps on a host: activations, or master weights, gradients and optimizer
+        states, of its ranks.
+        """
         step_config, of_a_rank = self.step_config, self.offloaded_bytes * PAGE_LOCKED_ROUNDING
         if step_config.options.cpu_offload:
             counts, master = step_config.parameters, step_config.master_dtype
@@ -107,7 +117,10 @@ class Prediction:
 
 
 def predict(step_config: StepConfig, gpu: GPU, rates: Rates) -> Prediction:
-    """The fullest rank's memory, and the time of a step. Raises UserError where the options do not fit the ranks."""
+    """The fullest rank's memory, and the time of a step.
+
+    Raises UserError where the options do not fit the ranks.
+    """
     stages = _stages(step_config)
     simulated = [_simulate(step_config, rates, stage) for stage in stages]
     simulation = max(simulated, key=lambda each: each.reserved)
@@ -230,8 +243,9 @@ def _simulate(step_config: StepConfig, rates: Rates, stage: Stage) -> Simulation
 class RunCost:
     """The cost of a whole run, by the expected speed.
 
-    checkpoint_seconds: until all ranks have written one. checkpoint_every_seconds: the interval by Young and Daly
-    (10.1016/j.future.2004.11.016), sqrt(2 · cost · time between failures). goodput: the fraction of the time that trains.
+    checkpoint_seconds: until all ranks have written one. checkpoint_every_seconds: the interval by
+    Young and Daly (10.1016/j.future.2004.11.016), sqrt(2 · cost · time between failures). goodput:
+    the fraction of the time that trains.
     """
 
     steps: int
@@ -249,8 +263,10 @@ class RunCost:
 
 
 def run_cost(phases: Sequence[tuple[int, Prediction]], options: MachineOptions, gpu: GPU, *, async_save: bool) -> RunCost:
-    """The cost of a run with these numbers of steps of each kind. An asynchronous save costs the time to copy a rank's part to
-    host memory."""
+    """The cost of a run with these numbers of steps of each kind.
+
+    An asynchronous save costs the time to copy a rank's part to host memory.
+    """
     step_config = phases[0][1].step_config
     steps = sum(count for count, _ in phases)
     step_seconds = sum(count * each.step_seconds for count, each in phases) / steps

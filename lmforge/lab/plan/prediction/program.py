@@ -1,8 +1,10 @@
-"""A step as a list of operations, in the order in which torch's engines issue them: gather, compute, reduce, free.
+"""A step as a list of operations, in the order in which torch's engines issue them: gather,
+compute, reduce, free.
 
-For FSDP2 the order of allocations was read from fully_shard's hooks (torch 2.13) and is compared with what FSDPMemTracker sees
-(tests/plan/test_memory_order.py). In the forward pass a unit's all-gather buffer lives until the next unit is waited for. In
-the backward pass the unit before is gathered while this one computes, and a unit's reduce-scatter input lives until the next
+For FSDP2 the order of allocations was read from fully_shard's hooks (torch 2.13) and is compared
+with what FSDPMemTracker sees (tests/plan/test_memory_order.py). In the forward pass a unit's
+all-gather buffer lives until the next unit is waited for. In the backward pass the unit before is
+gathered while this one computes, and a unit's reduce-scatter input lives until the next
 reduce-scatter. FSDP1 does the same with one flat tensor.
 """
 
@@ -33,12 +35,16 @@ FP32 = 4
 DEQUANTIZE_BYTES = 6.5
 # Kernels that a block launches in its forward pass.
 EAGER_KERNELS, COMPILED_KERNELS = 60, 20
-# Arrays [tokens, width] and [tokens, intermediate_size] that the backward pass of half a block holds besides what was kept.
+# Arrays [tokens, width] and [tokens, intermediate_size] that the backward pass of half a block
+# holds besides what was kept.
 BACKWARD_WIDE, BACKWARD_STREAM = 2.0, 3.0
 
 
 class StepProgram:
-    """The operations of one step. `build` returns them; `held` is what the rank keeps between steps, by kind."""
+    """The operations of one step.
+
+    `build` returns them; `held` is what the rank keeps between steps, by kind.
+    """
 
     def __init__(self, step_config: StepConfig, rates: Rates, stage: Stage) -> None:
         self.step_config, self.rates, self.stage = step_config, rates, stage
@@ -84,7 +90,8 @@ class StepProgram:
     def head_cost(self) -> HeadCost:
         return count_head(self.step_config, self.rates, self.units.head_parameters)
 
-    # --- between steps ---------------------------------------------------------------------------------------------------
+    # --- between steps
+    # ---------------------------------------------------------------------------------------------------
 
     def held(self) -> dict[str, float]:
         """Bytes by kind that a rank keeps between steps."""
@@ -112,10 +119,13 @@ class StepProgram:
 
     @property
     def saved_bytes(self) -> float:
-        """What the blocks keep of a micro-batch for its backward pass, on the device or, with activation offload, the host."""
+        """What the blocks keep of a micro-batch for its backward pass, on the device or, with
+        activation offload, the host.
+        """
         return sum(cost.saved_bytes for cost in self.costs)
 
-    # --- one step ----------------------------------------------------------------------------------------------------------
+    # --- one step
+    # ----------------------------------------------------------------------------------------------------------
 
     def build(self, micro_batches: int) -> list[Operation]:
         step_config = self.step_config
@@ -168,8 +178,9 @@ class StepProgram:
         return {kind: float(nbytes)} if unit.group.size > 1 else {}
 
     def _wait(self, unit: Unit, *, in_forward: bool) -> None:
-        """Wait for a unit's all-gather, and copy its parameters out of the buffer, which the forward pass keeps for one more
-        unit, so that the next gather need not wait for this copy."""
+        """Wait for a unit's all-gather, and copy its parameters out of the buffer, which the
+        forward pass keeps for one more unit, so that the next gather need not wait for this copy.
+        """
         if unit.name not in self._gathering:
             return
         number = self._gathering.pop(unit.name)
@@ -190,7 +201,9 @@ class StepProgram:
         self._copied = self._copied[-1:] + copied
 
     def _after_copy(self, *, in_forward: bool) -> tuple[int, ...]:
-        """The copy that the next gather waits for: in the forward pass the last but one, in the backward pass the last."""
+        """The copy that the next gather waits for: in the forward pass the last but one, in the
+        backward pass the last.
+        """
         return self._copied[:1] if in_forward else self._copied[-1:]
 
     def _free(self, unit: Unit) -> dict[str, float]:
@@ -230,7 +243,9 @@ class StepProgram:
             self._head_forward()
 
     def _copy_out(self, unit: Unit, cost: BlockCost) -> None:
-        """Copy a block's activations to the host beside the next block, and free those of the block before."""
+        """Copy a block's activations to the host beside the next block, and free those of the block
+        before.
+        """
         copied = self._add(f"copy activations of {unit.name} out", HOST_COPIES, after=self._last_compute,
                            seconds=cost.saved_bytes / self.rates.host_copy, kind="copies of activations")  # fmt: skip
         if self._leaving is not None:
@@ -244,8 +259,9 @@ class StepProgram:
                          allocate={"activations": float(cost.saved_bytes)})  # fmt: skip
 
     def _score_by(self, name: str, scorer: "StepProgram", times: int = 1) -> None:
-        """The forward pass of a model that scores `times` micro-batches, which is distributed like the one that is trained and
-        keeps nothing."""
+        """The forward pass of a model that scores `times` micro-batches, which is distributed like
+        the one that is trained and keeps nothing.
+        """
         for unit, cost in zip(scorer.units.blocks, scorer.costs, strict=True):
             gathered, after = dict[str, float](), tuple[int, ...]()
             if self.step_config.is_fsdp:
@@ -363,7 +379,8 @@ class StepProgram:
             freed |= {"accumulated gradients": float(unit.trained * FP32)}
         nbytes = float(unit.padded_trained * step_config.reduce_dtype_bytes)
         buffer = self._buffer(unit, "reduce buffers", nbytes)
-        # The compute stream waits for the reduction before, and its buffer is given back, before the next is allocated.
+        # The compute stream waits for the reduction before, and its buffer is given back, before
+        # the next is allocated.
         self._add(f"copy in {unit.name}", kind="copies of parameters", free=self._reducing,
                   after=self._last_compute + self._reduction,
                   seconds=unit.trained * (self.number_bytes + step_config.reduce_dtype_bytes) / rates.memory)  # fmt: skip
@@ -385,7 +402,8 @@ class StepProgram:
         step_config, rates = self.step_config, self.rates
         count = self.trained
         ends = tuple(number for number, each in enumerate(self.operations) if each.stream == NETWORK)[-1:]
-        # Reads master, gradient and two states, and writes all but the gradient; clipping reads and writes the gradient.
+        # Reads master, gradient and two states, and writes all but the gradient; clipping reads and
+        # writes the gradient.
         nbytes = count * self.master_bytes * (7 + 3)
         seconds = nbytes / rates.memory
         if step_config.options.cpu_offload and step_config.on_gpu:

@@ -1,7 +1,9 @@
-"""The speed of a device in FLOP/s and bytes/s, and the time of a collective: from data sheets or measurements.
+"""The speed of a device in FLOP/s and bytes/s, and the time of a collective: from data sheets or
+measurements.
 
-`Rates.calibrate` uses a file of `lmforge bench --calibrate` instead of the data sheet, for the values that it has. Values that
-hold for all devices are constants here, with their sources. None was fitted to a published training speed.
+`Rates.calibrate` uses a file of `lmforge bench --calibrate` instead of the data sheet, for the
+values that it has. Values that hold for all devices are constants here, with their sources. None
+was fitted to a published training speed.
 """
 
 import math
@@ -14,26 +16,28 @@ from lmforge.lab.plan.calibration import COLLECTIVES, Calibration, RateTable
 from lmforge.lab.plan.hardware import GB, GPU, Network
 from lmforge.lab.plan.operators import Product
 
-# The fraction of the data sheet's memory bandwidth that a streaming kernel reaches (BabelStream on A100 and H100: 0.85 to
-# 0.92).
+# The fraction of the data sheet's memory bandwidth that a streaming kernel reaches (BabelStream on
+# A100 and H100: 0.85 to 0.92).
 MEMORY_FRACTION = 0.87
-# The fraction of a link's bandwidth that NCCL's collectives reach for large messages (nccl-tests' busbw over NVLink 3 and 4;
-# and RDMA).
+# The fraction of a link's bandwidth that NCCL's collectives reach for large messages (nccl-tests'
+# busbw over NVLink 3 and 4; and RDMA).
 LINK_FRACTION, NETWORK_FRACTION = 0.80, 0.90
 # Seconds until the first byte of a collective has arrived, and for each further host of its ring.
 LINK_LATENCY = 15e-6
-# Seconds of the products of experts, which are one kernel, over those of a dense product with as many rows, by dtype. On a GPU:
-# 16 experts on an H200 at 705 TFLOP/s (pytorch/pytorch#156203), over what dense products reach there; on a CPU: measured here,
-# with 8 experts.
+# Seconds of the products of experts, which are one kernel, over those of a dense product with as
+# many rows, by dtype. On a GPU: 16 experts on an H200 at 705 TFLOP/s (pytorch/pytorch#156203), over
+# what dense products reach there; on a CPU: measured here, with 8 experts.
 GROUPED_RATIO, CPU_GROUPED_RATIO = 1.13, {"fp32": 1.13, "bf16": 1.66}
-# Streaming multiprocessors that a collective occupies while it runs beside kernels (NCCL's channels on NVLink).
+# Streaming multiprocessors that a collective occupies while it runs beside kernels (NCCL's channels
+# on NVLink).
 COLLECTIVE_SMS = 16
 # Seconds of the host for a kernel, and for the hooks of an FSDP unit.
 LAUNCH_SECONDS, UNIT_SECONDS = 5e-6, 400e-6
-# Tiles of matrix products, and the length of a product's inner dimension that costs as much as filling its pipeline.
+# Tiles of matrix products, and the length of a product's inner dimension that costs as much as
+# filling its pipeline.
 TILE_ROWS, TILE_COLUMNS, PIPELINE_FILL = 128, 256, 128
-# The fraction of the float8 peak that products with scaling reach; bf16 inputs are read twice and written once to be scaled and
-# cast.
+# The fraction of the float8 peak that products with scaling reach; bf16 inputs are read twice and
+# written once to be scaled and cast.
 FLOAT8_FRACTION = 0.65
 # Kinds of operations of a step, by the constants that their time comes from.
 CONSTANTS = {
@@ -70,9 +74,10 @@ def make_group(size: int, stride: int, gpus_per_host: int) -> Group:
 class Measured:
     """Measured values, used instead of formulas.
 
-    products, backward_products: what the formula's seconds of a product are multiplied by, by (rows, inner, columns);
-    float8_products likewise. attention: FLOP/s of both passes by (head_dim, length). element_wise: bytes/s by the bytes of an
-    array. collectives: seconds by bytes, of `group` ranks.
+    products, backward_products: what the formula's seconds of a product are multiplied by, by
+    (rows, inner, columns); float8_products likewise. attention: FLOP/s of both passes by (head_dim,
+    length). element_wise: bytes/s by the bytes of an array. collectives: seconds by bytes, of
+    `group` ranks.
     """
 
     products: RateTable
@@ -86,13 +91,17 @@ class Measured:
 
 @dataclass(frozen=True)
 class Rates:
-    """The rates of one device and its connections. FLOP/s and bytes/s are achieved values, not peaks.
+    """The rates of one device and its connections.
 
-    product_flops: of large matrix products in the compute dtype; float8_flops: in float8; fp32_flops: in fp32. grouped_ratios:
-        of the seconds of experts' products to those of dense ones, in the forward and the backward pass.
-    attention_flops: of the forward and the backward pass.
-    network: of a host, in one direction; None for one host.
-    measured: what a calibration has by shape and size. calibrated: which of CONSTANTS come from one.
+    FLOP/s and bytes/s are achieved values, not peaks.
+
+    product_flops: of large matrix products in the compute dtype; float8_flops: in float8;
+    fp32_flops: in fp32. grouped_ratios:
+        of the seconds of experts' products to those of dense ones, in the forward and the backward
+        pass.
+    attention_flops: of the forward and the backward pass. network: of a host, in one direction;
+    None for one host. measured: what a calibration has by shape and size. calibrated: which of
+    CONSTANTS come from one.
     """
 
     product_flops: float
@@ -133,8 +142,10 @@ class Rates:
         )
 
     def calibrate(self, calibration: Calibration, dtype: str) -> "Rates":
-        """These rates with measured values where they exist. For a dtype that was not measured, only those that do not depend
-        on it."""
+        """These rates with measured values where they exist.
+
+        For a dtype that was not measured, only those that do not depend on it.
+        """
         c, calibrated = calibration, ["memory"]
         rates = replace(self, memory=c.required("memory", None).at())
         copies = [rate for name in ("host to device", "device to host") if (rate := c.value(name))]
@@ -166,7 +177,9 @@ class Rates:
         return replace(rates, calibrated=tuple(name for name in CONSTANTS if name in calibrated))
 
     def _beside_formula(self, flops: RateTable, number_bytes: int, float8: bool = False) -> RateTable:
-        """Measured seconds divided by the formula's: between two shapes the formula is better than linear interpolation."""
+        """Measured seconds divided by the formula's: between two shapes the formula is better than
+        linear interpolation.
+        """
         values: dict[tuple[int, ...], float] = {}
         for (rows, inner, columns), rate in flops.items():
             formula = self._formula_seconds(Product(rows, inner, columns, number_bytes), float8)
@@ -210,7 +223,9 @@ class Rates:
         return moved / self.measured.element_wise.at(array_bytes)
 
     def _formula_seconds(self, product: Product, float8: bool) -> float:
-        """The time of full waves of tiles, or of reading and writing, if that is longer. Without the casts of float8.
+        """The time of full waves of tiles, or of reading and writing, if that is longer.
+
+        Without the casts of float8.
 
         The last tile of rows of an expert is half empty on average.
         """
@@ -226,7 +241,9 @@ class Rates:
         return max(2.0 * filled * inner * columns / (speed * efficiency), moved)
 
     def gather_seconds(self, nbytes: float, group: Group, name: str = "all-gather") -> float:
-        """An all-gather to `nbytes` on each rank of the group, or the reduce-scatter of that size, by its name."""
+        """An all-gather to `nbytes` on each rank of the group, or the reduce-scatter of that size,
+        by its name.
+        """
         if group.size == 1 or nbytes == 0:
             return 0.0
         if (measured := self._measured_collective(name, nbytes, group)) is not None:
@@ -245,7 +262,9 @@ class Rates:
         return 2 * self.gather_seconds(nbytes, group)
 
     def all_to_all_seconds(self, nbytes: float, group: Group) -> float:
-        """Of ranks that each send `nbytes` in equal parts to all ranks of the group, themselves included."""
+        """Of ranks that each send `nbytes` in equal parts to all ranks of the group, themselves
+        included.
+        """
         if group.size == 1:
             return 0.0
         seconds = LINK_LATENCY + nbytes * (group.per_host - 1) / group.size / self.link
@@ -255,7 +274,8 @@ class Rates:
         return max(seconds, leaving / self._group_network(group)) + self.network_latency
 
     def _measured_collective(self, name: str, nbytes: float, group: Group) -> float | None:
-        """What it takes by the measured one; None without one, and for a group on more hosts, or on one where it had several.
+        """What it takes by the measured one; None without one, and for a group on more hosts, or on
+        one where it had several.
 
         Bytes that each link carries grow as (ranks - 1) / ranks, in a group of any size.
         """
@@ -270,6 +290,8 @@ class Rates:
         return float(np.interp(nbytes, sizes, seconds)) * max(1.0, nbytes / sizes[-1])
 
     def _group_network(self, group: Group) -> float:
-        """Bytes/s of a host for one group: those of the host's other ranks communicate at the same time."""
+        """Bytes/s of a host for one group: those of the host's other ranks communicate at the same
+        time.
+        """
         assert self.network is not None
         return self.network * group.per_host / self.gpus_per_host

@@ -1,9 +1,11 @@
-"""Which configurations of a run fit: the fastest of all (`search`), or those near one that does not (`suggest_what_fits`).
+"""Which configurations of a run fit: the fastest of all (`search`), or those near one that does not
+(`suggest_what_fits`).
 
-A search estimates all and predicts the best of them in full. The estimate extrapolates linearly from two models with few
-blocks, since all blocks with one window are identical. The global batch, the model and the numbers that training computes stay
-what they are. What changes numbers comes last (optimizer states in 8 bits, frozen matrices in 8 or 4 bits), and float8 is tried
-only on request. fsdp1 does what fsdp2 does, and is not tried.
+A search estimates all and predicts the best of them in full. The estimate extrapolates linearly
+from two models with few blocks, since all blocks with one window are identical. The global batch,
+the model and the numbers that training computes stay what they are. What changes numbers comes last
+(optimizer states in 8 bits, frozen matrices in 8 or 4 bits), and float8 is tried only on request.
+fsdp1 does what fsdp2 does, and is not tried.
 """
 
 import math
@@ -52,9 +54,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """best: what fits, the fastest first, predicted in full. fitting: all estimates that fit, the fastest first.
+    """best: what fits, the fastest first, predicted in full. fitting: all estimates that fit, the
+    fastest first.
 
-    too_large: the estimates that do not fit, those nearest to it first. refused: how many the checks of a run refuse.
+    too_large: the estimates that do not fit, those nearest to it first. refused: how many the
+    checks of a run refuse.
     """
 
     best: list[Prediction]
@@ -68,8 +72,10 @@ class SearchResult:
 def search(
     base: StepConfig, global_batch_size: int, gpu: GPU, rates: Rates, budget: float, most: int, float8: bool
 ) -> SearchResult:
-    """Try the configurations of `base`'s model, batch and GPUs, at most `most`. `budget` is the memory of a GPU in bytes. What
-    is offloaded has to fit into the host."""
+    """Try the configurations of `base`'s model, batch and GPUs, at most `most`.
+
+    `budget` is the memory of a GPU in bytes. What is offloaded has to fit into the host.
+    """
     on_host = gpu.host_memory_gb * 2**30 * min(base.gpus_per_host, base.world_size)
 
     def fits(candidate: Candidate | Prediction) -> bool:
@@ -121,7 +127,9 @@ def candidates(base: StepConfig, global_batch_size: int, float8: bool) -> Iterat
 
 
 def in_fewer_bits(base: StepConfig) -> list[StepConfig]:
-    """The same with optimizer states or a frozen base in fewer bits, which changes what training computes: the least first."""
+    """The same with optimizer states or a frozen base in fewer bits, which changes what training
+    computes: the least first.
+    """
     if base.lora is not None:
         bits: list[Bits] = [] if base.lora.base_dtype or base.reference == "copy" else ["int8", "nf4"]
         return [replace(base, lora=replace(base.lora, base_dtype=each)) for each in bits]
@@ -131,7 +139,9 @@ def in_fewer_bits(base: StepConfig) -> list[StepConfig]:
 
 
 def _savings(base: StepConfig) -> list[dict[str, Any]]:
-    """What to do with activations: recompute more or less of them, and keep the rest on the device or the host."""
+    """What to do with activations: recompute more or less of them, and keep the rest on the device
+    or the host.
+    """
     kept = [{"activation_checkpointing": mode, "activation_offload": False} for mode in CHECKPOINTING_MODES]
     modes = (NoCheckpointing.name, FullCheckpointing.name) if base.on_gpu else ()
     return kept + [{"activation_checkpointing": mode, "activation_offload": True} for mode in modes]
@@ -193,8 +203,9 @@ def estimate(step_config: StepConfig, gpu: GPU, rates: Rates, budget: float) -> 
 
 
 def _on_straight_line(step_config: StepConfig, gpu: GPU, rates: Rates) -> Candidate:
-    """Memory and time, extrapolated linearly from two models of few blocks for each kind of layers, whose results count as
-    often as the model has such layers."""
+    """Memory and time, extrapolated linearly from two models of few blocks for each kind of layers,
+    whose results count as often as the model has such layers.
+    """
     layers = step_config.model.num_hidden_layers
     few, more = (count * step_config.pipeline for count in FEW_BLOCKS)
     if layers <= more:
@@ -228,7 +239,8 @@ def why_slower(candidate: Candidate | Prediction, winner: Candidate | Prediction
 
 
 def suggest_what_fits(current: StepConfig, needed_bytes: Callable[[StepConfig], float], available_bytes: float) -> str:
-    """What to do instead of `current`, which does not fit: only what fits into `available_bytes` on each rank.
+    """What to do instead of `current`, which does not fit: only what fits into `available_bytes` on
+    each rank.
 
     `needed_bytes` returns what a rank needs with a StepConfig.
     """
@@ -283,8 +295,10 @@ def _is_allowed(step_config: StepConfig) -> bool:
 
 
 def _alternatives(current: StepConfig) -> list[list[StepConfig]]:
-    """StepConfigs that need less memory: recompute, offload activations, reduce more often, shard more, offload weights;
-    and, since that changes what is computed, run a teacher once before, and store weights and states in fewer bits."""
+    """StepConfigs that need less memory: recompute, offload activations, reduce more often, shard
+    more, offload weights; and, since that changes what is computed, run a teacher once before, and
+    store weights and states in fewer bits.
+    """
     sharded = current.fully_sharded()
     recompute = [current.with_options(activation_checkpointing=mode) for mode in CHECKPOINTING_MODES]
     hosted = [current.with_options(activation_offload=True)] if current.on_gpu else []

@@ -1,9 +1,9 @@
 """Simulates a list of operations on streams, and tracks the memory of each kind.
 
-Time and memory follow different orders. A stream runs its operations one after another, and waits for those of other streams.
-Memory is allocated and freed in the order in which the host issues operations, which runs ahead of the device. torch's
-allocator keeps what one stream has freed for that stream, so that what a GPU holds is the sum of the largest that each stream's
-pool ever was.
+Time and memory follow different orders. A stream runs its operations one after another, and waits
+for those of other streams. Memory is allocated and freed in the order in which the host issues
+operations, which runs ahead of the device. torch's allocator keeps what one stream has freed for
+that stream, so that what a GPU holds is the sum of the largest that each stream's pool ever was.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,8 +22,9 @@ NOTHING: Mapping[str, float] = {}
 class Operation:
     """One operation.
 
-    after: numbers of operations that must have ended. allocate, free: bytes by kind, before and after it.
-    transient: bytes that it holds only while it runs. host_seconds: what issuing it costs the host.
+    after: numbers of operations that must have ended. allocate, free: bytes by kind, before and
+    after it. transient: bytes that it holds only while it runs. host_seconds: what issuing it costs
+    the host.
     """
 
     name: str
@@ -41,9 +42,9 @@ class Operation:
 class Simulation:
     """The result of a list of operations.
 
-    live_peak: bytes by kind when most was live, and `peak_at` the operation. reserved: the sum of the pools' peaks.
-    timeline: (operation, live bytes while it runs), in order of issue.
-    busy: seconds by stream and by kind of operation. exposed: seconds in which only the network is busy.
+    live_peak: bytes by kind when most was live, and `peak_at` the operation. reserved: the sum of
+    the pools' peaks. timeline: (operation, live bytes while it runs), in order of issue. busy:
+    seconds by stream and by kind of operation. exposed: seconds in which only the network is busy.
     host_bound: seconds in which the device waits for the host.
     """
 
@@ -133,10 +134,12 @@ class _Clock:
 def simulate(
     operations: Sequence[Operation], held: Mapping[str, float], repeated: tuple[int, int] = (0, 0), times: int = 0
 ) -> Simulation:
-    """Carry out the operations of one step. `held` are the bytes by kind before the first operation.
+    """Carry out the operations of one step.
 
-    Those from the first to before the second number of `repeated` stand for `times` more of their kind: their time is added,
-    and their memory is the same.
+    `held` are the bytes by kind before the first operation.
+
+    Those from the first to before the second number of `repeated` stand for `times` more of their
+    kind: their time is added, and their memory is the same.
     """
     memory, clock = _Memory(held), _Clock()
     before = clock.state()

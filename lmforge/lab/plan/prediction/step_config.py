@@ -19,8 +19,10 @@ from lmforge.post.options.tuning import DistillConfig
 
 @dataclass(frozen=True)
 class Distillation:
-    """What a distillation has beside its student. beta: of the divergence. teacher: the model that scores each batch; None
-    where its `stored_ids` likeliest tokens of each place were stored before."""
+    """What a distillation has beside its student. beta: of the divergence. teacher: the model that
+    scores each batch; None where its `stored_ids` likeliest tokens of each place were stored
+    before.
+    """
 
     beta: float
     stored_ids: int
@@ -37,14 +39,16 @@ class Distillation:
 class StepConfig:
     """One way to train a model on some ranks.
 
-    options: `[parallel]`; its engine is not auto.
-    dtype, master_dtype: "fp32" or "bf16", of computation and of what is kept between steps.
-    on_gpu: whether the device is one; on a CPU, attention is given a dense mask, and nothing is asynchronous.
-    logit_bytes: None where head and loss go through the tokens in chunks, as in lmforge. Other programs, whose published
-        figures predictions are compared with, keep so many bytes of each logit, and their backward pass holds so many more.
-    reduce_dtype_bytes: of a number of a gradient while FSDP reduces it.
-    lora: the adapters of each block, beside which all other weights are frozen, but for the head of a reward model.
-    loss: what the loss reads of the head. reference: what scores each batch before the policy: nothing, a frozen copy of the
+    options: `[parallel]`; its engine is not auto. dtype, master_dtype: "fp32" or "bf16", of
+    computation and of what is kept between steps. on_gpu: whether the device is one; on a CPU,
+    attention is given a dense mask, and nothing is asynchronous. logit_bytes: None where head and
+    loss go through the tokens in chunks, as in lmforge. Other programs, whose published
+        figures predictions are compared with, keep so many bytes of each logit, and their backward
+        pass holds so many more.
+    reduce_dtype_bytes: of a number of a gradient while FSDP reduces it. lora: the adapters of each
+    block, beside which all other weights are frozen, but for the head of a reward model. loss: what
+    the loss reads of the head. reference: what scores each batch before the policy: nothing, a
+    frozen copy of the
         model's first weights, or the policy without its adapters.
     has_dropout: whether the model drops activations.
     distillation: what a student learns from, instead of the text alone.
@@ -112,7 +116,9 @@ class StepConfig:
 
     @cached_property
     def teacher(self) -> "StepConfig | None":
-        """The teacher of a distillation, which only scores: in the compute dtype, and distributed like the student."""
+        """The teacher of a distillation, which only scores: in the compute dtype, and distributed
+        like the student.
+        """
         if self.distillation is None or self.distillation.teacher is None:
             return None
         alone = replace(self, model=self.distillation.teacher, master_dtype=self.dtype, distillation=None, lora=None)
@@ -121,7 +127,9 @@ class StepConfig:
 
     @property
     def distilled_bytes(self) -> float:
-        """What a rank is told of all tokens of a step: hidden states of the teacher, or its likeliest tokens in fp32."""
+        """What a rank is told of all tokens of a step: hidden states of the teacher, or its
+        likeliest tokens in fp32.
+        """
         if self.distillation is None:
             return 0.0
         teacher = self.distillation.teacher
@@ -138,7 +146,9 @@ class StepConfig:
         return self.options.activation_offload and self.on_gpu
 
     def traced_model(self, *, sparse: bool) -> TracedModel:
-        """The part of the model on a rank, with a block that is a mixture or not, whose trace serves every depth."""
+        """The part of the model on a rank, with a block that is a mixture or not, whose trace
+        serves every depth.
+        """
         return _rank_part(self.model, self.dtype, self.lora, self.tensor, sparse)
 
     @property
@@ -160,7 +170,9 @@ class StepConfig:
 
     @cached_property
     def shards(self) -> int:
-        """The number of ranks over which FSDP shards a copy of the model's part per tensor and pipeline rank."""
+        """The number of ranks over which FSDP shards a copy of the model's part per tensor and
+        pipeline rank.
+        """
         return self.dims.fsdp_degree if self.is_fsdp else 1
 
     @property
@@ -193,7 +205,9 @@ class StepConfig:
 
     @property
     def tokens(self) -> int:
-        """The tokens of a micro-batch on a rank; with tensor parallelism all ranks of its group have the same."""
+        """The tokens of a micro-batch on a rank; with tensor parallelism all ranks of its group
+        have the same.
+        """
         return self.micro_batch_size * self.sequence_length // self.context
 
     @property

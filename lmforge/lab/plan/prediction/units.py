@@ -1,5 +1,6 @@
-"""The units of a rank's model that FSDP gathers and reduces, and the parameters of each: embedding, blocks, head, and a root
-with the rest. Without FSDP they are parts of the model only."""
+"""The units of a rank's model that FSDP gathers and reduces, and the parameters of each: embedding,
+blocks, head, and a root with the rest. Without FSDP they are parts of the model only.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +12,10 @@ from lmforge.lab.plan.traces import ModelShapes, Shapes, model_shapes
 
 @dataclass(frozen=True)
 class Stage:
-    """The part of the model on a rank: all of it, or a pipeline's. `in_flight` micro-batches wait for their backward pass."""
+    """The part of the model on a rank: all of it, or a pipeline's.
+
+    `in_flight` micro-batches wait for their backward pass.
+    """
 
     blocks: int
     has_embedding: bool = True
@@ -21,9 +25,10 @@ class Stage:
 
 @dataclass(frozen=True)
 class Unit:
-    """The rank's parameters before sharding, the same with the rows that FSDP2 pads so that tensors divide by the ranks, and
-    the trained ones of both. group: the ranks that it is sharded over. quantized: the padded bytes of matrices in 4 or 8 bits,
-    which are not among the parameters."""
+    """The rank's parameters before sharding, the same with the rows that FSDP2 pads so that tensors
+    divide by the ranks, and the trained ones of both. group: the ranks that it is sharded over.
+    quantized: the padded bytes of matrices in 4 or 8 bits, which are not among the parameters.
+    """
 
     name: str
     parameters: int
@@ -36,9 +41,11 @@ class Unit:
 
 @dataclass(frozen=True)
 class Units:
-    """experts: of a block by its name, where expert parallelism splits them: a unit of their own. tied: the head is the
-    embedding. in_root: the embedding is gathered with the last norm for the whole step, as it is no unit of its own. widest:
-    the parameters of the largest matrix in 4 or 8 bits."""
+    """experts: of a block by its name, where expert parallelism splits them: a unit of their own.
+    tied: the head is the embedding. in_root: the embedding is gathered with the last norm for the
+    whole step, as it is no unit of its own. widest: the parameters of the largest matrix in 4 or 8
+    bits.
+    """
 
     root: Unit
     embedding: Unit
@@ -98,14 +105,17 @@ def rank_units(step_config: StepConfig, stage: Stage, sparse_layers: Sequence[bo
 
 
 def _counts(shapes: Shapes, multiple: int) -> tuple[int, int]:
-    """The numbers in tensors with these (rows, columns), and with rows that are padded to a multiple."""
+    """The numbers in tensors with these (rows, columns), and with rows that are padded to a
+    multiple.
+    """
     padded = sum(-(-rows // multiple) * multiple * columns for rows, columns in shapes)
     return sum(rows * columns for rows, columns in shapes), padded
 
 
 def _split_experts(step_config: StepConfig, shapes: ModelShapes) -> tuple[tuple[Shapes, Shapes], Unit]:
-    """The trained and the frozen tensors of a sparse block without its experts, and these as a unit. FSDP shards each one by
-    rows, which rarely need padding."""
+    """The trained and the frozen tensors of a sparse block without its experts, and these as a
+    unit. FSDP shards each one by rows, which rarely need padding.
+    """
     ranks = step_config.expert
 
     def part(of_block: Shapes, experts: Shapes) -> tuple[Shapes, int]:

@@ -2,8 +2,8 @@
 
 NVIDIA's are read through NVML; those of other makes are not.
 
-A value that the library or driver does not report is None, and a device that does not answer has an `error`; the other values
-are still reported.
+A value that the library or driver does not report is None, and a device that does not answer has an
+`error`; the other values are still reported.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,9 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/gpus")
 
 @dataclass(frozen=True)
 class DeviceUsage:
-    """One GPU. None where something is not known; `error` says why nothing is, `slowdown` why its clocks are low."""
+    """One GPU. None where something is not known; `error` says why nothing is, `slowdown` why its
+    clocks are low.
+    """
 
     index: Count
     name: str = ""
@@ -91,7 +93,9 @@ def _read_nvidia_device(nvml: Any, index: int) -> DeviceUsage:
 
 
 def _or_none(read: Callable[[], T]) -> T | None:
-    """The result of `read`; None where the library raises, since GPUs and drivers lack different values."""
+    """The result of `read`; None where the library raises, since GPUs and drivers lack different
+    values.
+    """
     with suppress(Exception):
         return read()
     return None

@@ -12,12 +12,16 @@ from pathlib import Path
 from lmforge.core.distributed.host_memory import format_memory
 
 CHECK_SECONDS = 10.0
-# Below this fraction of free inodes there is a warning; a checkpoint makes a few files for each rank.
+# Below this fraction of free inodes there is a warning; a checkpoint makes a few files for each
+# rank.
 MIN_INODE_FRACTION = 0.005
 
 
 class DiskMonitor:
-    """Checks the disk of `folder`. `next_checkpoint_bytes` gives the size of the next checkpoint."""
+    """Checks the disk of `folder`.
+
+    `next_checkpoint_bytes` gives the size of the next checkpoint.
+    """
 
     def __init__(self, folder: Path, next_checkpoint_bytes: Callable[[], int]) -> None:
         self._folder, self._next_checkpoint_bytes = folder, next_checkpoint_bytes
@@ -38,7 +42,9 @@ class DiskMonitor:
                 return
 
     def check(self) -> list[str]:
-        """Lines about space and inodes that became low since the last check, or are sufficient again. Raises OSError."""
+        """Lines about space and inodes that became low since the last check, or are sufficient
+        again. Raises OSError.
+        """
         stats = os.statvfs(self._folder)
         free, needed = stats.f_bavail * stats.f_frsize, self._next_checkpoint_bytes()
         lines = self._on_change(

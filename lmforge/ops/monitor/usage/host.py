@@ -1,7 +1,8 @@
 """The usage of a host: CPUs, memory, network, its busiest processes and its GPUs.
 
-The first rank of each host publishes it with the heartbeats, from a separate thread, since a driver that hangs must not stop
-heartbeats. So `lmforge top RUN` needs nothing but the run's directory. `lmforge top HOST` samples where it runs.
+The first rank of each host publishes it with the heartbeats, from a separate thread, since a driver
+that hangs must not stop heartbeats. So `lmforge top RUN` needs nothing but the run's directory.
+`lmforge top HOST` samples where it runs.
 """
 
 import os
@@ -36,7 +37,9 @@ class ProcessUsage:
 
 @dataclass(frozen=True)
 class HostUsage:
-    """A host at `time`, seconds since the epoch. Rates are since the sample before; the first ones are None.
+    """A host at `time`, seconds since the epoch.
+
+    Rates are since the sample before; the first ones are None.
 
     processes   the busiest ones, where they were asked for         notes   what could not be found out, and why
     """
@@ -56,7 +59,10 @@ class HostUsage:
 
 
 class HostSampler:
-    """Samples of this host, with its `num_processes` busiest processes. Rates are between two calls of `sample`."""
+    """Samples of this host, with its `num_processes` busiest processes.
+
+    Rates are between two calls of `sample`.
+    """
 
     def __init__(self, num_processes: int = 0) -> None:
         self._num_processes = num_processes
@@ -97,7 +103,9 @@ class HostSampler:
         return max(0, received - before[1]) / seconds, max(0, sent - before[2]) / seconds
 
     def _busiest(self) -> list[ProcessUsage]:
-        """psutil keeps its Process objects, and in each the times of the last call of `cpu_percent`."""
+        """psutil keeps its Process objects, and in each the times of the last call of
+        `cpu_percent`.
+        """
         loads = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
@@ -111,8 +119,10 @@ class HostSampler:
 
 
 def publish_usage(folder: Path, rank: int, may_write: Callable[[], bool]) -> Callable[[], None]:
-    """Publish this host's usage as `host-of-rank-R.json` in the folder of heartbeats, while `may_write` says so, in a thread
-    until the returned function is called, which does not wait for a sample, since a driver may hang."""
+    """Publish this host's usage as `host-of-rank-R.json` in the folder of heartbeats, while
+    `may_write` says so, in a thread until the returned function is called, which does not wait for
+    a sample, since a driver may hang.
+    """
     path, stopped = folder / f"host-of-rank-{rank}.json", threading.Event()
 
     def publish() -> None:

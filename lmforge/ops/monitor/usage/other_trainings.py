@@ -13,7 +13,9 @@ TRAINING_VERBS = {*STAGES, "quickstart", "run"}
 
 
 def other_trainings() -> list[int]:
-    """Process ids of other trainings; of each the first process, which is the launcher of its ranks."""
+    """Process ids of other trainings; of each the first process, which is the launcher of its
+    ranks.
+    """
     processes = psutil.process_iter(["cmdline", "ppid"])
     parents = {each.pid: each.info["ppid"] for each in processes if _is_training(each.info["cmdline"] or [""])}
 
@@ -27,7 +29,9 @@ def other_trainings() -> list[int]:
 
 
 def _is_training(command: list[str]) -> bool:
-    """Whether this is the command line, folders left out, of `python … lmforge pretrain …` or of another verb that trains."""
+    """Whether this is the command line, folders left out, of `python … lmforge pretrain …` or of
+    another verb that trains.
+    """
     words = [os.path.basename(word) for word in command]
     follows = itertools.pairwise(words)
     return words[0].startswith("python") and any(one == "lmforge" and other in TRAINING_VERBS for one, other in follows)

@@ -1,6 +1,8 @@
-"""The usage of other hosts. A separate thread queries each host, so that a slow or lost host does not delay the others. It runs
-`lmforge top --output json` there, over ssh or as a step of a Slurm job, which prints a line every few seconds. The last answer
-of a host is kept with its time.
+"""The usage of other hosts.
+
+A separate thread queries each host, so that a slow or lost host does not delay the others. It runs
+`lmforge top --output json` there, over ssh or as a step of a Slurm job, which prints a line every
+few seconds. The last answer of a host is kept with its time.
 """
 
 import os
@@ -29,7 +31,9 @@ RECONNECT_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class HostAnswer:
-    """The state of a host: its last usage, if it ever answered, the age of that, and why it does not answer now."""
+    """The state of a host: its last usage, if it ever answered, the age of that, and why it does
+    not answer now.
+    """
 
     name: str
     usage: HostUsage | None
@@ -70,7 +74,9 @@ def remote_line(remote_command: str | None, interval_seconds: float | None) -> s
 
 
 class RemoteHost:
-    """A host that is queried with the command `words` in a thread until `close`; repeatedly if `repeats`."""
+    """A host that is queried with the command `words` in a thread until `close`; repeatedly if
+    `repeats`.
+    """
 
     def __init__(self, name: str, words: Sequence[str], *, repeats: bool) -> None:
         self.name, self._words, self._repeats = name, list(words), repeats

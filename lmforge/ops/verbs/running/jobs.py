@@ -19,7 +19,8 @@ from lmforge.ops.monitor.run_status import read_run_status
 from lmforge.ops.options.running import JobsOptions, StopOptions
 from lmforge.ops.terminal.cells import format_age, page_console
 
-# Words that begin with the same letter in no other state, so that no colour is needed to tell them apart.
+# Words that begin with the same letter in no other state, so that no colour is needed to tell them
+# apart.
 COLUMNS = ("run", "launcher", "job", "state", "reason", "step", "restarts", "requeues", "launched", "log")
 # A host that is down is not waited for any longer; jobs are asked for at most so many at once.
 ANSWER_SECONDS, ASKED_AT_ONCE = 8.0, 32
@@ -28,8 +29,11 @@ STYLES = {JobState.RUNNING: "green", JobState.FAILED: "red", JobState.REFUSED: "
 
 
 def run_jobs(options: JobsOptions) -> int:
-    """Print a row for each run that was launched. Raises UserError where a run was named that was not, and, after the rows of
-    the others, where the record of a job cannot be read."""
+    """Print a row for each run that was launched.
+
+    Raises UserError where a run was named that was not, and, after the rows of the others, where
+    the record of a job cannot be read.
+    """
     problems: list[str] = []
     if options.name is None:
         jobs, problems = _launched(options.folder)
@@ -56,7 +60,10 @@ def run_jobs(options: JobsOptions) -> int:
 
 
 def _states(jobs: Sequence[Job]) -> list[tuple[JobState, str]]:
-    """The state of each job and its reason. Only unfinished ones are asked for, all at once, and for a bounded time."""
+    """The state of each job and its reason.
+
+    Only unfinished ones are asked for, all at once, and for a bounded time.
+    """
     at_once = Semaphore(ASKED_AT_ONCE)
 
     def ask(job: Job) -> tuple[JobState, str]:
@@ -100,8 +107,11 @@ class JobWatch:
         self._line = ""
 
     def look(self) -> tuple[JobState | None, str]:
-        """(state, `slurm job 12 is pending (Resources)`); None where there is no job. The line is empty while the run itself
-        tells more: it has begun since, and the job does not wait."""
+        """(state, `slurm job 12 is pending (Resources)`); None where there is no job.
+
+        The line is empty while the run itself tells more: it has begun since, and the job does not
+        wait.
+        """
         if time.monotonic() - self._asked_at < JOB_SECONDS:
             return self._state, self._line
         if (job := read_job(self._run.path)) is not None:

@@ -1,4 +1,6 @@
-"""`lmforge launch`: freeze a recipe and its code in the run's directory, write the scripts, and submit them."""
+"""`lmforge launch`: freeze a recipe and its code in the run's directory, write the scripts, and
+submit them.
+"""
 
 import os
 import shutil
@@ -25,8 +27,10 @@ FROZEN_NOTE = "# Frozen by `lmforge launch`: the job reads this file.\n\n"
 
 
 def run_launch(request: LaunchRequest) -> int:
-    """Start a recipe as `launch.on` says, and return. Raises UserError, and then nothing has been started and no file is
-    left."""
+    """Start a recipe as `launch.on` says, and return.
+
+    Raises UserError, and then nothing has been started and no file is left.
+    """
     options = with_nodes(request.config.launch)
     config = request.config.model_copy(update={"launch": options})
     summary = dry_run(config).partition("\n\n")[0]
@@ -82,7 +86,10 @@ def with_nodes(options: LaunchOptions) -> LaunchOptions:
 
 @contextmanager
 def _claim(run: Run, config: StageConfig) -> Iterator[None]:
-    """Lock a run that may be started. Raises UserError where a job of this name is waiting or running, or it may not be."""
+    """Lock a run that may be started.
+
+    Raises UserError where a job of this name is waiting or running, or it may not be.
+    """
     from lmforge.core.stages.enter_run import lock_run
 
     try:
@@ -106,8 +113,11 @@ def _check_script(plan: JobPlan, script: str) -> None:
 
 @contextmanager
 def _new_folder(folder: Path) -> Iterator[None]:
-    """A launch folder to fill. The folder of an earlier launch is kept in it as `previous`. If the block fails, the earlier
-    folder is restored."""
+    """A launch folder to fill.
+
+    The folder of an earlier launch is kept in it as `previous`. If the block fails, the earlier
+    folder is restored.
+    """
     aside = folder.with_name(f".lock.{folder.name}")  # a name that `Run` takes for its own
     if folder.exists():
         folder.rename(aside)

@@ -31,7 +31,11 @@ FILE_COLUMNS = 200  # where the output is no terminal
 
 @dataclass(frozen=True)
 class RunRow:
-    """One run. Values that it has not measured, or does not measure, are None. `written` in seconds since the epoch."""
+    """One run.
+
+    Values that it has not measured, or does not measure, are None. `written` in seconds since the
+    epoch.
+    """
 
     name: str
     stage: str
@@ -71,7 +75,9 @@ def list_runs(options: RunsOptions) -> int:
 
 
 def read_runs(folder: Path) -> list[RunRow]:
-    """The runs of a folder: active ones first, then by the time of their last write, the newest first."""
+    """The runs of a folder: active ones first, then by the time of their last write, the newest
+    first.
+    """
     try:
         with os.scandir(folder) as entries:
             names = sorted(entry.name for entry in entries if entry.is_dir())

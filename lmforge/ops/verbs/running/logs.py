@@ -19,7 +19,8 @@ from lmforge.ops.options.running import LogsOptions
 from lmforge.ops.verbs.running.jobs import JobWatch
 
 POLL_SECONDS = 0.5
-# `--follow` waits this long for a new attempt at a run that failed: restarted ranks import torch and join first.
+# `--follow` waits this long for a new attempt at a run that failed: restarted ranks import torch
+# and join first.
 RESTART_SECONDS = 60.0
 RANK_COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "bright_cyan", "bright_green", "bright_magenta")
 # Lines of a failure that are printed without --errors.
@@ -60,7 +61,10 @@ def run_logs(options: LogsOptions) -> int:
 
 
 def _open_logs(run: Run, attempt: int, rank: int | None) -> list[LogFile]:
-    """The logs of an attempt, or that of one rank. Raises UserError where there is none of that rank."""
+    """The logs of an attempt, or that of one rank.
+
+    Raises UserError where there is none of that rank.
+    """
     logs = run.rank_logs(attempt)
     if rank is not None and attempt and rank not in logs:
         raise UserError(f"--rank: attempt {attempt} of {run.path} has no log of rank {rank}; it has {len(logs)} ranks")
@@ -79,7 +83,9 @@ def _print_errors(printer: "_Printer", run: Run, attempt: int, status: RunStatus
 
 
 def _follow(printer: "_Printer", run: Run, job: JobWatch, attempt: int, files: dict[Path, LogFile], rank: int | None) -> None:
-    """Print what is written from now on, over new ranks and attempts, until the run ends and no job will continue it."""
+    """Print what is written from now on, over new ranks and attempts, until the run ends and no job
+    will continue it.
+    """
     failed_at: float | None = None
     printed = ""
     while True:

@@ -1,7 +1,9 @@
-"""`lmforge run pipeline.toml`: stages in order, each from the run of the one before it; interrupted, it resumes.
+"""`lmforge run pipeline.toml`: stages in order, each from the run of the one before it;
+interrupted, it resumes.
 
-A stage is a verb with its arguments, carried out in a process of its own, as if it had been typed. Which stages are finished
-is written beside the runs, so that a pipeline that is started again begins with the first that is not.
+A stage is a verb with its arguments, carried out in a process of its own, as if it had been typed.
+Which stages are finished is written beside the runs, so that a pipeline that is started again
+begins with the first that is not.
 """
 
 import re
@@ -31,7 +33,9 @@ RESERVED_OPTIONS = ("--run.name", "--run.folder")
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """A stage to be carried out: the arguments after `lmforge`, and the run that it trains, if it trains."""
+    """A stage to be carried out: the arguments after `lmforge`, and the run that it trains, if it
+    trains.
+    """
 
     name: str
     arguments: list[str]
@@ -45,7 +49,10 @@ class PlannedStage:
 
 
 def plan_stages(options: PipelineOptions, file: Path) -> list[PlannedStage]:
-    """The command line of each stage. Raises UserError where one refers to a stage that is not before it."""
+    """The command line of each stage.
+
+    Raises UserError where one refers to a stage that is not before it.
+    """
     runs: dict[str, Path] = {}
     stages: list[PlannedStage] = []
     for stage in options.stages:
@@ -69,7 +76,9 @@ def plan_stages(options: PipelineOptions, file: Path) -> list[PlannedStage]:
 def _plan_training(
     stage: PipelineStageOptions, name: str, words: list[str], run: Path, previous: Path | None, file: Path
 ) -> PlannedStage:
-    """A stage that trains: `run` is the run that it makes, `previous` the run it starts from unless it names a model."""
+    """A stage that trains: `run` is the run that it makes, `previous` the run it starts from unless
+    it names a model.
+    """
     where = f"{file}: stage {name}"
     if words and not words[0].startswith("--"):
         raise UserError(f"{where}: {words[0]}: give a recipe as `recipe`, and arguments as --section.option")
@@ -109,8 +118,8 @@ def _substitute_runs(word: str, runs: dict[str, Path], where: str) -> str:
 def run_pipeline(chosen: RunPipelineOptions) -> int:
     """Carry out the stages that are not finished yet.
 
-    Returns 0. If interrupted, returns the exit status of the stage, or 128 + signal if that is 0. Raises UserError and
-    RunFailed, and PeerLost where a stage lost a rank.
+    Returns 0. If interrupted, returns the exit status of the stage, or 128 + signal if that is 0.
+    Raises UserError and RunFailed, and PeerLost where a stage lost a rank.
     """
     file = chosen.file
     options = validate_options(PipelineOptions, read_recipe(file), str(file))
@@ -139,8 +148,8 @@ def run_pipeline(chosen: RunPipelineOptions) -> int:
                 f"{where}: this stage was finished with other arguments, and with the new ones there is no step left to train;"
                 " add --run.overwrite to train it again"
             )
-        # An interrupted stage may have been finished already. A server, however, always ends by an interruption, and must serve
-        # again.
+        # An interrupted stage may have been finished already. A server, however, always ends by an
+        # interruption, and must serve again.
         if not status and not (interrupted and stage.arguments[0] == "serve"):
             state.mark_finished(stage)
         if interrupted:
@@ -158,7 +167,10 @@ def _newest_checkpoint(path: Path | None) -> list[int] | None:
 
 
 def _run_command(arguments: list[str]) -> tuple[int, int]:
-    """The status of a command line, and the signal that interrupted this process, or 0. The signal is passed on."""
+    """The status of a command line, and the signal that interrupted this process, or 0.
+
+    The signal is passed on.
+    """
     child = subprocess.Popen([sys.executable, "-m", "lmforge", *arguments])
     received: list[int] = []
 
@@ -195,7 +207,10 @@ class _StageRecord:
 
 
 class _PipelineState:
-    """Which stages are finished, and with which arguments. A changed stage and those after it are no longer finished."""
+    """Which stages are finished, and with which arguments.
+
+    A changed stage and those after it are no longer finished.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -214,7 +229,8 @@ class _PipelineState:
     def start(self, stage: PlannedStage, later: list[PlannedStage], where: str) -> bool:
         """Record that a stage starts, which makes those after it stale.
 
-        Returns whether it resumes what was interrupted, with the same arguments. Raises UserError where its run is stale.
+        Returns whether it resumes what was interrupted, with the same arguments. Raises UserError
+        where its run is stale.
         """
         record = self.records.setdefault(stage.name, _StageRecord())
         if record.stale and stage.run is not None and stage.run.exists() and "--run.overwrite" not in stage.arguments:

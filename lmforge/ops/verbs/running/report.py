@@ -16,7 +16,10 @@ MAX_RUNS = 50
 
 
 def run_report(options: ReportOptions) -> int:
-    """Write the page and print its path. Raises UserError where a path is not a run, or the page cannot be written."""
+    """Write the page and print its path.
+
+    Raises UserError where a path is not a run, or the page cannot be written.
+    """
     runs = [run for path in options.runs for run in _runs_of(path)]
     if len(runs) > MAX_RUNS:
         raise UserError(f"report: {len(runs)} runs; a page shows at most {MAX_RUNS}")

@@ -1,6 +1,6 @@
-"""`lmforge top`: the usage of hosts and GPUs and the state of ranks, as a live page, once as text, or as JSON. A run is read
-from its directory, where its ranks and hosts publish their state; ranks are not contacted. Named hosts are queried over ssh,
-and those of a Slurm job over srun.
+"""`lmforge top`: the usage of hosts and GPUs and the state of ranks, as a live page, once as text,
+or as JSON. A run is read from its directory, where its ranks and hosts publish their state; ranks
+are not contacted. Named hosts are queried over ssh, and those of a Slurm job over srun.
 """
 
 import json
@@ -110,7 +110,9 @@ class _Sources:
         return Snapshot(time.time(), hosts, runs)
 
     def wait(self, timeout_seconds: float) -> None:
-        """Wait for the first rates of this host, and for the same time for the answers of the others."""
+        """Wait for the first rates of this host, and for the same time for the answers of the
+        others.
+        """
         deadline = time.monotonic() + timeout_seconds
         if self.sampler is not None:
             self.sampler.sample()

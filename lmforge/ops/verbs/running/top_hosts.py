@@ -1,4 +1,6 @@
-"""Hosts, their GPUs and their busiest processes on the page of `lmforge top`: in each table the worst row first."""
+"""Hosts, their GPUs and their busiest processes on the page of `lmforge top`: in each table the
+worst row first.
+"""
 
 from collections.abc import Sequence
 
@@ -31,7 +33,10 @@ HOST_WIDTH = 16  # the minimum for a name, if the notes are long
 
 
 def cluster_line(hosts: Sequence[HostAnswer]) -> Text:
-    """Sums over the hosts and GPUs that answer now, and their number. Means exclude those that do not answer."""
+    """Sums over the hosts and GPUs that answer now, and their number.
+
+    Means exclude those that do not answer.
+    """
     fresh = [host.usage for host in hosts if host.usage and not host.is_stale]
     devices = [device for usage in fresh for device in usage.devices]
     alive = [device for device in devices if not device.error]

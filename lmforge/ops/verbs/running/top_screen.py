@@ -1,6 +1,9 @@
-"""The page of `lmforge top`: runs, hosts and GPUs, in each table the worst row first. Colour only repeats what words say.
+"""The page of `lmforge top`: runs, hosts and GPUs, in each table the worst row first.
 
-Everything is drawn for a number of columns (80 suffices) and, on a terminal, of lines: rows that do not fit are counted.
+Colour only repeats what words say.
+
+Everything is drawn for a number of columns (80 suffices) and, on a terminal, of lines: rows that do
+not fit are counted.
 """
 
 import time
@@ -94,7 +97,8 @@ def _hosts_of_runs(snapshot: Snapshot) -> list[HostAnswer]:
     return list(ages.values())
 
 
-# --- runs -------------------------------------------------------------------------------------------------------------
+# --- runs
+# -------------------------------------------------------------------------------------------------------------
 
 
 def _render_run(run: RunStatus, columns: int, rows: int | None) -> list[RenderableType]:

@@ -1,4 +1,6 @@
-"""Lines about a recipe and its model: for `lmforge show`, for `--dry-run` of the training verbs, and for plans."""
+"""Lines about a recipe and its model: for `lmforge show`, for `--dry-run` of the training verbs,
+and for plans.
+"""
 
 from dataclasses import replace
 
@@ -28,7 +30,8 @@ def dry_run(config: StageConfig, everything: bool = False) -> str:
 
 
 def describe_recipe(config: StageConfig, everything: bool = False) -> str:
-    """The batch arithmetic and what the run costs, then the recipe: the options that differ from their defaults, or all.
+    """The batch arithmetic and what the run costs, then the recipe: the options that differ from
+    their defaults, or all.
 
     Raises UserError where they do not fit together.
     """
@@ -98,7 +101,9 @@ def resolve_model(config: StageConfig, vocab_size: int | None) -> ModelConfig:
 
 
 def resolve_teacher(config: StageConfig) -> ModelConfig | None:
-    """The model config of the teacher that scores the batches of a recipe; None where there is none. Raises UserError."""
+    """The model config of the teacher that scores the batches of a recipe; None where there is
+    none. Raises UserError.
+    """
     if not isinstance(config, DistillConfig):
         return None
     config.require_teacher()
@@ -118,7 +123,10 @@ def _resolve(options: ModelOptions, vocab_size: int | None = None) -> ModelConfi
 
 
 def _describe_sharding(config: StageConfig, world_size: int, state_bytes: int) -> list[str]:
-    """How FSDP distributes the model over the ranks. Raises UserError where it does not fit them."""
+    """How FSDP distributes the model over the ranks.
+
+    Raises UserError where it does not fit them.
+    """
     parallel = config.parallel
     if choose_engine(parallel, world_size) in ("single", "ddp"):
         return []
@@ -155,7 +163,9 @@ DEFAULT_SEQUENCE_LENGTH = 4096
 
 
 def describe_model(model: ModelConfig, title: str, sequence_length: int | None = None) -> str:
-    """A model config and what it costs at a sequence length (default: the model's, up to DEFAULT_SEQUENCE_LENGTH)."""
+    """A model config and what it costs at a sequence length (default: the model's, up to
+    DEFAULT_SEQUENCE_LENGTH).
+    """
     heads = f"{model.num_attention_heads} heads of {model.head_dim}"
     if model.num_key_value_heads != model.num_attention_heads:
         heads += f" ({model.num_key_value_heads} for keys and values)"

@@ -1,4 +1,6 @@
-"""Lines about the token shards of a recipe, and the size of their vocabulary; tables of several columns."""
+"""Lines about the token shards of a recipe, and the size of their vocabulary; tables of several
+columns.
+"""
 
 from collections.abc import Sequence
 
@@ -12,8 +14,9 @@ from lmforge.core.stages.training_data import TokenSources, find_missing_folders
 def describe_data(config: PretrainConfig, step: int | None = None, batch_offset: int = 0) -> tuple[list[str], int | None]:
     """Lines about the data, and the size of the vocabulary where the data is there.
 
-    With `step`, also how much has been read after that many steps. `batch_offset` is the number of batches that rollbacks have
-    left out so far: they count as read. Raises UserError where the data is damaged.
+    With `step`, also how much has been read after that many steps. `batch_offset` is the number of
+    batches that rollbacks have left out so far: they count as read. Raises UserError where the data
+    is damaged.
     """
     if missing := find_missing_folders(config):
         return [f"data       {missing[0]}: not there yet; `lmforge prepare SOURCE {missing[0]}` makes it"], None
@@ -39,7 +42,8 @@ def align_right(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def find_vocab_size(config: StageConfig) -> int | None:
-    """The size of the vocabulary of the recipe's data, where all of it is prepared on this machine; else None.
+    """The size of the vocabulary of the recipe's data, where all of it is prepared on this machine;
+    else None.
 
     Raises UserError where the data is damaged.
     """
@@ -51,7 +55,9 @@ def find_vocab_size(config: StageConfig) -> int | None:
 
 
 def _rows(dataset: MixedDataset, samples: dict[str, int]) -> list[list[str]]:
-    """A row a source; for each number of samples, by its title: the tokens, their fraction of all, and the epochs."""
+    """A row a source; for each number of samples, by its title: the tokens, their fraction of all,
+    and the epochs.
+    """
     rows = [["source"], *([name] for name in dataset.names)]
     for title, n in samples.items():
         uses = dataset.use_until(n)

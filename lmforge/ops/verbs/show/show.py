@@ -1,4 +1,6 @@
-"""`lmforge show`: describes a recipe, a model, a token folder, a run or a checkpoint, without loading weights."""
+"""`lmforge show`: describes a recipe, a model, a token folder, a run or a checkpoint, without
+loading weights.
+"""
 
 from pathlib import Path
 

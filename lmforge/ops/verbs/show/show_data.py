@@ -1,5 +1,5 @@
-"""`lmforge show data`: the sources of a recipe or a token folder and their documents; or samples of a run or a recipe as the
-model is given them. Examples of a file are shown by show_examples.py.
+"""`lmforge show data`: the sources of a recipe or a token folder and their documents; or samples of
+a run or a recipe as the model is given them. Examples of a file are shown by show_examples.py.
 """
 
 import re
@@ -34,11 +34,13 @@ RULE_STYLE = "\x1b[36m"
 
 
 def show_samples(source: Path, sample_range: str | None, count: int | None = None) -> str:
-    """The text of samples of a run, a recipe, a token folder, or of the batch that the file of a bad step names.
+    """The text of samples of a run, a recipe, a token folder, or of the batch that the file of a
+    bad step names.
 
-    They are as the model is given them: a line begins each document, and tokens that the loss counts are in colour, or in
-    brackets; for rollouts the completions are shown. `sample_range` is FIRST:AFTER_LAST; `count` is a number of samples
-    instead, evenly spaced over the training data. Raises UserError where the data is not what was trained on.
+    They are as the model is given them: a line begins each document, and tokens that the loss
+    counts are in colour, or in brackets; for rollouts the completions are shown. `sample_range` is
+    FIRST:AFTER_LAST; `count` is a number of samples instead, evenly spaced over the training data.
+    Raises UserError where the data is not what was trained on.
     """
     record = None
     if source.is_file() and source.suffix != ".toml":
@@ -107,7 +109,9 @@ def open_config(source: Path) -> tuple[str, StageConfig]:
 
 
 def _render(sequence: PackedSequence, tokenizer: Tokenizer) -> str:
-    """A line about the content of a sequence, each of its documents after a line with its length, and its padding."""
+    """A line about the content of a sequence, each of its documents after a line with its length,
+    and its padding.
+    """
     padding, scored = int((sequence.document_ids < 0).sum()), int((sequence.labels >= 0).sum())
     documents = list(_split_documents(sequence))
     lines = [f"{format_count(len(documents), 'document')}, {scored} scored tokens"]
@@ -124,7 +128,10 @@ def _rule(words: str) -> str:
 
 
 def _split_documents(sequence: PackedSequence) -> Iterator[TokenizedExample]:
-    """The documents of a sequence, before labels were shifted. A last token that is not scored is lost."""
+    """The documents of a sequence, before labels were shifted.
+
+    A last token that is not scored is lost.
+    """
     for document in range(int(sequence.document_ids.max()) + 1):
         inside = sequence.document_ids == document
         tokens, labels = sequence.tokens[inside], sequence.labels[inside]
@@ -151,7 +158,10 @@ def _show_completions(source: Path, bad_step: BadStepFile, title: str, sample_ra
 
 
 def _read_completions(run_folder: Path, bad_step: BadStepFile) -> list[CompletionRecord]:
-    """Those of a bad step, rank by rank. Raises UserError where there are none, or for an invalid record."""
+    """Those of a bad step, rank by rank.
+
+    Raises UserError where there are none, or for an invalid record.
+    """
     if bad_step.completions is None:
         raise UserError(
             f"{run_folder}: the completions of this step were not written; --rollout.log_completions_every 1 writes those of"
@@ -159,7 +169,8 @@ def _read_completions(run_folder: Path, bad_step: BadStepFile) -> list[Completio
         )
     part, parts = bad_step.part
     records: list[CompletionRecord] = []
-    # Files of higher ranks belong to another attempt. One that is missing is on the disk of another host.
+    # Files of higher ranks belong to another attempt. One that is missing is on the disk of another
+    # host.
     paths = [run_folder / bad_step.completions.replace("*", str(rank)) for rank in range(bad_step.ranks)]
     for path in filter(Path.exists, paths):
         table = [check_content(record, CompletionRecord, place) for place, record in read_records(path)]
@@ -171,7 +182,10 @@ def _read_completions(run_folder: Path, bad_step: BadStepFile) -> list[Completio
 
 
 def parse_range(sample_range: str | None, default: tuple[int, int]) -> tuple[int, int]:
-    """FIRST:AFTER_LAST as numbers, or as many of the default as are printed at once. Raises UserError."""
+    """FIRST:AFTER_LAST as numbers, or as many of the default as are printed at once.
+
+    Raises UserError.
+    """
     if sample_range is None:
         return default[0], min(default[1], default[0] + MAX_SAMPLES)
     match = re.fullmatch(r"([0-9]{1,18}):([0-9]{1,18})", sample_range)
@@ -201,7 +215,10 @@ def report_data(source: Path) -> str:
 
 
 def _rows(sources: Sequence[SourceReport], used: Sequence[int]) -> list[list[str]]:
-    """A row a source, after their titles. `of training` is the fraction of the tokens that the recipe reads."""
+    """A row a source, after their titles.
+
+    `of training` is the fraction of the tokens that the recipe reads.
+    """
     tokens, all_used = sum(each.tokens for each in sources), sum(used)
     rows = [["source", "documents", "tokens", "of all tokens", "of training", "bytes per token"]]
     for each, of_source in zip(sources, used, strict=True):

@@ -1,5 +1,5 @@
-"""`lmforge show data FILE --tokenizer MODEL`: examples of a file as a model's tokenizer and chat template encode them, with the
-tokens that the loss counts.
+"""`lmforge show data FILE --tokenizer MODEL`: examples of a file as a model's tokenizer and chat
+template encode them, with the tokens that the loss counts.
 """
 
 from collections.abc import Iterator
@@ -21,9 +21,12 @@ from lmforge.text.sources.records import UnusableRecords, describe_folders
 
 
 def show_examples(options: ShowOptions, model: Path) -> str:
-    """Conversations, pairs, unpaired preferences or prompts of a file, as a model's tokenizer and chat template encode them.
+    """Conversations, pairs, unpaired preferences or prompts of a file, as a model's tokenizer and
+    chat template encode them.
 
-    Tokens that the loss counts are in colour, or in brackets where there is none. Raises UserError for a wrong record."""
+    Tokens that the loss counts are in colour, or in brackets where there is none. Raises UserError
+    for a wrong record.
+    """
     from lmforge.hf.pretrained import find_pretrained  # with torch, which reads checkpoints
 
     # A folder may hold a tokenizer alone.
@@ -46,7 +49,10 @@ def show_examples(options: ShowOptions, model: Path) -> str:
 def _read_examples(
     options: ShowOptions, tokenizer: Tokenizer, unusable: UnusableRecords
 ) -> Iterator[tuple[int, str, TokenizedExample]]:
-    """The examples of the file, each with the number of its record and a title. Raises UserError."""
+    """The examples of the file, each with the number of its record and a title.
+
+    Raises UserError.
+    """
     assert options.of is not None
     file, fields = options.of, renamed_fields(options.fields, "--fields")
     _, record = next(read_renamed_records(file, fields, UnusableRecords(options.skip_invalid)), ("", {}))

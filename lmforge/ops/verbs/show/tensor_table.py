@@ -1,4 +1,6 @@
-"""The table of a recipe's tensors: what a parametrization makes of the optimizer's numbers for each."""
+"""The table of a recipe's tensors: what a parametrization makes of the optimizer's numbers for
+each.
+"""
 
 import re
 

@@ -1,7 +1,9 @@
-"""One server that samples for a run: the calls of vLLM's interface for ids, versions and weights, each with a time-out.
+"""One server that samples for a run: the calls of vLLM's interface for ids, versions and weights,
+each with a time-out.
 
-vLLM and `lmforge serve --weight_updates` have the same paths and fields. Answers are not believed: what fits no request is a
-ServerProblem (the schemas below, and SampledTokens). Which server gets which request is not here.
+vLLM and `lmforge serve --weight_updates` have the same paths and fields. Answers are not believed:
+what fits no request is a ServerProblem (the schemas below, and SampledTokens). Which server gets
+which request is not here.
 """
 
 import base64
@@ -51,7 +53,10 @@ VersionName = Annotated[str, Field(max_length=200)]
 
 
 class ServerProblem(Exception):
-    """A server does not do what it was asked for: one line that names it. `status` is that of its answer, if it answered."""
+    """A server does not do what it was asked for: one line that names it.
+
+    `status` is that of its answer, if it answered.
+    """
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -91,12 +96,16 @@ class _WeightInfo(BaseModel):
 
 
 class SampledTokens:
-    """What a server sampled: ids, their log-probabilities and the names of the versions of their weights, of one length."""
+    """What a server sampled: ids, their log-probabilities and the names of the versions of their
+    weights, of one length.
+    """
 
     routed_experts: np.ndarray | None = None
 
     def __init__(self, choice: _Choice, request: SampleRequest, settings: SamplingSettings) -> None:
-        """Raises ValueError where the parts of the answer do not fit together, or are not what was requested."""
+        """Raises ValueError where the parts of the answer do not fit together, or are not what was
+        requested.
+        """
         self.token_ids, self.stopped = choice.token_ids, choice.finish_reason == "stop"
         self.logprobs = [token.logprob for token in choice.logprobs.content]
         count, stop_ids = len(self.token_ids), settings.stop_token_ids
@@ -137,7 +146,10 @@ def _read_experts(encoded: str, num_tokens: int, model: ModelConfig) -> np.ndarr
 
 
 class TokenServer:
-    """A server by its address. Every method raises ServerProblem where it does not answer in time, or not as expected."""
+    """A server by its address.
+
+    Every method raises ServerProblem where it does not answer in time, or not as expected.
+    """
 
     def __init__(self, url: str, flags: Flags, timeout_seconds: float, api_key: str | None) -> None:
         """`timeout_seconds`: of an answer that has to be computed."""
@@ -188,7 +200,10 @@ class RolloutServer(TokenServer):
     """A server that samples for a run."""
 
     def __init__(self, url: str, kind: str, settings: SamplingSettings, timeout_seconds: float, api_key: str | None) -> None:
-        """`kind`: lmforge or vllm. `timeout_seconds`: of an answer with sampled tokens, and of loading weights."""
+        """`kind`: lmforge or vllm.
+
+        `timeout_seconds`: of an answer with sampled tokens, and of loading weights.
+        """
         super().__init__(url, FLAGS[kind], timeout_seconds, api_key)
         self.kind, self._settings, self._may_be_paused = kind, settings, False
 
@@ -216,14 +231,19 @@ class RolloutServer(TokenServer):
             raise ServerProblem(f"{self.url}: {problem}") from None
 
     def version(self) -> str:
-        """What the server calls its weights. One that did not answer when it was to resume is asked again."""
+        """What the server calls its weights.
+
+        One that did not answer when it was to resume is asked again.
+        """
         if self._may_be_paused:
             self._resume()
         return self._call("/weight_info", _WeightInfo).weight_version
 
     def load(self, folder: Path, version: str) -> None:
-        """Replace the server's weights by those of a folder, and keep requests in flight. Raises ServerProblem unless the
-        server then says that it has this version."""
+        """Replace the server's weights by those of a folder, and keep requests in flight.
+
+        Raises ServerProblem unless the server then says that it has this version.
+        """
         self._may_be_paused = True
         self._call("/pause?mode=keep", Any, {})
         try:
@@ -243,9 +263,11 @@ class RolloutServer(TokenServer):
         self._may_be_paused = False
 
     def check(self, config: ModelConfig, num_token_ids: int) -> None:
-        """Raise ServerProblem where the server cannot serve a policy of this config, or not sequences of its length.
+        """Raise ServerProblem where the server cannot serve a policy of this config, or not
+        sequences of its length.
 
-        Of the rows of its embedding the tokenizer uses `num_token_ids`; a server may refuse the others.
+        Of the rows of its embedding the tokenizer uses `num_token_ids`; a server may refuse the
+        others.
         """
         info, expected = self._call("/weight_info", _WeightInfo), to_config_json(config)
         for name, value in info.model.items():
@@ -272,8 +294,9 @@ class RolloutServer(TokenServer):
 
 
 def check_servers(options: RolloutOptions, config: ModelConfig, num_token_ids: int, sequence_length: int) -> None:
-    """Raise UserError where a server of a recipe does not answer, or cannot serve the policy, whose tokenizer has
-    `num_token_ids`."""
+    """Raise UserError where a server of a recipe does not answer, or cannot serve the policy, whose
+    tokenizer has `num_token_ids`.
+    """
     replayed = config if options.replay_routed_experts else None
     settings = SamplingSettings(
         options.temperature, options.top_p, config.vocab_size, sequence_length, frozenset(), 1, replayed

@@ -1,8 +1,9 @@
-"""Servers that a run starts itself, here or by ssh on other hosts, and that end with it, however it ends. One that ends before
-is started again.
+"""Servers that a run starts itself, here or by ssh on other hosts, and that end with it, however it
+ends. One that ends before is started again.
 
-A shell beside each server reads from a pipe of this process, and ends the server when the pipe is closed: the kernel closes it
-when the process is killed, and ssh passes that on. What is asked of servers is in rollout_server.py.
+A shell beside each server reads from a pipe of this process, and ends the server when the pipe is
+closed: the kernel closes it when the process is killed, and ssh passes that on. What is asked of
+servers is in rollout_server.py.
 """
 
 import os
@@ -37,8 +38,8 @@ RANK_VARIABLES = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK MASTER_
 GRACE_SECONDS, POLL_SECONDS = 10, 0.2
 # How often each server is started again. The folders that it then opens are called so.
 MAX_RESTARTS, RESTART_FOLDER = 3, "restart-"
-# It is read as a whole before it runs, since what follows it on standard input is for `cat`. The server has a process group of
-# its own (set -m).
+# It is read as a whole before it runs, since what follows it on standard input is for `cat`. The
+# server has a process group of its own (set -m).
 SCRIPT = """
 run() {{
 set -m
@@ -63,8 +64,11 @@ ADDRESS_PATTERN = re.compile(r"^lmforge-server (\S+) ([0-9]+)$", re.M)
 
 @dataclass
 class _Server:
-    """One of them: how the recipe names it, its shell, and what it and its shell print. `url`: where it answered; `restarts`:
-    how often it was started again, and `folder` the model that it then opens, until it answers."""
+    """One of them: how the recipe names it, its shell, and what it and its shell print.
+
+    `url`: where it answered; `restarts`: how often it was started again, and `folder` the model
+    that it then opens, until it answers.
+    """
 
     name: str
     shell: "subprocess.Popen[bytes]"
@@ -94,9 +98,11 @@ class ServerStarter:
         self._watcher: threading.Thread | None = None
 
     def start(self, model_folder: Path, rank_info: RankInfo) -> tuple[tuple[str, ...], str]:
-        """Start all with the model of a folder, to which the tokenizer is added, and wait until they answer.
+        """Start all with the model of a folder, to which the tokenizer is added, and wait until
+        they answer.
 
-        Returns their addresses and key. Raises UserError with the end of what one printed that does not come up.
+        Returns their addresses and key. Raises UserError with the end of what one printed that does
+        not come up.
         """
         self._tokenizer.save(model_folder)
         here_only = rank_info.local_world_size == rank_info.world_size
@@ -111,10 +117,12 @@ class ServerStarter:
     def keep_up(
         self, weights: Callable[[], Path | None], on_answer: Callable[[int], None], warn: Callable[[str], None]
     ) -> None:
-        """From now on start servers again that end, at their addresses, each at most MAX_RESTARTS times.
+        """From now on start servers again that end, at their addresses, each at most MAX_RESTARTS
+        times.
 
-        `weights`: the newest folder of weights, if there is one; `on_answer`: called with the number of a server that answers
-        again; `warn`: gets a line for each. All three are called in a thread.
+        `weights`: the newest folder of weights, if there is one; `on_answer`: called with the
+        number of a server that answers again; `warn`: gets a line for each. All three are called in
+        a thread.
         """
 
         def watch() -> None:
@@ -270,7 +278,10 @@ def _link_or_copy(source: str, target: str) -> None:
 
 
 def _visible_gpu(name: str, number: int) -> str:
-    """What CUDA calls a GPU of this host: numbers count those that the run may use. Raises UserError for others."""
+    """What CUDA calls a GPU of this host: numbers count those that the run may use.
+
+    Raises UserError for others.
+    """
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     if given is None:
         return str(number)
