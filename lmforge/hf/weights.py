@@ -26,6 +26,7 @@ from lmforge.core.model.config_json import (
 from lmforge.core.model.family import load_family
 from lmforge.core.model.init_weights import LORA_SUFFIXES, local_part, named_tensors
 from lmforge.core.model.layers import LanguageModel
+from lmforge.core.model.lora import add_lora
 from lmforge.core.model.lora_config import LoraConfig, adapted_name
 from lmforge.core.model.merge_adapters import LM_HEAD_WEIGHT, copy_part, full_model_of
 from lmforge.core.model.quantization.formats import quantized_matrices
@@ -296,7 +297,7 @@ def continue_adapters(
     if own is None or own.stored is None:
         return dict(tensors)
     if full_model is not model:
-        own.add_to(full_model)
+        add_lora(full_model, own)
     matrices = quantized_matrices(full_model)
     shapes = {name: [*each.shape] for name, each in full_model.named_parameters()}
     local, left = dict(model.named_parameters()), {}

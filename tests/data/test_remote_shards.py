@@ -303,7 +303,6 @@ def test_with_lanes_a_host_downloads_its_part_of_the_shards_and_every_sequence_i
     and for its beginning.
     """
     monkeypatch.setattr("lmforge.core.data.dataset.CHUNK_TOKENS", PIECE_BYTES // 2)
-    monkeypatch.setattr("lmforge.core.data.dataset.GROUP_SEQUENCES", 655)
     monkeypatch.setattr("lmforge.core.data.best_fit_index.GROUP_SEQUENCES", 655)
     hosts, batch_size = 4, 32
     pieces, downloads = 16 * len(sources), []

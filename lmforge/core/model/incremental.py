@@ -23,6 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lmforge.core.model.attention import DecodeGroup, KVCache
 from lmforge.core.model.init_weights import named_tensors
+from lmforge.core.model.lora import add_lora
 
 # Sequences are computed together where the shortest has at least this fraction of the longest one's
 # tokens.
@@ -242,7 +243,7 @@ def _plain_copy(model: Any, dtype: torch.dtype) -> Any:
     with torch.device("meta"):
         copy = model.config.new_module()
     if model.lora_config is not None:
-        model.lora_config.add_to(copy)
+        add_lora(copy, model.lora_config)
     parameters = {name: each.detach() for name, each in named_tensors(model)}
     matrices = {
         name: each
