@@ -26,8 +26,8 @@ from lmforge.core.distributed.processes import (
 )
 from lmforge.core.errors import RunFailed
 from lmforge.core.losses.objective import Objective
+from lmforge.core.parallel.compiled import compiled_graph_count
 from lmforge.core.parallel.parallel_model import ParallelModel, train_step
-from lmforge.core.parallel.precision import compiled_graph_count
 from lmforge.core.steps.bad_steps import IN_A_ROW, BadStepDetector
 from lmforge.core.steps.callbacks import BatchSource, LoopCallbacks, RunCheckpoints, SaveRequest
 from lmforge.core.steps.metrics import MetricsAccumulator, Throughput

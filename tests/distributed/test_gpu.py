@@ -34,11 +34,11 @@ from lmforge.core.model.state_bytes import count_all, optimizer_state_bytes
 from lmforge.core.optim.optimizer import build_optimizer
 from lmforge.core.options.sections import OptimizerOptions, ParallelOptions
 from lmforge.core.parallel.activation_checkpointing import apply_activation_checkpointing
+from lmforge.core.parallel.compiled import compiled_graph_count
 from lmforge.core.parallel.ddp import DDPModel
 from lmforge.core.parallel.dims import parallel_dims
 from lmforge.core.parallel.parallel_model import ParallelModel, train_step
 from lmforge.core.parallel.parallelize import parallelize
-from lmforge.core.parallel.precision import compiled_graph_count
 from lmforge.core.steps.bad_steps import BadStepDetector
 from lmforge.lab.bench.parity import SMALL_MODEL, ParityData
 from lmforge.lab.plan.operators import ActivationTracker

@@ -29,9 +29,9 @@ from lmforge.core.model.quantization.formats import BlockFormat
 from lmforge.core.model.state_bytes import optimizer_state_bytes
 from lmforge.core.optim.optimizer import build_optimizer
 from lmforge.core.options.sections import OptimizerOptions, ParallelOptions
+from lmforge.core.parallel.compiled import compiled_graph_count
 from lmforge.core.parallel.parallel_model import train_step
 from lmforge.core.parallel.parallelize import parallelize
-from lmforge.core.parallel.precision import compiled_graph_count
 from lmforge.core.stages.parameter_counts import count_parameters
 from lmforge.lab.bench.parity import SMALL_MODEL, ParityData
 from tests.distributed.gpu_models import language_model, loss_and_gradients

@@ -17,8 +17,8 @@ from lmforge.core.data.batch import Batch, Metrics
 from lmforge.core.distributed.distributed import DistributedContext
 from lmforge.core.model.init_weights import named_tensors
 from lmforge.core.model.layers import LanguageModel
+from lmforge.core.parallel.compiled import uncompiled_blocks
 from lmforge.core.parallel.dims import ParallelDims
-from lmforge.core.parallel.precision import uncompiled_blocks
 from lmforge.core.parallel.working_weights import working_weights
 
 # An objective's loss: (model, batch) → (sum, metrics). A score function of evaluation may return

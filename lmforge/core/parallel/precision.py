@@ -3,10 +3,7 @@
 """
 
 import shutil
-import sys
 import sysconfig
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -195,41 +192,3 @@ def choose_compile(config: StageConfig, device: torch.device, steps: int) -> tup
     if device.type == "cpu" and steps < MIN_STEPS_TO_COMPILE:
         return False, f"fewer than {MIN_STEPS_TO_COMPILE} steps would not repay the compilation"
     return True, "one graph per block"
-
-
-def compiled_graph_count() -> int:
-    """How many graphs this process has compiled so far."""
-    # Importing it takes a second, and compiled code has imported it already.
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return int(dynamo.counters["stats"]["unique_graphs"]) if dynamo else 0
-
-
-@contextmanager
-def uncompiled_blocks(model: LanguageModel) -> Iterator[None]:
-    """The blocks of `model` run as they are, compiled or not.
-
-    Private to torch; checked with 2.13.0.
-    """
-    compiled = [block._compiled_call_impl for block in model.blocks]
-    for block in model.blocks:
-        block._compiled_call_impl = None
-    try:
-        yield
-    finally:
-        for block, call in zip(model.blocks, compiled, strict=True):
-            block._compiled_call_impl = call
-
-
-def has_compiled_blocks(model: LanguageModel) -> bool:
-    """Whether there is compiled code for a block of `model`.
-
-    Private to torch; checked with 2.13.0.
-    """
-    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
-
-    # FSDP1 puts each into a wrapper.
-    blocks = [getattr(block, "module", block) for block in model.blocks]
-    forwards = [getattr(block.forward, "__func__", block.forward) for block in blocks]
-    return any(
-        _debug_get_cache_entry_list(each.__code__) for each in forwards if hasattr(each, "__code__")
-    )

@@ -21,7 +21,7 @@ from lmforge.core.errors import format_bytes, format_count
 from lmforge.core.model.attention_backend import describe_attention_backend
 from lmforge.core.model.flops import describe_experts
 from lmforge.core.model.state_bytes import DTYPE_BYTES
-from lmforge.core.parallel.precision import has_compiled_blocks
+from lmforge.core.parallel.compiled import has_compiled_blocks
 from lmforge.core.stages.build_model import BuiltModel
 from lmforge.core.stages.context import RunContext
 from lmforge.core.stages.inputs import RunInputs

@@ -10,8 +10,8 @@ import torch
 from lmforge.core.data.batch import MAXIMUM, Batch, Metrics
 from lmforge.core.distributed.distributed import DistributedContext
 from lmforge.core.distributed.memory import peak_resident_bytes
+from lmforge.core.parallel.compiled import compiled_graph_count
 from lmforge.core.parallel.parallel_model import ParallelModel
-from lmforge.core.parallel.precision import compiled_graph_count
 from lmforge.core.steps.callbacks import BatchSource
 
 
