@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lmforge.core.model.mixture.experts import Router, local_weight
+from lmforge.core.model.layers import local_weight
+from lmforge.core.model.mixture.experts import Router
 
 NEAR = 1e-5
 T = TypeVar("T")

@@ -13,7 +13,7 @@ MAX_TOKENS = 477_500
 MAX_CORE_TOKENS = 165_500
 MAX_ROOMS = 14
 # What an import brings, in tokens.
-MAX_BROUGHT = {"lmforge.core.run": 152_500, "lmforge.core.loop": 111_000}
+MAX_BROUGHT = {"lmforge.core.run": 125_000, "lmforge.core.loop": 60_000}
 MAX_LOADED_TOKENS = 189_000
 # What a run attaches by default: log, watchdog and console, the report, and who else trains here.
 ATTACHED = ("lmforge.ops.monitor", "lmforge.ops.report", "lmforge.ops.terminal")

@@ -55,6 +55,7 @@ KINDS = {
         RegistryKind("objective", "objective", "objective.name"),
         RegistryKind("optimizer", "optimizer", "optimizer.name"),
         RegistryKind("schedule", "schedule", "schedule.name"),
+        RegistryKind("feed_forward", "model", "the config of a model", is_open=False),
         RegistryKind("packing", "data", "data.packing", is_open=False),
         RegistryKind("engine", "parallel", "parallel.engine", is_open=False),
         RegistryKind("transform", "parallel", "parallel", is_open=False),

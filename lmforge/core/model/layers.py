@@ -9,6 +9,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
 from torch.nn.functional import gelu, linear, silu
 
 from lmforge.core.data.batch import Batch
@@ -34,6 +35,20 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_new": _gelu_tanh,
     "gelu_pytorch_tanh": _gelu_tanh,
 }
+
+
+def local_weight(parameter: Tensor) -> Tensor:
+    """A rank's part of a weight.
+
+    Where it is replicated, ranks have tokens of their own, so that gradients are summed.
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter
+    return parameter.to_local(
+        grad_placements=[
+            Partial() if each.is_replicate() else each for each in parameter.placements
+        ]
+    )
 
 
 class Conv1D(nn.Module):

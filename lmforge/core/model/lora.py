@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from lmforge.core.errors import UserError
 from lmforge.core.files.untrusted import compile_pattern
 from lmforge.core.model.init_weights import LORA_SUFFIXES
-from lmforge.core.model.layers import Conv1D, LanguageModel, to_autocast_dtype
+from lmforge.core.model.layers import Conv1D, LanguageModel, local_weight, to_autocast_dtype
 from lmforge.core.model.lora_config import ALL_LINEAR, LoraConfig
-from lmforge.core.model.mixture.experts import Experts, Router, local_weight
+from lmforge.core.model.mixture.experts import Experts, Router
 from lmforge.core.model.mixture.grouped_mm import grouped_linear
 from lmforge.core.model.quantization.formats import BlockFormat
 from lmforge.core.model.quantization.matrices import QuantizedMatrix, quantize_parameter

@@ -86,6 +86,11 @@ BUILT_IN_NAMES: dict[str, dict[str, str]] = {
         "warmup-stable-decay": "lmforge.core.optim.schedules:warmup_stable_decay",
         "constant": "lmforge.core.optim.schedules:constant",
     },
+    # Of a block.
+    "feed_forward": {
+        "gated": "lmforge.core.model.layers:GatedMLP",
+        "mixture": "lmforge.core.model.mixture.experts:MixtureOfExperts",
+    },
     "packing": {
         "concat": "lmforge.core.data.dataset:pack_concat",
         "best-fit": "lmforge.core.data.best_fit_index:pack_best_fit",

@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial
 from torch.nn.functional import linear
 
 from lmforge.core.model.config import ModelConfig
-from lmforge.core.model.layers import ACTIVATIONS, GatedMLP, to_autocast_dtype
+from lmforge.core.model.layers import ACTIVATIONS, GatedMLP, local_weight, to_autocast_dtype
 from lmforge.core.model.mixture.balance import Balance
 from lmforge.core.model.mixture.grouped_mm import grouped_linear
 from lmforge.core.model.rng.token_rng import TokenRng
@@ -137,20 +136,6 @@ class Router(nn.Module):
         ):
             self.e_score_correction_bias = before.to(after.device)
         return self
-
-
-def local_weight(parameter: Tensor) -> Tensor:
-    """A rank's part of a weight.
-
-    Where it is replicated, ranks have tokens of their own, so that gradients are summed.
-    """
-    if not isinstance(parameter, DTensor):
-        return parameter
-    return parameter.to_local(
-        grad_placements=[
-            Partial() if each.is_replicate() else each for each in parameter.placements
-        ]
-    )
 
 
 class Experts(nn.Module):

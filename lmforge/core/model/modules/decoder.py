@@ -9,19 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from lmforge.core import registry
 from lmforge.core.model.attention import AttentionMask, LayerKVCache, attend
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.layers import (
-    GatedMLP,
     LanguageModel,
     LMHead,
     RMSNorm,
     add_linears,
     add_residual,
     apply_linear,
+    local_weight,
 )
-from lmforge.core.model.mixture.balance import Balance
-from lmforge.core.model.mixture.experts import MixtureOfExperts, local_weight
 from lmforge.core.model.rng.token_rng import TokenRng
 from lmforge.core.model.rope import RotaryEmbedding, yarn_mscale
 
@@ -155,7 +154,8 @@ class DecoderBlock(nn.Module):
         self.self_attn = (LatentAttention if config.family.latent_attention else Attention)(config)
         self._add_norm(self._after_attention, config)
         self._add_norm(self._before_mlp, config)
-        self.mlp = MixtureOfExperts(config) if sparse else GatedMLP(config)
+        mlp = "mixture" if sparse else "gated"
+        self.mlp = registry.get("feed_forward", mlp).load()(config)
         self._add_norm(self._after_mlp, config)
 
     def _add_norm(self, name: str | None, config: ModelConfig) -> None:
@@ -213,10 +213,12 @@ class Decoder(LanguageModel):
             config.hidden_size, config.num_outputs, softcap=config.final_logit_softcapping
         )
         self.tie_weights()
-        if mixtures := [
-            block.mlp for block in self.model.layers if isinstance(block.mlp, MixtureOfExperts)
-        ]:
-            self.balance = Balance(config, mixtures)
+        sparse = config.sparse_layers
+        mixtures = [block.mlp for block, has in zip(self.model.layers, sparse, strict=True) if has]
+        if mixtures:
+            self.balance = registry.import_named("lmforge.core.model.mixture.balance:Balance")(
+                config, mixtures
+            )
 
 
 def _make_norm(config: ModelConfig, size: int, eps: float | None = None) -> RMSNorm:
