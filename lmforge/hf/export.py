@@ -19,9 +19,9 @@ from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.config_json import to_config_json
 from lmforge.core.model.init_weights import named_tensors
-from lmforge.core.model.merge_adapters import LM_HEAD_WEIGHT
 from lmforge.core.model.mixture.experts import BIAS
 from lmforge.hf.hub import SAFE_WEIGHTS_INDEX_NAME
+from lmforge.hf.merge_adapters import LM_HEAD_WEIGHT
 from lmforge.hf.safetensors_file import write_safetensors
 from lmforge.hf.stored_experts import pieces, stored_name
 from lmforge.hf.transformers_causal_lm import to_stored_tensors

@@ -21,10 +21,10 @@ from lmforge.core.files.untrusted import compile_pattern, read_json
 from lmforge.core.model.build import build_model
 from lmforge.core.model.init_weights import LORA_SUFFIXES
 from lmforge.core.model.lora_config import ALL_LINEAR, LoraConfig, adapted_name
-from lmforge.core.model.merge_adapters import LM_HEAD_WEIGHT
 from lmforge.core.model.mixture.experts import Experts
 from lmforge.core.records.kinds import ADAPTER_CONFIG, Kind, kind_of
 from lmforge.hf.export import new_folder
+from lmforge.hf.merge_adapters import LM_HEAD_WEIGHT
 from lmforge.hf.resolve import resolve_model_config
 from lmforge.hf.safetensors_file import SafetensorsFile, write_safetensors
 

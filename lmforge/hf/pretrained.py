@@ -14,20 +14,21 @@ from typing import Any, Literal, Self
 import xxhash
 
 from lmforge.core import checkpoint
-from lmforge.core.checkpoint import Manifest, stored_model
+from lmforge.core.checkpoint import Manifest
 from lmforge.core.data.shards.staged_copy import find_staged
 from lmforge.core.data.tokenizer import Tokenizer
 from lmforge.core.errors import UserError
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.config_json import is_nf4_folder, read_config_json
 from lmforge.core.model.layers import LanguageModel
-from lmforge.core.model.merge_adapters import LM_HEAD_WEIGHT, merge_adapters
 from lmforge.core.model.presets import PRESETS
 from lmforge.core.model.resolve import check_balance, stored_model_config
 from lmforge.core.options.lora import LoraOptions
 from lmforge.core.options.sections import ModelOptions
 from lmforge.core.records.kinds import MODELS, Kind, kind_of, unexpected
+from lmforge.hf import stored_model
 from lmforge.hf.hub import cache_folder, resolve_model_folder
+from lmforge.hf.merge_adapters import LM_HEAD_WEIGHT, merge_adapters
 from lmforge.hf.peft_folder import (
     base_model_of,
     base_model_overrides,

@@ -4,7 +4,7 @@ and `TransformersModel`.
 Its modules and tensor names are those of transformers; the head is ours, so that the full logits
 never exist. There is no dropout. Incremental decoding uses the cache of transformers, which has one
 length for all sequences: they are padded at their left, and every sequence is computed again when
-another one joins. That works for any family, and is slower than core/model/incremental.py.
+another one joins. That works for any family, and is slower than serve/decoding/incremental.py.
 """
 
 import inspect

@@ -28,9 +28,9 @@ from lmforge.core.model.init_weights import LORA_SUFFIXES, local_part, named_ten
 from lmforge.core.model.layers import LanguageModel
 from lmforge.core.model.lora import add_lora
 from lmforge.core.model.lora_config import LoraConfig, adapted_name
-from lmforge.core.model.merge_adapters import LM_HEAD_WEIGHT, copy_part, full_model_of
 from lmforge.core.model.quantization.formats import quantized_matrices
 from lmforge.hf.hub import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, indexed_weight_files
+from lmforge.hf.merge_adapters import LM_HEAD_WEIGHT, copy_part, full_model_of
 from lmforge.hf.quantized.bitsandbytes_folder import stored_matrices
 from lmforge.hf.resolve import resolve_model_config
 from lmforge.hf.safetensors_file import SafetensorsFile

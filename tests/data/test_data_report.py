@@ -16,9 +16,9 @@ import pytest
 
 from lmforge.cli import run
 from lmforge.core.data.shards.folder import TokenFolder
-from lmforge.core.data.shards.source_report import MAX_SHARDS_READ
 from lmforge.core.options.load import read_config
 from lmforge.core.stages.training_data import TokenSources
+from lmforge.ops.report.source_report import MAX_SHARDS_READ
 from lmforge.ops.verbs.show.show_data import report_data, show_samples
 from lmforge.text.prepare.prepare import prepare
 from tests.conftest import Refusal

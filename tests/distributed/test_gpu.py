@@ -27,7 +27,6 @@ from lmforge.core.distributed.rank_info import RankInfo
 from lmforge.core.losses.language import NextTokenObjective, cross_entropy_and_z_loss
 from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
-from lmforge.core.model.incremental import incremental_decoder
 from lmforge.core.model.init_weights import init_weights
 from lmforge.core.model.layers import HeadOptions
 from lmforge.core.model.state_bytes import count_all, optimizer_state_bytes
@@ -45,6 +44,7 @@ from lmforge.lab.plan.operators import ActivationTracker
 from lmforge.lab.plan.prediction.step_config import StepConfig
 from lmforge.ops.monitor.flight_recorder import recent_collectives
 from lmforge.post.rl.reference import ReferenceModel, reference_logprobs
+from lmforge.serve.decoding.incremental import incremental_decoder
 from tests.conftest import Command
 from tests.distributed.gpu_models import gradients, language_model, trained
 from tests.objectives.oracle import whole_logits

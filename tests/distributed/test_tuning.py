@@ -456,7 +456,7 @@ def test_what_a_run_of_pairs_or_prompts_has_is_no_text_to_be_measured(
 
 
 def test_adapters_leave_the_base_as_it_was_and_open_merged(world: World) -> None:
-    from lmforge.core.checkpoint.stored_model import StoredModel
+    from lmforge.hf.stored_model import StoredModel
 
     folder, manifest = newest_checkpoint(world.run("sft lora").path)
     stored, base = StoredModel(folder, manifest), weights_of(world.run("base"))
@@ -477,7 +477,7 @@ def test_adapters_leave_the_base_as_it_was_and_open_merged(world: World) -> None
 def test_adapters_beside_four_bits_are_merged_into_what_they_were_trained_with(
     world: World, lmforge: Command, tmp_path: Path
 ) -> None:
-    from lmforge.core.checkpoint.stored_model import StoredModel
+    from lmforge.hf.stored_model import StoredModel
 
     folder, manifest = newest_checkpoint(world.run("sft qlora").path)
     stored, base = StoredModel(folder, manifest), weights_of(world.run("base"))

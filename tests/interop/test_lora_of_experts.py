@@ -23,13 +23,13 @@ from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.init_weights import init_adapters, init_weights
 from lmforge.core.model.lora import add_lora, disable_adapters
 from lmforge.core.model.lora_config import LoraConfig, adapter_parameters
-from lmforge.core.model.merge_adapters import merge_adapters
 from lmforge.core.options.activation_checkpointing import CHECKPOINTING_MODES
 from lmforge.core.parallel.activation_checkpointing import apply_activation_checkpointing
 from lmforge.core.parallel.working_weights import working_weights
 from lmforge.core.records.runs import Run
 from lmforge.core.stages.parameter_counts import count_parameters
 from lmforge.hf.export import export_folder
+from lmforge.hf.merge_adapters import merge_adapters
 from lmforge.hf.peft_folder import load_peft_folder, save_peft_folder
 from lmforge.hf.weights import load_folder
 from lmforge.lab.plan.adapters import block_adapters

@@ -23,9 +23,9 @@ from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.flops import active_parameters
 from lmforge.core.model.init_weights import init_weights
 from lmforge.core.model.layers import LanguageModel
-from lmforge.core.model.merge_adapters import merge_adapters
 from lmforge.core.options.sections import ModelOptions
 from lmforge.hf.export import export_folder
+from lmforge.hf.merge_adapters import merge_adapters
 from lmforge.hf.peft_folder import load_peft_folder
 from lmforge.hf.pretrained import find_pretrained
 from lmforge.serve.decoding.model_loading import load_model

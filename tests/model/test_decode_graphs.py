@@ -16,15 +16,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
-from lmforge.core.model.incremental import (
+from lmforge.core.model.init_weights import init_weights
+from lmforge.core.model.layers import LanguageModel
+from lmforge.core.parallel.activation_checkpointing import apply_activation_checkpointing
+from lmforge.serve.decoding.incremental import (
     DecodeGraphs,
     IncrementalDecoder,
     incremental_decoder,
     is_plain,
 )
-from lmforge.core.model.init_weights import init_weights
-from lmforge.core.model.layers import LanguageModel
-from lmforge.core.parallel.activation_checkpointing import apply_activation_checkpointing
 from tests.generate.test_engine import SHAPES, SIZES
 from tests.seeds import fresh_seed
 

@@ -16,13 +16,13 @@ from lmforge.core.errors import UserError
 from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.config_json import config_fields_from_json, to_config_json
-from lmforge.core.model.incremental import incremental_decoder
 from lmforge.core.model.init_weights import init_weights, named_tensors
 from lmforge.core.model.mixture.experts import BIAS
 from lmforge.core.model.presets import get_preset
 from lmforge.hf.export import export_folder
 from lmforge.hf.resolve import resolve_model_config
 from lmforge.hf.weights import describe_folder, load_folder
+from lmforge.serve.decoding.incremental import incremental_decoder
 from tests.model.conftest import ONE_BY_ONE, built, drawn_config, logits, one_document, quantized
 
 LAYERS = {"num_hidden_layers": 2, "first_k_dense_replace": 1}

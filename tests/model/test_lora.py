@@ -22,12 +22,12 @@ from lmforge.core.model.init_weights import init_adapters, init_weights
 from lmforge.core.model.layers import LanguageModel
 from lmforge.core.model.lora import LoraLinear, add_lora, disable_adapters
 from lmforge.core.model.lora_config import LoraConfig, adapter_parameters
-from lmforge.core.model.merge_adapters import merge_adapters
 from lmforge.core.optim.optimizer import build_optimizer, named_optimizer_state
 from lmforge.core.options.sections import GroupOptions, OptimizerOptions, ParallelOptions
 from lmforge.core.parallel.activation_checkpointing import apply_activation_checkpointing
 from lmforge.core.parallel.validate import check_lora
 from lmforge.hf.export import export_folder
+from lmforge.hf.merge_adapters import merge_adapters
 from lmforge.hf.peft_folder import load_peft_folder, save_peft_folder
 from lmforge.hf.resolve import resolve_model_config
 from lmforge.hf.weights import load_folder

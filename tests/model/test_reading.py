@@ -10,18 +10,18 @@ from torch import nn
 
 from lmforge.core.errors import UserError
 from lmforge.core.model.attention import KVCache
-from lmforge.core.model.incremental import (
+from lmforge.core.model.init_weights import init_adapters
+from lmforge.core.model.layers import LanguageModel
+from lmforge.core.model.lora import add_lora
+from lmforge.core.model.lora_config import LoraConfig
+from lmforge.core.parallel.activation_checkpointing import apply_activation_checkpointing
+from lmforge.serve.decoding.incremental import (
     MAX_GROUP_TOKENS,
     MIN_LENGTH_RATIO,
     IncrementalDecoder,
     group_by_length,
     incremental_decoder,
 )
-from lmforge.core.model.init_weights import init_adapters
-from lmforge.core.model.layers import LanguageModel
-from lmforge.core.model.lora import add_lora
-from lmforge.core.model.lora_config import LoraConfig
-from lmforge.core.parallel.activation_checkpointing import apply_activation_checkpointing
 from tests.model.conftest import MODEL_TYPES, built, drawn_config, logits, one_document, shaken
 
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from lmforge.cli import run as command
-from lmforge.core.checkpoint.stored_model import StoredModel
 from lmforge.core.records.runs import Run
+from lmforge.hf.stored_model import StoredModel
 from lmforge.lab.bench.bounds import (
     BOUND_STEPS,
     BOUNDS,

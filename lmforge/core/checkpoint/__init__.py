@@ -18,7 +18,7 @@ What keeps a half-written checkpoint from being loaded:
 3. Every block of 4 MiB is verified against its checksum as it is read (storage.py), so a damaged
    tensor is never used.
 
-Begin with manifest.py, then async_save.py (save), load.py and stored_model.py (a model's weights);
+Begin with manifest.py, then async_save.py (save), and load.py (hf/stored_model.py reads a model's weights);
 which checkpoints a run makes, and when, is decided in core/steps/checkpoints.py. The names below
 are for other packages.
 """

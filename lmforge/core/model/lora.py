@@ -3,7 +3,7 @@ the frozen ones.
 
 An adapted layer computes W x + scaling · B A x. W keeps its name, `….q_proj.weight`; A and B are
 called `….q_proj.lora_A.weight` and `….q_proj.lora_B.weight`, as in PEFT. Their first values are in
-init_weights.py, PEFT's folders and merging in merge_adapters.py.
+init_weights.py, PEFT's folders and merging in hf/merge_adapters.py.
 
 The matrices of a mixture of experts are parameters of modules of their own: that of
 `….experts.gate_up_proj` is called `….experts.adapters.gate_up_proj.lora_A.weight`, [experts, rank,

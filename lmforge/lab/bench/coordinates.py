@@ -22,10 +22,10 @@ from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.init_weights import init_weights
 from lmforge.core.model.layers import LanguageModel
 from lmforge.core.model.parametrization import relative_to_base
-from lmforge.core.model.proportions import in_proportion
 from lmforge.core.optim.optimizer import build_optimizer
 from lmforge.core.options.sections import ModelOptions, OptimizerOptions
 from lmforge.core.parallel.parallel_model import set_learning_rate
+from lmforge.lab.proportions import in_proportion
 
 SEEDS = 2
 SEQUENCES, LENGTH = 4, 32

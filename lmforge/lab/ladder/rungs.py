@@ -12,13 +12,13 @@ from typing import Any
 from lmforge.core.errors import UserError
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.flops import flops_per_token, parameter_count
-from lmforge.core.model.proportions import in_proportion
 from lmforge.core.options.batch_plan import batch_plan
 from lmforge.core.options.options import validate_options
 from lmforge.core.options.sections import ParallelOptions, ScheduleOptions
 from lmforge.core.options.stage import PretrainConfig
 from lmforge.hf.resolve import model_config_from_options
 from lmforge.lab.ladder.law import Point, too_short
+from lmforge.lab.proportions import in_proportion
 
 # A shorter run has no schedule worth the name.
 LEAST_STEPS = 100

@@ -315,7 +315,7 @@ def _weight_rows(first: ComparedRun, other: ComparedRun, limit: float) -> Iterat
     """
     import torch
 
-    from lmforge.core.checkpoint.stored_model import StoredModel
+    from lmforge.hf.stored_model import StoredModel
     from lmforge.lab.bench.parity import weights_difference
 
     steps = sorted(first.checkpoints.keys() & other.checkpoints.keys())

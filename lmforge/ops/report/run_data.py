@@ -14,7 +14,6 @@ import numpy as np
 from pydantic import BaseModel
 
 from lmforge.core.data.shards.folder import TokenFolder
-from lmforge.core.data.shards.source_report import read_source
 from lmforge.core.errors import UserError, format_count, format_duration
 from lmforge.core.files.untrusted import check_content, open_file, parse_json, read_json, read_lines
 from lmforge.core.options.load import flat_options
@@ -34,6 +33,7 @@ from lmforge.ops.monitor.heartbeat import FINAL_PHASES
 from lmforge.ops.monitor.predicted_loss import read_predicted_loss
 from lmforge.ops.monitor.run_status import RunState, RunStatus, read_run_status
 from lmforge.ops.report.expert_map import read_expert_loads
+from lmforge.ops.report.source_report import read_source
 
 # More points would make the page slow to open. A longer series is shown with every n-th point and
 # the last.

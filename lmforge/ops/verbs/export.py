@@ -17,13 +17,11 @@ from torch import Tensor
 
 from lmforge.core import checkpoint
 from lmforge.core.checkpoint import Manifest
-from lmforge.core.checkpoint.stored_model import StoredModel, stored_lora_config
 from lmforge.core.data.tokenizer import Tokenizer
 from lmforge.core.errors import UserError
 from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.flops import parameter_count
-from lmforge.core.model.merge_adapters import LM_HEAD_WEIGHT
 from lmforge.core.model.mixture.experts import BIAS
 from lmforge.core.model.resolve import stored_model_config
 from lmforge.core.parallel.precision import DTYPES
@@ -31,8 +29,10 @@ from lmforge.core.records.kinds import Kind, kind_of
 from lmforge.hf.export import export_folder
 from lmforge.hf.hub import resolve_model_folder
 from lmforge.hf.layouts import LayoutHints, convert_checkpoint, find_layout
+from lmforge.hf.merge_adapters import LM_HEAD_WEIGHT
 from lmforge.hf.peft_folder import base_model_of, load_peft_folder, save_peft_folder
 from lmforge.hf.resolve import resolve_model_config
+from lmforge.hf.stored_model import StoredModel, stored_lora_config
 from lmforge.hf.torch_checkpoints import open_tensor_source
 from lmforge.hf.weights import LM_HEAD_BIAS
 from lmforge.serve.decoding.model_loading import chat_template, training_stage

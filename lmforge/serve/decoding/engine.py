@@ -16,8 +16,8 @@ from torch import Tensor
 from lmforge.core.data.order import derive_key
 from lmforge.core.data.tokenizer import Tokenizer
 from lmforge.core.errors import RunFailed, UserError
-from lmforge.core.model.incremental import incremental_decoder
 from lmforge.core.model.layers import LanguageModel
+from lmforge.serve.decoding.incremental import incremental_decoder
 from lmforge.serve.decoding.prompts import (
     check_room,
     check_token_ids,

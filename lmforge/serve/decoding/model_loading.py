@@ -13,7 +13,6 @@ import torch
 
 from lmforge.core import checkpoint
 from lmforge.core.checkpoint import Manifest
-from lmforge.core.checkpoint.stored_model import load_weights
 from lmforge.core.data.tokenizer import Tokenizer, refuse_sentencepiece
 from lmforge.core.distributed.distributed import choose_device, keep_freed_memory
 from lmforge.core.distributed.rank_info import threads_per_rank
@@ -21,12 +20,12 @@ from lmforge.core.errors import UserError
 from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.layers import LanguageModel
-from lmforge.core.model.merge_adapters import merge_adapters
 from lmforge.core.model.resolve import stored_model_config
 from lmforge.core.parallel.precision import choose_dtype
 from lmforge.core.records.kinds import Kind, kind_of
 from lmforge.core.records.runs import parse_location
 from lmforge.hf.hub import resolve_model_folder
+from lmforge.hf.merge_adapters import merge_adapters
 from lmforge.hf.peft_folder import (
     base_model_of,
     base_model_overrides,
@@ -34,6 +33,7 @@ from lmforge.hf.peft_folder import (
     tokenizer_folder,
 )
 from lmforge.hf.resolve import resolve_model_config
+from lmforge.hf.stored_model import load_weights
 from lmforge.hf.weights import describe_folder, load_folder
 from lmforge.serve.decoding.prompts import PromptTooLong
 from lmforge.serve.decoding.sampling import SamplingParams, choose_sampling

@@ -13,7 +13,6 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 
 from lmforge.core import registry
 from lmforge.core.data.shards.folder import TokenFolder
-from lmforge.core.data.shards.verify import verify_best_fit, verify_shards
 from lmforge.core.distributed.rank_info import read_rank_info
 from lmforge.core.errors import UserError, format_count
 from lmforge.core.files.untrusted import describe_os_error
@@ -24,6 +23,7 @@ from lmforge.text.prepare.dist_context import DistContext, SingleProcessContext
 from lmforge.text.prepare.pack import pack_folder
 from lmforge.text.prepare.prepare import PreparationSummary, prepare
 from lmforge.text.prepare.steps import ProgressCallback
+from lmforge.text.prepare.verify import verify_best_fit, verify_shards
 from lmforge.text.questions import load_texts
 from lmforge.text.sources.folders import describe_left_out
 from lmforge.text.sources.plugin_unit import PluginReaders

@@ -11,7 +11,6 @@ import numpy as np
 
 from lmforge.core.data.packing import PackedSequence, TokenizedExample
 from lmforge.core.data.shards.folder import TokenFolder
-from lmforge.core.data.shards.source_report import SourceReport, read_source
 from lmforge.core.data.tokenizer import Tokenizer
 from lmforge.core.errors import UserError, format_count
 from lmforge.core.files.untrusted import check_content
@@ -24,6 +23,7 @@ from lmforge.core.records.kinds import Kind, kind_of, unexpected
 from lmforge.core.records.run_records import BadStepFile, CompletionRecord, read_bad_step
 from lmforge.core.records.runs import Run
 from lmforge.core.stages.training_data import TokenSources
+from lmforge.ops.report.source_report import SourceReport, read_source
 from lmforge.ops.verbs.show.describe_data import align_right
 from lmforge.post.options.tuning import TunedConfig
 from lmforge.text.chat.example_display import RESET, format_example

@@ -16,12 +16,12 @@ from lmforge.core.model.init_weights import LORA_SUFFIXES, named_tensors
 from lmforge.core.model.layers import LanguageModel
 from lmforge.core.model.lora import add_lora, lora_delta
 from lmforge.core.model.lora_config import LoraConfig, adapted_name
-from lmforge.core.model.merge_adapters import copy_part, merge_adapters
 from lmforge.core.model.quantization.formats import StoredMatrix, quantized_matrices
 from lmforge.core.model.resolve import stored_model_config
 from lmforge.core.options.lora import LoraOptions
 from lmforge.core.records.manifests import CorruptCheckpoint, Manifest
 from lmforge.core.records.runs import MANIFEST
+from lmforge.hf.merge_adapters import copy_part, merge_adapters
 
 
 def stored_lora_config(manifest: Manifest) -> LoraConfig | None:
