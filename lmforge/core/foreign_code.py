@@ -30,7 +30,8 @@ HEARTBEAT_CALL_SECONDS = 1.0
 MAX_RESPONSE_BYTES = 64 << 20
 # A file may import torch and open a model.
 IMPORT_TIMEOUT_SECONDS = 300.0
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
 # What a server started gets SIGTERM, and after this time SIGKILL.
 TERM_SECONDS = 5.0
 
@@ -130,7 +131,8 @@ def supervise(closing_seconds: float) -> None:
         return
     # Whoever reads the child's output learns at once that it has ended.
     os.dup2(2, 1)
-    poll, child = select.poll(), os.pidfd_open(pid)
+    poll = select.poll()
+    child = os.pidfd_open(pid)
     poll.register(child, select.POLLIN)
     poll.register(0, 0)  # only for the end of the input, which the child reads
     if child not in dict(poll.poll()):
@@ -144,7 +146,8 @@ def supervise(closing_seconds: float) -> None:
 
 def _end_descendants() -> None:
     """SIGTERM for all processes below this one, then SIGKILL, until there are none."""
-    deadline, terminated = time.monotonic() + TERM_SECONDS, set[int]()
+    deadline = time.monotonic() + TERM_SECONDS
+    terminated = set[int]()
     while descendants := _descendants(os.getpid()):
         for pid in descendants:
             with suppress(ProcessLookupError):
@@ -201,7 +204,8 @@ class JsonLineProcess:
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        self._stdin = self._process.stdin
+        self._stdout = self._process.stdout
         os.set_blocking(self._stdin.fileno(), False)  # the process may hang before it reads
         self._close_grace_seconds = close_grace_seconds
         self.closed = False
@@ -214,7 +218,8 @@ class JsonLineProcess:
         Raises TypeError, ValueError or RecursionError if the message is not JSON, and as `receive`
         does.
         """
-        rest, deadline = memoryview(encode_line(message)), time.monotonic() + timeout_seconds
+        rest = memoryview(encode_line(message))
+        deadline = time.monotonic() + timeout_seconds
         poll = select.poll()
         poll.register(self._stdin, select.POLLOUT)
         try:
@@ -249,7 +254,8 @@ class JsonLineProcess:
     def _read_line(self, timeout_seconds: float, heartbeat: Callable[[], None]) -> bytearray:
         poll = select.poll()
         poll.register(self._stdout, select.POLLIN)
-        line, deadline = bytearray(), time.monotonic() + timeout_seconds
+        line = bytearray()
+        deadline = time.monotonic() + timeout_seconds
         while not line.endswith(b"\n"):
             if not _wait(poll, deadline, heartbeat):
                 continue

@@ -57,9 +57,11 @@ def train(
     `learning_rate` is that of a step (from 0). Between log steps the host runs at most one step
     ahead of the device, and does not wait for it.
     """
-    dist_ctx, done = parallel_model.dist_ctx, start_step
+    dist_ctx = parallel_model.dist_ctx
+    done = start_step
     first_step = start_step
-    accumulator, set_phase = MetricsAccumulator(dist_ctx), callbacks.set_phase
+    accumulator = MetricsAccumulator(dist_ctx)
+    set_phase = callbacks.set_phase
 
     def is_bad_step(metrics: list[Metrics], grad_norm: Tensor) -> Tensor:
         is_bad = detector.check(done, metrics, grad_norm)
@@ -71,13 +73,15 @@ def train(
     with closing(StopSignals(dist_ctx)) as stop_signals, _garbage_collection_paused():
         callbacks.on_start(done)
         while done < steps:
-            step, done = done, done + 1
+            step = done
+            done = done + 1
             began = time.perf_counter()
             callbacks.on_step_begin(done)
             set_phase("data", step)
             micro_batches = batches.batches(step + detector.batch_offset)
             throughput.add_tokens(micro_batches)
-            lr, num_graphs = learning_rate(step), compiled_graph_count()
+            lr = learning_rate(step)
+            num_graphs = compiled_graph_count()
             grad_norm, _ = train_step(
                 parallel_model,
                 optimizer,
@@ -90,7 +94,8 @@ def train(
                 before_update=checkpoints.wait_for_staging,
                 is_bad_step=is_bad_step,
             )
-            seconds, has_compiled = time.perf_counter() - began, compiled_graph_count() > num_graphs
+            seconds = time.perf_counter() - began
+            has_compiled = compiled_graph_count() > num_graphs
             if has_compiled or step == start_step:
                 throughput.count_unusual_step(seconds)
             callbacks.on_weights_updated(done, seconds, has_compiled)
@@ -188,7 +193,8 @@ class StopSignals:
 
     def __init__(self, dist_ctx: DistributedContext) -> None:
         self._dist_ctx = dist_ctx
-        self._signal, self._ctrl_c = 0, False
+        self._signal = 0
+        self._ctrl_c = False
         self._pending: tuple[torch.Tensor, dist.Work] | None = None
         self._previous_handlers = handle_signals(STOP_SIGNALS, self._handle)
 

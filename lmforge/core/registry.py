@@ -287,7 +287,8 @@ def registering(origin: str) -> Iterator[None]:
 
     If the block raises, they are removed.
     """
-    before, token = dict(_entries), _origin.set(origin)
+    before = dict(_entries)
+    token = _origin.set(origin)
     try:
         yield
     except BaseException:

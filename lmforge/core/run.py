@@ -87,7 +87,8 @@ def run_stage(config: StageConfig, custom: CustomCode = NO_CUSTOM_CODE) -> int:
                     memory.check()
                 objective, callbacks = custom.build(config)
             ctx = start_attempt(config, run, dist_ctx, callbacks)
-            final_phase, error = "failed", None
+            final_phase = "failed"
+            error = None
             try:
                 status = _train(ctx, spec, inputs, point, memory, objective)
                 final_phase = "interrupted" if status else "done"
@@ -118,12 +119,10 @@ def _train(
     objective: Objective,
 ) -> int:
     """Train from `point` to the end of the recipe. Returns the exit status."""
-    config, steps, dist_ctx, log = (
-        ctx.config,
-        ctx.config.train.steps,
-        ctx.dist_ctx,
-        ctx.console.info,
-    )
+    config = ctx.config
+    steps = ctx.config.train.steps
+    dist_ctx = ctx.dist_ctx
+    log = ctx.console.info
     if point.step >= steps:
         point = dist_ctx.decide_on_rank0(partial(verify_finished, ctx.run, point, steps))
     notes = [
@@ -156,7 +155,8 @@ def _train(
         peak_flops = rank_peak_flops(dist_ctx, built.dtype)
         log_summary(ctx, inputs, built, peak_flops)
         checkpointer = build_checkpointer(ctx, inputs, built)
-        began, batches = time.perf_counter(), None
+        began = time.perf_counter()
+        batches = None
         try:
             with ExitStack() as stack:
                 # A save that waits for a lost rank would not end, and other ranks learn from this

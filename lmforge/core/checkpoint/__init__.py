@@ -18,9 +18,9 @@ What keeps a half-written checkpoint from being loaded:
 3. Every block of 4 MiB is verified against its checksum as it is read (storage.py), so a damaged
    tensor is never used.
 
-Begin with manifest.py, then async_save.py (save), and load.py (hf/stored_model.py reads a model's weights);
-which checkpoints a run makes, and when, is decided in core/steps/checkpoints.py. The names below
-are for other packages.
+Begin with manifest.py, then async_save.py (save) and load.py; hf/stored_model.py reads the weights
+of a model. Which checkpoints a run makes, and when, is decided in core/steps/checkpoints.py. The
+names below are for other packages.
 """
 
 # ruff: noqa: F401 - nothing here is used in this file

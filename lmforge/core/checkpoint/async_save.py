@@ -214,7 +214,8 @@ class AsyncCheckpointer:
         try:
             self._staging.wait()
             self._write_files(folder, final, planner, metadata)
-            self.consecutive_failures, self.failed_at = 0, None
+            self.consecutive_failures = 0
+            self.failed_at = None
             self._saved_steps.append(metadata["step"])
         except LockLost:
             raise
@@ -231,10 +232,8 @@ class AsyncCheckpointer:
     def _write_files(
         self, folder: Path, final: Path, planner: "_SavePlanner", metadata: dict[str, Any]
     ) -> None:
-        save_ctx, where = (
-            self._save_ctx,
-            f"{self.run.checkpoints_folder}: the checkpoint {final.name}",
-        )
+        save_ctx = self._save_ctx
+        where = f"{self.run.checkpoints_folder}: the checkpoint {final.name}"
         files = HashingFileSystem()
         with save_ctx.raise_on_all(), translate_storage_errors(where, files):
             if save_ctx.is_rank0:
@@ -280,7 +279,8 @@ class AsyncCheckpointer:
             make_folder(folder)
         except OSError:
             return  # the save itself will report the error
-        needed, free = self.expected_bytes, shutil.disk_usage(folder).free
+        needed = self.expected_bytes
+        free = shutil.disk_usage(folder).free
         if free < needed:
             needs = f"it takes {format_bytes(needed)}, and {format_bytes(free)} are free"
             old = self.run.checkpoint_steps()[:-1]
@@ -291,7 +291,8 @@ class AsyncCheckpointer:
         """A line where the disk has no space for all checkpoints that will be kept of `num_saves`,
         `kept_by_steps` of them for their step.
         """
-        folder, existing = self.run.checkpoints_folder, len(self.run.checkpoint_steps())
+        folder = self.run.checkpoints_folder
+        existing = len(self.run.checkpoint_steps())
         kept = min(
             self.retention.keep_last + self.retention.keep_best + kept_by_steps,
             existing + num_saves,

@@ -39,7 +39,8 @@ def load(folder: Path, state: StateDict) -> None:
                 else "the model is of another shape"
             )
             raise UserError(f"{folder}: it has no tensor {name}; {reason}")
-        size, expected = list(stored[name].shape), list(tensor.shape)
+        size = list(stored[name].shape)
+        expected = list(tensor.shape)
         if size != expected:
             raise UserError(
                 f"{folder}: {name} is {size} there and {expected} here; the model is of another"

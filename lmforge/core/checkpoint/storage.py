@@ -85,7 +85,9 @@ class _VerifiedFile(ChecksummedFile, io.RawIOBase):
         super().__init__(
             digests["bytes"], parse_checksums(digests["xxh3"]), BLOCK_BYTES, remember=False
         )
-        self._raw, self._name, self._position = raw, name, 0
+        self._raw = raw
+        self._name = name
+        self._position = 0
 
     def readable(self) -> bool:
         return True
@@ -229,7 +231,8 @@ class CheckpointWriter(dcp.FileSystemWriter):
 
     def __init__(self, folder: Path, files: HashingFileSystem) -> None:
         super().__init__(folder.name, sync_files=is_local(folder), per_thread_copy_ahead=0)
-        self.fs, self.path = files, folder
+        self.fs = files
+        self.path = folder
 
     @property
     def checkpoint_id(self) -> str:

@@ -85,7 +85,9 @@ def pack_documents(ends: np.ndarray, sequence_length: int) -> tuple[np.ndarray, 
     # A document belongs to the group that it begins in; one of several groups leaves some without
     # any.
     bounds = np.unique(starts.searchsorted(int(ends[-1]) * np.arange(num_groups + 1) // num_groups))
-    firsts, spans, total = [np.zeros(1, np.int64)], [np.zeros((0, 2), np.int64)], 0
+    firsts = [np.zeros(1, np.int64)]
+    spans = [np.zeros((0, 2), np.int64)]
+    total = 0
     for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         of_group = _split_documents(starts[first:last], ends[first:last], sequence_length)
         order, begins = best_fit(of_group[:, 1], sequence_length)
@@ -133,16 +135,12 @@ class IndexReader:
     """The index of one shard. Raises UserError where it is damaged."""
 
     def __init__(self, folder: TokenFolder, entry: IndexEntry, sequence_length: int):
-        name, hint = (
-            entry.name + index_suffix(sequence_length),
-            pack_again_hint(folder.path, sequence_length),
-        )
-        self._entry, self._dtype, self._length, self._hint = (
-            entry,
-            entry.dtype,
-            sequence_length,
-            hint,
-        )
+        name = entry.name + index_suffix(sequence_length)
+        hint = pack_again_hint(folder.path, sequence_length)
+        self._entry = entry
+        self._dtype = entry.dtype
+        self._length = sequence_length
+        self._hint = hint
         size = entry.checksum_bytes
         stored = ShardFile(
             folder.storage,
@@ -162,7 +160,8 @@ class IndexReader:
         first, last = self._read(sequence, 2)
         if first < last <= self._entry.spans:
             numbers = self._read(self._entry.sequences + 1 + 2 * first, 2 * (last - first))
-            starts, lengths = numbers[::2], numbers[1::2]
+            starts = numbers[::2]
+            lengths = numbers[1::2]
             if (
                 min(lengths) > 0
                 and sum(lengths) <= self._length
@@ -190,7 +189,8 @@ class BestFitIndex:
         """Raises UserError where the folder has no index for this length, or the index is damaged
         or belongs to other tokens.
         """
-        name, hint = manifest_name(sequence_length), pack_again_hint(folder.path, sequence_length)
+        name = manifest_name(sequence_length)
+        hint = pack_again_hint(folder.path, sequence_length)
         path = folder.path / name
         if (digest := folder.manifest.best_fit.get(str(sequence_length))) is None:
             lengths = ", ".join(f"{each:,}" for each in best_fit_lengths(folder))
@@ -264,7 +264,8 @@ class BestFitIndex:
         """
         self.size_check.raise_problem()
         shard = bisect_right(self._first_sequences, sequence) - 1
-        first, quarantined = self._first_tokens[shard], self.folder.split(TRAIN_SPLIT).quarantined
+        first = self._first_tokens[shard]
+        quarantined = self.folder.split(TRAIN_SPLIT).quarantined
         if quarantined.num_tokens and quarantined.cover(first, self._first_tokens[shard + 1]):
             return []
         spans = [

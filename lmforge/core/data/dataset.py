@@ -120,7 +120,8 @@ class PackedDataset:
 
         `map_rows` may read rows in several threads.
         """
-        count, with_sources = len(samples) + padding, bool(self.source_names)
+        count = len(samples) + padding
+        with_sources = bool(self.source_names)
         out = PackedSequences.empty(
             count, self.sequence_length, self.packing.extras, with_sources=with_sources
         )
@@ -149,7 +150,8 @@ class PackedDataset:
         return indices
 
     def _permutation_of_epoch(self, epoch: int) -> Permutation:
-        count, key = self.sequences_per_epoch, derive_key(self.seed, "source", self.name, epoch)
+        count = self.sequences_per_epoch
+        key = derive_key(self.seed, "source", self.name, epoch)
         if self.window is None:
             return permutation(count, key)
         chunk, window = self.window

@@ -11,7 +11,8 @@ CHUNK_TOKENS = 2048
 # A CPU reads the logits of a chunk several times, which is a third faster if they stay in its cache
 # (measured with 4,096 ids). With fewer tokens per chunk than this, the gradient of the head's
 # weight would be accumulated too often.
-CACHED_LOGITS_BYTES, MIN_CACHED_TOKENS = 2**23, 256
+CACHED_LOGITS_BYTES = 2**23
+MIN_CACHED_TOKENS = 256
 # The memory limit for a chunk's logits in compiled passes, which keep nothing else of that size.
 # Larger chunks read the head's weight less often.
 FUSED_LOGITS_BYTES = 2**30

@@ -55,7 +55,9 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
     rng_seed: int | None = None
 
     def __post_init__(self) -> None:
-        size, rank, ranks = self.global_batch_size, self.data_parallel_rank, self.data_parallel_size
+        size = self.global_batch_size
+        rank = self.data_parallel_rank
+        ranks = self.data_parallel_size
         if not 0 <= rank < ranks:
             raise ValueError(f"rank {rank} of {ranks}")
         if size < ranks:
@@ -90,7 +92,8 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
             self._read_ahead = {batch_index: self._thread.submit(self._read, batch_index)}
         future = self._read_ahead.pop(batch_index)
         while not wait([future], timeout=SLOW_BATCH_WARNING_SECONDS).done:
-            waited, file = time.perf_counter() - began, slow_read(SLOW_BATCH_WARNING_SECONDS / 2)
+            waited = time.perf_counter() - began
+            file = slow_read(SLOW_BATCH_WARNING_SECONDS / 2)
             log.warning(
                 "batch %d: no data for %.0f s from %s",
                 batch_index,
@@ -109,7 +112,8 @@ class BatchLoader(AbstractContextManager["BatchLoader"]):
 
     def _read(self, batch_index: int) -> Batch:
         start = batch_index * self.global_batch_size + self.first
-        stop, padding = start + self._num_sequences, self._local_batch_size - self._num_sequences
+        stop = start + self._num_sequences
+        padding = self._local_batch_size - self._num_sequences
         map_rows = map if self._readers is None else self._readers.map
         batch = Batch.from_sequences(
             self.dataset.sequences(start, stop, padding=padding, map_rows=map_rows)

@@ -94,12 +94,10 @@ class BlockOrder:
         self._bounds = [
             int(bound * denominator) for bound in accumulate(proportions, initial=Fraction(0))
         ]
-        self._denominator, self._key, self._unit, self._parts = (
-            denominator,
-            (seed, "mixture", phase),
-            unit,
-            parts,
-        )
+        self._denominator = denominator
+        self._key = (seed, "mixture", phase)
+        self._unit = unit
+        self._parts = parts
         needed = math.ceil(1 / min(proportion for proportion in proportions if proportion))
         # With fewer samples than `needed` the count of a source could decrease, so every part of a
         # block has at least this many.
@@ -143,14 +141,16 @@ class BlockOrder:
             return self._cached_block(block)
 
     def _order_of_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        size, start = self.block_size, block * self.block_size
+        size = self.block_size
+        start = block * self.block_size
         before = counts = self._counts_at(start)
         sources = np.empty(size, np.int16)
         part_of_slot = np.arange(size) % self._unit * self._parts // self._unit
         for part in np.unique(part_of_slot).tolist():
             slots = np.flatnonzero(part_of_slot == part)
             start += len(slots)
-            so_far, counts = counts, self._counts_at(start)
+            so_far = counts
+            counts = self._counts_at(start)
             order = permutation(
                 len(slots), derive_key(*self._key, block, *([part] if part else []))
             )(np.arange(len(slots)))
@@ -202,8 +202,11 @@ class MixedDataset:
     def __init__(
         self, names: Sequence[str], phases: Sequence[Phase], *, unit: int, seed: int, parts: int = 1
     ) -> None:
-        self.names, self.phases = tuple(names), tuple(phases)
-        self._unit, self._seed, self._parts = unit, seed, parts
+        self.names = tuple(names)
+        self.phases = tuple(phases)
+        self._unit = unit
+        self._seed = seed
+        self._parts = parts
         # Blocks are laid out by digest, so that the order in which a recipe lists the sources does
         # not matter.
         digests = [dataset.name for dataset in phases[0].datasets]
@@ -223,7 +226,8 @@ class MixedDataset:
         yield start
         for (phase, following), order in zip(pairwise(self.phases), self._orders, strict=False):
             assert phase.num_samples is not None
-            samples, epochs = start.samples + self._counts(order, phase.num_samples), start.epochs
+            samples = start.samples + self._counts(order, phase.num_samples)
+            epochs = start.epochs
             if following.sequence_length != phase.sequence_length:
                 sizes = [dataset.sequences_per_epoch for dataset in phase.datasets]
                 samples, epochs = none, epochs + -(-samples // np.array(sizes))
@@ -263,13 +267,12 @@ class MixedDataset:
         """
         if not 0 <= start <= stop:
             raise ValueError(f"samples {start} to {stop}")
-        sources, indices = np.zeros(stop - start, np.int64), np.zeros(stop - start, np.int64)
+        sources = np.zeros(stop - start, np.int64)
+        indices = np.zeros(stop - start, np.int64)
         for number, first, last in self._pieces(start, stop):
-            begin, phase, piece = (
-                self._starts[number],
-                self.phases[number],
-                slice(first - start, last - start),
-            )
+            begin = self._starts[number]
+            phase = self.phases[number]
+            piece = slice(first - start, last - start)
             positions, ranks = self._orders[number].assign(
                 first - begin.sample, last - begin.sample
             )
@@ -277,7 +280,8 @@ class MixedDataset:
             ranks += begin.samples[sources[piece]]
             for source in np.unique(sources[piece]):
                 of_source = sources[piece] == source
-                dataset, skipped = phase.datasets[source], int(begin.epochs[source])
+                dataset = phase.datasets[source]
+                skipped = int(begin.epochs[source])
                 indices[piece][of_source] = dataset.indices_of(
                     ranks[of_source] + skipped * dataset.sequences_per_epoch
                 )
@@ -298,7 +302,8 @@ class MixedDataset:
         ]
         if len(lengths := {phase.sequence_length for phase in phases}) != 1:
             raise ValueError(f"samples {start} to {stop} have sequences of {lengths} tokens")
-        [sequence_length], [datasets, *_] = lengths, [phase.datasets for phase in phases]
+        [sequence_length] = lengths
+        [datasets, *_] = [phase.datasets for phase in phases]
         extras = sorted(
             {extra for dataset in datasets for extra in dataset.packing.extras}, key=str
         )
@@ -344,9 +349,11 @@ class MixedDataset:
         samples = tokens = np.zeros(len(self.names), np.int64)
         epochs = np.zeros(len(self.names))
         for number, first, last in self._pieces(0, n):
-            phase, begin = self.phases[number], self._starts[number]
+            phase = self.phases[number]
+            begin = self._starts[number]
             counts = self._counts(self._orders[number], last - first)
-            samples, tokens = samples + counts, tokens + counts * phase.sequence_length
+            samples = samples + counts
+            tokens = tokens + counts * phase.sequence_length
             sizes = np.array([dataset.sequences_per_epoch for dataset in phase.datasets])
             epochs = begin.epochs + (begin.samples + counts) / sizes
         return [
@@ -385,7 +392,8 @@ class MixedDataset:
             or self.phases[number].sequence_length == self.phases[number - 1].sequence_length
         ):
             return ""
-        before, start = self.phases[number - 1], self._starts[number - 1]
+        before = self.phases[number - 1]
+        start = self._starts[number - 1]
         assert before.num_samples is not None
         read = start.samples + self._counts(self._orders[number - 1], before.num_samples)
         sizes = [dataset.sequences_per_epoch for dataset in before.datasets]
@@ -411,10 +419,8 @@ class MixedDataset:
                 for name, each in zip(digests, phase.proportions, strict=True)
                 if each
             }
-            length, packing = (
-                phase.sequence_length,
-                [*phase.datasets[0].plan[:2], *phase.datasets[0].order_plan],
-            )
+            length = phase.sequence_length
+            packing = [*phase.datasets[0].plan[:2], *phase.datasets[0].order_plan]
             if self._parts > 1 and len(used) > 1:
                 packing.append(self._orders[number].block_size)
             plan["phases"].append(
@@ -465,7 +471,8 @@ def describe_plan_change(then: DataPlan, now: DataPlan) -> str | None:
                 f" {new['sequence_length']}"
             )
         if old["samples"] != new["samples"]:
-            unit, used = then["unit"], sum(phase["samples"] for phase in then["phases"])
+            unit = then["unit"]
+            used = sum(phase["samples"] for phase in then["phases"])
             was, is_now = (phase["samples"] // unit for phase in (old, new))
             later = f"a phase can only end, and another begin, at step {used // unit} or later"
             return f"phase {number}: {was} steps of it were trained, here it has {is_now}; {later}"

@@ -159,7 +159,8 @@ def windowed_permutation(
     With `lanes` the permuted chunks are first divided between these, one after another, and each
     lane has windows of its own. Position 0 is position `start` for the lanes.
     """
-    num_chunks, size = n // chunk, chunk * window
+    num_chunks = n // chunk
+    size = chunk * window
     if lanes is None and num_chunks <= window:
         return permutation(n, key)
     chunk_order = permutation(max(1, num_chunks), derive_key(key, "chunks"))
@@ -180,7 +181,8 @@ def windowed_permutation(
             in_lane = np.flatnonzero(of_positions == lane)
             windows = np.minimum(ranks[in_lane] // size, num_windows[lane] - 1)
             for number in np.unique(windows).tolist():
-                chosen, first = in_lane[windows == number], number * size
+                chosen = in_lane[windows == number]
+                first = number * size
                 values[chosen] = (
                     within(lane, number)(ranks[chosen] - first) + first + lane_starts[lane]
                 )
@@ -202,11 +204,13 @@ def _feistel_permutation(n: int, key: int) -> Permutation:
     """
     a = math.isqrt(n - 1) + 1
     b = -(-n // a)
-    radix_a, radix_b = np.uint64(a), np.uint64(b)
+    radix_a = np.uint64(a)
+    radix_b = np.uint64(b)
     round_keys = _random_uint64(key, 0, 2 * FEISTEL_ROUNDS)
 
     def encipher(x: UInt64Array) -> UInt64Array:
-        left, right = x // radix_b, x % radix_b
+        left = x // radix_b
+        right = x % radix_b
         for even, odd in round_keys.reshape(-1, 2):
             left = (left + splitmix64(right + even) % radix_a) % radix_a
             right = (right + splitmix64(left + odd) % radix_b) % radix_b

@@ -49,7 +49,8 @@ class PackedSequence:
         of_sequences = (slice(None),) * (self.tokens.ndim - 1)
         for values in (self.tokens, self.positions, *self.extras.values()):
             values[(*of_sequences, slice(start, None))] = 0
-        self.labels[..., start:], self.document_ids[..., start:] = IGNORE_INDEX, PADDING_DOCUMENT_ID
+        self.labels[..., start:] = IGNORE_INDEX
+        self.document_ids[..., start:] = PADDING_DOCUMENT_ID
 
     def put_document(self, tokens: Sequence[int] | np.ndarray) -> None:
         """Make it one document, padded at its end; nothing is scored."""
@@ -221,7 +222,8 @@ def best_fit(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
                 spaces ^= 1 << space
             bins[number].append(item)
         else:
-            space, number = capacity, len(bins)
+            space = capacity
+            number = len(bins)
             bins.append([item])
         left = space - size
         with_space[left].append(number)
@@ -254,7 +256,8 @@ class ConcatPacking(Packing):
             return
         tokens = self.split.read(begin, begin + size + 1)
         starts = self.split.document_starts(begin, begin + size + 1) - begin
-        out.tokens[:size], out.labels[:size] = tokens[:-1], tokens[1:]
+        out.tokens[:size] = tokens[:-1]
+        out.labels[:size] = tokens[1:]
         # A document may start at the token that is only a label here: it crosses a boundary, so it
         # is not scored.
         out.labels[starts - 1] = IGNORE_INDEX
@@ -296,8 +299,11 @@ class BestFitPacking(Packing):
         for number, (start, size) in enumerate(
             self.index.spans(index) if index < self.num_sequences else []
         ):
-            tokens, columns = self.split.read(start, start + size + 1), slice(at, at + size)
-            out.tokens[columns], out.labels[columns] = tokens[:-1], tokens[1:]
-            out.positions[columns], out.document_ids[columns] = np.arange(size), number
+            tokens = self.split.read(start, start + size + 1)
+            columns = slice(at, at + size)
+            out.tokens[columns] = tokens[:-1]
+            out.labels[columns] = tokens[1:]
+            out.positions[columns] = np.arange(size)
+            out.document_ids[columns] = number
             at += size
         out.pad(at)

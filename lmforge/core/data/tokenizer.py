@@ -356,7 +356,8 @@ class Tokenizer:
         """The ids that its post-processor puts before a text, usually the beginning-of-text token;
         often empty.
         """
-        plain, processed = self.encode("a"), self._backend.encode("a", add_special_tokens=True).ids
+        plain = self.encode("a")
+        processed = self._backend.encode("a", add_special_tokens=True).ids
         starts = [at for at in range(len(processed)) if processed[at : at + len(plain)] == plain]
         return processed[: starts[0]] if starts else []
 
@@ -476,10 +477,8 @@ class Tokenizer:
         """The tokenizer with one more token, to put before a text, and its spelling, which no text
         contains.
         """
-        tokens, before = (
-            tokenizers.Tokenizer.from_str(self._encoder.to_str()),
-            secrets.token_hex(16),
-        )
+        tokens = tokenizers.Tokenizer.from_str(self._encoder.to_str())
+        before = secrets.token_hex(16)
         tokens.encode_special_tokens = True
         tokens.add_tokens([tokenizers.AddedToken(before, normalized=False)])
         return tokens, before
@@ -582,7 +581,8 @@ class StreamDecoder:
         is_continuation: bool = False,
         shown: frozenset[int] = frozenset(),
     ):
-        self._tokenizer, self._hidden = tokenizer, tokenizer.all_special_ids - shown
+        self._tokenizer = tokenizer
+        self._hidden = tokenizer.all_special_ids - shown
         self._drop_space = tokenizer.drops_leading_space and not is_continuation
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 

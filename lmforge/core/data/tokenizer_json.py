@@ -153,7 +153,8 @@ class _Token(TypedDict):
 
 
 _FLAGS = tuple(_Token.__annotations__)
-_EXTRA, _SPECIFIC = "extra_special_tokens", "model_specific_special_tokens"
+_EXTRA = "extra_special_tokens"
+_SPECIFIC = "model_specific_special_tokens"
 
 
 def as_listed(tokenizer: Tokenizer) -> list[dict[str, Any]]:

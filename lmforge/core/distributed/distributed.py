@@ -47,7 +47,8 @@ from lmforge.core.errors import RunFailed, UserError, name_some
 CONTROL_TIMEOUT = timedelta(hours=2)
 RANK_POLL_SECONDS = 5.0
 # Each thread allocates its own stack: thousands of threads on a small machine crash the C library.
-THREADS_PER_CORE, MIN_THREADS_LIMIT = 4, 64
+THREADS_PER_CORE = 4
+MIN_THREADS_LIMIT = 64
 T = TypeVar("T")
 
 
@@ -179,10 +180,8 @@ class DistributedContext:
             return
         rank, host, (error_class, message) = first
         is_foreseen = issubclass(error_class, (UserError, RunFailed))
-        hosts, failed = (
-            {each for each, _ in outcomes},
-            {each for each, failure in outcomes if failure is not None},
-        )
+        hosts = {each for each, _ in outcomes}
+        failed = {each for each, failure in outcomes if failure is not None}
         where = (
             f"{host}: "
             if names_host and failed < hosts
@@ -287,11 +286,13 @@ def init_distributed(
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000" if on_gpu else "64")
     # Each initialization in the same processes has its own prefix, so that it does not find the
     # keys of an earlier one.
-    _init_count, _reports_errors = _init_count + 1, None
+    _init_count = _init_count + 1
+    _reports_errors = None
     allow_open_connections(info.world_size)
     find_rank0(info)
     with report_missing_ranks(info.rank, info.world_size, f"{_init_count}"):
-        rank, world_size = info.rank, info.world_size
+        rank = info.rank
+        world_size = info.world_size
         try:
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
                 store: dist.Store = connect_to_store(timedelta(seconds=JOIN_SECONDS))
@@ -435,7 +436,8 @@ def _terminate_with_launcher() -> None:
         or not hasattr(library, "prctl")
     ):
         return
-    _launcher, parent_death_signal = int(launcher), 1
+    _launcher = int(launcher)
+    parent_death_signal = 1
     library.prctl(parent_death_signal, signal.SIGTERM)
     if launcher_is_lost():  # it was killed before the call above
         os.kill(os.getpid(), signal.SIGTERM)
@@ -461,7 +463,9 @@ def keep_freed_memory() -> None:
     library = ctypes.CDLL(None)
     if not (hasattr(library, "mallopt") and hasattr(library, "gnu_get_libc_version")):
         return
-    trim_threshold, mmap_threshold, largest = -1, -3, 2**31 - 1
+    trim_threshold = -1
+    mmap_threshold = -3
+    largest = 2**31 - 1
     library.mallopt(trim_threshold, largest)
     # Before version 2.35 glibc refuses more than 32 MiB.
     library.mallopt(mmap_threshold, largest) or library.mallopt(mmap_threshold, 2**25)

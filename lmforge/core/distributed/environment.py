@@ -22,11 +22,9 @@ ENVIRONMENT_VARIABLE = "LMFORGE_ENVIRONMENT"
 # Set by the script of a job on each node: names of the nodes in order, separated by commas;
 # HOST:PORT of the first one; and which of them this is (without it: SLURM_NODEID, else the one that
 # has this host's name).
-NODES_VARIABLE, ADDRESS_VARIABLE, NODE_RANK_VARIABLE = (
-    "LMFORGE_NODES",
-    "LMFORGE_ADDRESS",
-    "LMFORGE_NODE_RANK",
-)
+NODES_VARIABLE = "LMFORGE_NODES"
+ADDRESS_VARIABLE = "LMFORGE_ADDRESS"
+NODE_RANK_VARIABLE = "LMFORGE_NODE_RANK"
 # A file in which the first node writes the status of all, and one that refuses its input 2: that of
 # MPICH's mpiexec is 0 after it has passed on a signal, and that of srun is that of nodes whose
 # processes it has killed.

@@ -19,7 +19,8 @@ class FolderMarker:
         above = [folder.absolute(), *folder.absolute().parents]
         # How many folders are missing: hosts for which this differs do not share the folder.
         missing = next(number for number, each in enumerate(above) if os.path.isdir(each))
-        self._folder, self._prefix = above[missing], f".lmforge-host-{missing}-"
+        self._folder = above[missing]
+        self._prefix = f".lmforge-host-{missing}-"
         name = f"{self._prefix}{uuid4().hex}"
         try:
             (self._folder / name).touch(exist_ok=False)

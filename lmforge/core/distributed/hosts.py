@@ -19,7 +19,8 @@ SSH_SECONDS = 60
 CONNECT_SECONDS = 10
 # A connection that has died is noticed after three of these.
 KEEPALIVE_SECONDS = 5
-MAX_HOSTS_BYTES, MAX_HOSTS = 2**20, 10_000
+MAX_HOSTS_BYTES = 2**20
+MAX_HOSTS = 10_000
 AT_ONCE = 64
 HOST_PATTERN = re.compile(r"[\w.@:\[\]%][\w.@:\[\]%-]*")
 

@@ -35,7 +35,8 @@ GLOO_GROUPS = 3
 # Shards, logs, libraries, sockets of NCCL.
 OTHER_OPEN_FILES = 1024
 # Linux's request for the IPv4 address of an interface, and where the address is in the answer.
-SIOCGIFADDR, ADDRESS_BYTES = 0x8915, slice(20, 24)
+SIOCGIFADDR = 0x8915
+ADDRESS_BYTES = slice(20, 24)
 # An address that no host has (RFC 5737): the route to it is the default route.
 OUTSIDE = "192.0.2.1"
 
@@ -58,9 +59,11 @@ def find_rank0(info: RankInfo) -> None:
     if not ("MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ):
         hosts = hosts_to_ask(info)
         if "MASTER_PORT" in os.environ:
-            address, port = hosts[0], int(os.environ["MASTER_PORT"])
+            address = hosts[0]
+            port = int(os.environ["MASTER_PORT"])
         elif info.is_rank0:
-            address, port = own_address(hosts), _start_store(job_identity(info), info.world_size)
+            address = own_address(hosts)
+            port = _start_store(job_identity(info), info.world_size)
         else:
             address, port = ask_rank0(job_identity(info), info.rank, hosts)
         os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": f"{port}"}
@@ -101,7 +104,8 @@ def connect_to_store(timeout: timedelta) -> dist.TCPStore:
 
     Its keys are seen as they are, without the prefix that torch gives to each restart.
     """
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
@@ -115,7 +119,8 @@ def name_this_start(store: dist.Store, rank: int, world_size: int) -> str:
     the ranks of the others would read addresses of the earlier start. So each rank asks rank 0, by
     a name that nobody had before.
     """
-    own, asked = uuid4().hex, "lmforge/asked"
+    own = uuid4().hex
+    asked = "lmforge/asked"
     if rank != 0:
         store.set(f"{asked}/{store.add(asked, 1)}", own)
         name = store.get(f"lmforge/answer/{own}").decode()
@@ -208,10 +213,12 @@ def report_missing_ranks(
     that joined prints who has not. Ranks that have not joined after `patience_seconds` are printed
     on stderr, and again each time the wait has doubled.
     """
-    joined, registered = threading.Event(), threading.Event()
+    joined = threading.Event()
+    registered = threading.Event()
 
     def report() -> None:
-        began, pause = time.monotonic(), patience_seconds
+        began = time.monotonic()
+        pause = patience_seconds
         prefix = f"lmforge/joining-{os.environ.get(RESTARTS_VARIABLE, '')}-{what}"
         try:
             # The rank that serves the store may itself be late.

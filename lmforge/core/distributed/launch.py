@@ -40,7 +40,8 @@ from lmforge.core.errors import EXIT_PEER_LOST, UserError
 # After SIGTERM a rank finishes its step and saves; after this time it is killed.
 GRACE_SECONDS = 120
 # This many are allowed even on a small machine. (A machine with sixteen GPUs has many cores.)
-PROCESSES_PER_CORE, MIN_PROCESSES_LIMIT = 4, 16
+PROCESSES_PER_CORE = 4
+MIN_PROCESSES_LIMIT = 16
 # Signals that end the ranks.
 LAUNCHER_SIGNALS = *STOP_SIGNALS, signal.SIGQUIT
 
@@ -109,10 +110,8 @@ def print_restart(number: int, max_restarts: int, reason: str, arguments: list[s
     if number < max_restarts:
         print_line(f"all ranks are started again ({number + 1} of {max_restarts})")
         return
-    lost, again = (
-        f"{reason}; " if reason else "",
-        "the same command continues from the last checkpoint",
-    )
+    lost = f"{reason}; " if reason else ""
+    again = "the same command continues from the last checkpoint"
     if JOB_VARIABLE in os.environ:
         again = f"to continue: lmforge launch {shlex.join(arguments)}"
     print_line(f"{lost}launch.max_restarts = {max_restarts}: ranks are not started again; {again}")

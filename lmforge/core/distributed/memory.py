@@ -117,7 +117,8 @@ def check_fits(
     available = available_memory(device, num_ranks)
     swap = 0 if device.type == "cuda" else read_kib_table(Path("/proc/meminfo")).get("SwapFree", 0)
     if available is not None and required_bytes > available.free_bytes + swap:
-        need, free = format_memory(required_bytes), format_memory(available.free_bytes)
+        need = format_memory(required_bytes)
+        free = format_memory(available.free_bytes)
         way = way if isinstance(way, str) else way(available.free_bytes)
         raise UserError(
             f"{what}: needs {need}, and {free} are left of {available.limited_by}; {way}"

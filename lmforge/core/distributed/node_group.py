@@ -95,7 +95,8 @@ def read_node_group() -> NodeGroup | None:
     """
     if NODES_VARIABLE not in os.environ or "TORCHELASTIC_RUN_ID" in os.environ:
         return None
-    nodes, address = os.environ[NODES_VARIABLE], os.environ.get(ADDRESS_VARIABLE, "")
+    nodes = os.environ[NODES_VARIABLE]
+    address = os.environ.get(ADDRESS_VARIABLE, "")
     names = tuple(name for name in nodes.split(",") if name)
     host, _, port = address.rpartition(":")
     if not names or not host or not port.isdecimal() or int(port) > MAX_PORT:
@@ -185,7 +186,8 @@ class NodeStore:
     """The store of a run's launchers, from this node's point of view."""
 
     def __init__(self, group: NodeGroup) -> None:
-        self.group, self._store = group, _open_store(group)
+        self.group = group
+        self._store = _open_store(group)
         self._is_cut_off = False
         self.lost: set[int] = set()
 
@@ -224,7 +226,8 @@ class NodeStore:
 
     def _await_nodes(self) -> str | None:
         """The message about nodes that have not joined; on the first node."""
-        group, missing = self.group, list(range(len(self.group.names)))
+        group = self.group
+        missing = list(range(len(self.group.names)))
 
         def are_all_here() -> bool:
             missing[:] = [rank for rank in missing if not self._store.check([f"node/{rank}"])]
@@ -271,11 +274,9 @@ class StartAttempt:
     """
 
     def __init__(self, node_store: NodeStore, number: int) -> None:
-        self._node_store, self._group, self._prefix = (
-            node_store,
-            node_store.group,
-            f"attempt/{number}",
-        )
+        self._node_store = node_store
+        self._group = node_store.group
+        self._prefix = f"attempt/{number}"
         self.status = EXIT_PEER_LOST
         self.reason = ""
         self.ended_by_watcher = self.was_interrupted = False
@@ -306,7 +307,8 @@ class StartAttempt:
         """(status of all nodes, whether all start again). The first node decides."""
         if self._group.rank == 0:
             return self._node_store.call(partial(self._decide, may_restart))
-        node_store, prefix = self._node_store, self._prefix
+        node_store = self._node_store
+        prefix = self._prefix
         try:
             node_store.put(f"{prefix}/reason/{self._group.rank}", self.reason)
             node_store.put(f"{prefix}/status/{self._group.rank}", str(self.status))
@@ -322,12 +324,11 @@ class StartAttempt:
 
     def _decide(self, may_restart: bool, store: Any) -> tuple[int, bool]:
         """The result of `agree` for all nodes, from the status of each; on the first node."""
-        node_store, num_nodes, heartbeats = (
-            self._node_store,
-            len(self._group.names),
-            _PeerHeartbeats(),
-        )
-        statuses, reasons = {0: self.status}, [self.reason]
+        node_store = self._node_store
+        num_nodes = len(self._group.names)
+        heartbeats = _PeerHeartbeats()
+        statuses = {0: self.status}
+        reasons = [self.reason]
         store.set(f"{self._prefix}/status/0", str(self.status))
 
         def have_all_ended() -> bool:
@@ -361,7 +362,8 @@ class StartAttempt:
         """Send heartbeats of this node; end its ranks when another node is lost or its ranks have
         failed.
         """
-        heartbeats, failed_at = _PeerHeartbeats(), None
+        heartbeats = _PeerHeartbeats()
+        failed_at = None
         while not self._stop.wait(BEAT_SECONDS):
             try:
                 lost, has_failed = self._node_store.call(partial(self._look, heartbeats))
@@ -381,7 +383,8 @@ class StartAttempt:
 
     def _look(self, heartbeats: "_PeerHeartbeats", store: Any) -> tuple[list[int], bool]:
         """(nodes that are lost, whether ranks of another node have failed)."""
-        group, prefix = self._group, self._prefix
+        group = self._group
+        prefix = self._prefix
         store.set(f"beat/{group.rank}", str(time.monotonic()))
         others = [rank for rank in range(len(group.names)) if rank != group.rank]
         if group.rank == 0 and (
@@ -418,7 +421,8 @@ class _PeerHeartbeats:
         """Whether a node has sent no heartbeat for LOST_AFTER_SECONDS, as seen in calls to this
         object.
         """
-        key, now = f"beat/{rank}", time.monotonic()
+        key = f"beat/{rank}"
+        now = time.monotonic()
         value = store.get(key) if store.check([key]) else b""
         last, since = self._seen.get(rank, (None, now))
         if value != last:

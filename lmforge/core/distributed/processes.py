@@ -36,7 +36,8 @@ COMMAND_SECONDS = 120
 MAX_MESSAGE = 400
 # Statuses of a shell for a program that is not installed, and of `timeout` for one that has not
 # ended in time.
-NOT_INSTALLED, NO_ANSWER = 127, 124
+NOT_INSTALLED = 127
+NO_ANSWER = 124
 Handler = Callable[[int, FrameType | None], object]
 
 

@@ -30,7 +30,8 @@ NUM_CANDIDATE_PORTS = 8
 PORTS = range(20_000, 32_000)
 # The host of rank 0 is the first one, unless ranks were distributed in another order.
 MAX_HOSTS_ASKED = 16
-ANSWER_SECONDS, MAX_WAIT_SECONDS = 5.0, 1800.0
+ANSWER_SECONDS = 5.0
+MAX_WAIT_SECONDS = 1800.0
 MAX_MESSAGE_BYTES = 1024
 # The variables that name a job, or a step of it, the same on all its ranks.
 JOB_VARIABLES = {

@@ -57,10 +57,8 @@ def describe_standby() -> list[str]:
     if not _standby_ranks:
         return []
     ranks = ", ".join(map(str, _standby_ranks))
-    count, stand = (
-        f"{len(_standby_ranks)} of {_standby_ranks.stop} ranks",
-        "stands" if len(_standby_ranks) == 1 else "stand",
-    )
+    count = f"{len(_standby_ranks)} of {_standby_ranks.stop} ranks"
+    stand = "stands" if len(_standby_ranks) == 1 else "stand"
     return [
         (
             f"{count} {stand} by ({ranks}): too few to form another group of ranks that the model is"
@@ -76,7 +74,8 @@ def stand_by() -> int:
 
     Raises PeerLost where rank 0 is gone.
     """
-    rank, received = os.environ["RANK"], list[int]()
+    rank = os.environ["RANK"]
+    received = list[int]()
     # A scheduler's signal to save goes to all ranks; torchrun ends ranks with SIGTERM before it
     # restarts them.
     by_torchrun = {signal.SIGTERM} if "TORCHELASTIC_RUN_ID" in os.environ else set()
@@ -103,7 +102,8 @@ def release_standby(rank: int) -> None:
         return
     # The rank or the store has ended.
     with suppress(RuntimeError):
-        store, names = connect_to_store(CONNECTION), list[str]()
+        store = connect_to_store(CONNECTION)
+        names = list[str]()
         for each in _standby_ranks:
             store.wait([_registration(f"{each}")], REGISTRATION)
             names.append(store.get(_registration(f"{each}")).decode())

@@ -16,7 +16,9 @@ from typing import TypeVar
 T = TypeVar("T")
 # Pauses grow from the first to the last value: an early success is noticed at once, and thousands
 # of ranks do not overload the store.
-FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, PAUSE_FACTOR = 0.01, 0.2, 1.5
+FIRST_PAUSE_SECONDS = 0.01
+LAST_PAUSE_SECONDS = 0.2
+PAUSE_FACTOR = 1.5
 REPORT_AFTER_SECONDS = 30.0
 CONNECT_SECONDS = 5.0
 
@@ -31,7 +33,9 @@ def wait_until(
     report: gives a line for standard error from the seconds waited so far. It is printed after
         REPORT_AFTER_SECONDS, and again each time the wait has doubled.
     """
-    began, report_after, pause = time.monotonic(), REPORT_AFTER_SECONDS, FIRST_PAUSE_SECONDS
+    began = time.monotonic()
+    report_after = REPORT_AFTER_SECONDS
+    pause = FIRST_PAUSE_SECONDS
     while not reached():
         waited = time.monotonic() - began
         if waited > seconds:

@@ -145,10 +145,8 @@ def atomic_folder(folder: Path, *, replace: bool) -> Iterator[Path]:
     anything fails. Without, a folder that another process finished first stays, and this one is
     dropped.
     """
-    partial, previous = (
-        partial_path(folder),
-        folder.with_name(f".{folder.name}.{uuid4().hex}.previous"),
-    )
+    partial = partial_path(folder)
+    previous = folder.with_name(f".{folder.name}.{uuid4().hex}.previous")
     try:
         with _full_disk_as_user_error(folder):
             partial.mkdir(parents=True)

@@ -71,12 +71,10 @@ class ChecksummedFile(ABC):
     def __init__(
         self, size: int, checksums: "Checksums", block_bytes: int, *, remember: bool
     ) -> None:
-        self._size, self._block_bytes, self._remember, self._checksums = (
-            size,
-            block_bytes,
-            remember,
-            checksums,
-        )
+        self._size = size
+        self._block_bytes = block_bytes
+        self._remember = remember
+        self._checksums = checksums
         if len(checksums) != (blocks := -(-size // block_bytes)):
             raise DamagedFile(
                 errno.EIO, f"{len(checksums):,} checksums were recorded for its {blocks:,} blocks"

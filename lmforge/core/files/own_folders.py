@@ -21,7 +21,8 @@ def make_own_folder(parent: Path, prefix: str) -> tuple[Path, str]:
     token. Raises OSError.
     """
     parent.mkdir(parents=True, exist_ok=True)
-    folder, token = Path(tempfile.mkdtemp(prefix=prefix, dir=parent)), uuid4().hex
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+    token = uuid4().hex
     (folder / TOKEN_NAME).write_text(token, encoding="ascii")
     return folder, token
 
@@ -69,7 +70,8 @@ def is_trusted_folder(folder: Path) -> bool:
     it is in.
     """
     try:
-        found, parent = folder.lstat(), folder.parent.stat()
+        found = folder.lstat()
+        parent = folder.parent.stat()
     except OSError:
         return False
     return stat.S_ISDIR(found.st_mode) and found.st_uid in (os.geteuid(), 0, parent.st_uid)

@@ -31,13 +31,17 @@ MAX_MANIFEST_BYTES = 2**28  # manifests that list every file or shard: checksums
 MAX_RECORDS_BYTES = 2**29  # a million records of a run
 CHUNK_BYTES = 2**20
 MAX_INT_BITS = 1024  # of a whole number, which JSON does not bound: no float is larger
-MAX_QUOTED, MAX_LISTED = 80, 400  # characters in a message: of a value, and of the names of fields
+# characters in a message: of a value, and of the names of fields
+MAX_QUOTED = 80
+MAX_LISTED = 400
 # Of a run; a file system takes 255 bytes, and other files are called after it.
-MAX_NAME, MAX_NAME_BYTES = 100, 200
+MAX_NAME = 100
+MAX_NAME_BYTES = 200
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # Windows programs put it before UTF-8
 # What a number that no float holds has: an exponent of three digits or more, or many digits.
 EXPONENTS = [re.compile(rb"%b\+?+\d{3,}+(?=[\s,\]}]|\Z)" % letter) for letter in (b"e", b"E")]
-ZEROS, MANY_ZEROS = bytes.maketrans(b"123456789", b"0" * 9), b"0" * 200
+ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
+MANY_ZEROS = b"0" * 200
 # What pydantic found wrong → what was expected; filled in with the bounds of the field.
 EXPECTED = {
     "int_type": "a whole number",
@@ -194,7 +198,8 @@ def first_error(problem: ValidationError) -> dict[str, Any]:
 
 def expectation(error: dict[str, Any]) -> str:
     """One of pydantic's errors as `expected …, got …`."""
-    kind, context = error["type"], error.get("ctx", {})
+    kind = error["type"]
+    context = error.get("ctx", {})
     if kind == "missing":
         return "missing"
     if kind == "extra_forbidden":

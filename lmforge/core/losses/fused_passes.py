@@ -25,7 +25,9 @@ class FusedHeadChunk(HeadChunk):
     """
 
     def _score(self, logits: Tensor) -> Tensor:
-        self._logits, scoring, vocab_shard = logits, self._scoring, self._scoring.vocab_shard
+        self._logits = logits
+        scoring = self._scoring
+        vocab_shard = self._scoring.vocab_shard
         largest, sums, label_logits = compiled(logit_statistics)(
             logits, self._bias, self._local_labels, scoring.softcap, scoring.temperature
         )

@@ -31,7 +31,8 @@ class NextTokenObjective:
     """
 
     def __init__(self, z_loss: float = 0.0, source_names: Sequence[str] = ()) -> None:
-        self._z_loss, self._source_names = z_loss, source_names
+        self._z_loss = z_loss
+        self._source_names = source_names
 
     def num_items(self, batch: Batch) -> Tensor:
         """Number of labels, an fp32 scalar on the batch's device."""
@@ -72,10 +73,8 @@ class NextTokenObjective:
     def _losses_by_source(self, batch: Batch, token_losses: Tensor) -> Metrics:
         """The loss of each source, "loss/NAME"; `token_losses` [sequences, length]."""
         assert batch.source_ids is not None
-        sources, is_scored = (
-            batch.source_ids.flatten().long(),
-            (batch.labels != IGNORE_INDEX).flatten().float(),
-        )
+        sources = batch.source_ids.flatten().long()
+        is_scored = (batch.labels != IGNORE_INDEX).flatten().float()
         values = torch.stack([token_losses.detach().flatten().float(), is_scored])
         sums = values.new_zeros(2, len(self._source_names)).index_add_(1, sources, values)
         return {
@@ -144,7 +143,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             del chunk  # and its logits, before there are those of the next
         if gradients is not None:
             ctx.save_for_backward(gradients.hidden, gradients.weight, gradients.bias)
-            ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
+            ctx.weight_dtype = weight.dtype
+            ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.mark_non_differentiable(z_total, losses)
         return total + z_total, z_total, losses
 
@@ -257,7 +257,10 @@ class HeadChunk:
         labels: Tensor,
         scoring: Scoring,
     ) -> None:
-        self.tokens, self._hidden, self._weight, self._bias = tokens, hidden[tokens], weight, bias
+        self.tokens = tokens
+        self._hidden = hidden[tokens]
+        self._weight = weight
+        self._bias = bias
         self._scoring = scoring
         labels = labels[tokens]
         self.is_scored = labels != IGNORE_INDEX
@@ -274,7 +277,8 @@ class HeadChunk:
         """Set `_largest` and `_sums` [n, 1] of the full vocabulary; return the logits of the labels
         [n, 1].
         """
-        scoring, vocab_shard = self._scoring, self._scoring.vocab_shard
+        scoring = self._scoring
+        vocab_shard = self._scoring.vocab_shard
         logits = final_logits(logits, self._bias, scoring.softcap, scoring.temperature)
         self._slopes = (
             None

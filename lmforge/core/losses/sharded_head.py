@@ -106,7 +106,8 @@ class ShardedHead:
         a function that is called outside of autocast: under it, the hidden states are cast here,
         once.
         """
-        hidden, device_type = self.hidden, self.hidden.device.type
+        hidden = self.hidden
+        device_type = self.hidden.device.type
         if torch.is_autocast_enabled(device_type):
             hidden = hidden.to(torch.get_autocast_dtype(device_type))
         flat = hidden.reshape(-1, hidden.shape[-1])

@@ -31,9 +31,9 @@ class StoredHeadChunk(HeadChunk):
 
     def _score(self, logits: Tensor) -> Tensor:
         dtype = loss_dtype(logits)
-        self._logits, self._exponentials = (
-            logits,
-            logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype),
+        self._logits = logits
+        self._exponentials = (
+            logits if logits.dtype == dtype else torch.empty_like(logits, dtype=dtype)
         )
         self._largest, self._sums, label_logits = compiled(store_exponentials)(
             logits, self._bias, self._local_labels, self._scoring.temperature, self._exponentials
@@ -64,7 +64,8 @@ def store_exponentials(
     values = final_logits(logits, bias, None, temperature)
     largest = values.amax(-1, keepdim=True)
     shifted = (values - largest).exp()
-    sums, label_logits = shifted.sum(-1, keepdim=True), values.gather(1, local_labels)
+    sums = shifted.sum(-1, keepdim=True)
+    label_logits = values.gather(1, local_labels)
     exponentials.copy_(shifted)
     return largest, sums, label_logits
 

@@ -55,7 +55,8 @@ def top_log_probs(
     With a sharded head of the tokens that `hidden` has, so the weight is gathered.
     """
     weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
-    flat, found = hidden.flatten(0, 1), list[tuple[Tensor, Tensor]]()
+    flat = hidden.flatten(0, 1)
+    found = list[tuple[Tensor, Tensor]]()
     with torch.autocast(hidden.device.type, enabled=False):
         for start in range(0, max(1, len(flat)), CHUNK_TOKENS):
             tokens = slice(start, start + CHUNK_TOKENS)

@@ -65,7 +65,8 @@ class ContextParallel:
         """(index of the first token in the full sequence, number of tokens) of this rank's two
         pieces.
         """
-        piece, rank = local_length // 2, self.group.rank()
+        piece = local_length // 2
+        rank = self.group.rank()
         return [(rank * piece, piece), ((2 * self.group.size() - 1 - rank) * piece, piece)]
 
     def all_gather_sequence(self, local: Tensor, dim: int) -> Tensor:
@@ -204,7 +205,8 @@ def attend(
     if mask.cu_seqlens is not None:
         from torch.nn.attention.varlen import varlen_attn  # imported when this backend was chosen
 
-        length, left = queries.shape[2], -1 if mask.window is None else mask.window - 1
+        length = queries.shape[2]
+        left = -1 if mask.window is None else mask.window - 1
         q, k, v = (each.transpose(1, 2).flatten(0, 1) for each in (queries, keys, values))
         attended: Any = varlen_attn(
             q,
@@ -254,7 +256,8 @@ def attend(
     ):
         # The fused CUDA kernels that take a mask, or fp32, need as many key heads as query heads;
         # on a CPU grouping is faster.
-        copies, grouped = queries.shape[1] // keys.shape[1], False
+        copies = queries.shape[1] // keys.shape[1]
+        grouped = False
         keys, values = (each.repeat_interleave(copies, dim=1) for each in (keys, values))
     if mask.dense_mask is None:
         return scaled_dot_product_attention(
@@ -279,22 +282,23 @@ def attend_in_chunks(
     the keys up to its end, most of it is skipped: a third of the time at 1,024 tokens on a CPU.
     Chunks below 256 queries are not faster.
     """
-    grouped, compiling = queries.shape[1] != keys.shape[1], torch.compiler.is_compiling()
+    grouped = queries.shape[1] != keys.shape[1]
+    compiling = torch.compiler.is_compiling()
     stores_weights = stores_attention_weights(
         queries.dtype, keys.shape[2], on_gpu=queries.is_cuda, compiled=compiling
     )
-    chunks, done = [], 0
+    chunks = []
+    done = 0
     for first, count in ranges:
         chunk = max(256, -(-count // 8))
         for start in range(0, count, chunk):
             stop = min(start + chunk, count)
-            part, end = slice(done + start, done + stop), first + stop
-            q, k, v, mask = (
-                queries[:, :, part],
-                keys[:, :, :end],
-                values[:, :, :end],
-                seen[:, :, part, :end],
-            )
+            part = slice(done + start, done + stop)
+            end = first + stop
+            q = queries[:, :, part]
+            k = keys[:, :, :end]
+            v = values[:, :, :end]
+            mask = seen[:, :, part, :end]
             if stores_weights:
                 folded = fold_heads(q, k.shape[1])
                 chunks.append(
@@ -405,7 +409,9 @@ class LayerKVCache:
         groups: Sequence[DecodeGroup],
     ) -> None:
         self._keys, self._values = key_values
-        self._sequences, self._positions, self._groups = sequences, positions, groups
+        self._sequences = sequences
+        self._positions = positions
+        self._groups = groups
 
     def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store keys and values of new tokens, [sequences, key_value_heads, length, head_dim].

@@ -15,15 +15,19 @@ from typing import Any
 import torch
 from torch.nn import attention as torch_attention
 
-VARLEN, FLEX, DENSE = "varlen", "flex", "dense"
+VARLEN = "varlen"
+FLEX = "flex"
+DENSE = "dense"
 # The smallest head_dim that FlexAttention takes; flash attention takes multiples of 8 up to 256.
 FLEX_MIN_HEAD_DIM = 16
-FLASH_HEAD_DIM_MULTIPLE, FLASH_MAX_HEAD_DIM = 8, 256
+FLASH_HEAD_DIM_MULTIPLE = 8
+FLASH_MAX_HEAD_DIM = 256
 # Maximum keys per query for which compiled blocks on a CPU store all attention weights in bf16.
 MAX_STORED_KEYS = 1024
 # The arguments that torch's function must have, and one that grouped heads need where it is known:
 # they are from different versions, and earlier ones group heads unasked.
-_ARGUMENTS, _FOR_GROUPS = {"scale", "window_size"}, "enable_gqa"
+_ARGUMENTS = {"scale", "window_size"}
+_FOR_GROUPS = "enable_gqa"
 VARLEN_OPTIONS: dict[str, Any] = {}
 # By the first number of a GPU's compute capability: flash attention's own packages have faster
 # kernels than torch.

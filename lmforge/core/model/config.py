@@ -278,10 +278,8 @@ class ModelConfig:
 
     def with_layers(self, count: int, layer_type: str | None = None, *, sparse: bool) -> Self:
         """This model with `count` layers, all of one kind."""
-        types, dense = (
-            None if layer_type is None else (layer_type,) * count,
-            self.num_experts and not sparse,
-        )
+        types = None if layer_type is None else (layer_type,) * count
+        dense = self.num_experts and not sparse
         first = "first_k_dense_replace" in self.family.fields
         return replace(
             self,
@@ -325,7 +323,8 @@ class ModelConfig:
         """The rotary positions of each layer; None where positions are learned."""
         if self.family.learned_positions:
             return (None,) * self.num_hidden_layers
-        rope, local = Rope(self.rope_theta, self.rope_scaling), self.rope_local_base_freq
+        rope = Rope(self.rope_theta, self.rope_scaling)
+        local = self.rope_local_base_freq
         windowed = rope if local is None else Rope(local)
         return tuple(
             windowed if each == "sliding_attention" else rope for each in self.written_layer_types

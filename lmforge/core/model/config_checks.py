@@ -57,7 +57,8 @@ def number_problem(value: Any, bounds: Range, whole: bool) -> str | None:
 
 def check_numbers(config: ModelConfig, names: Iterable[str]) -> None:
     for name in names:
-        value, bounds = getattr(config, name), MODEL_RANGES[name]
+        value = getattr(config, name)
+        bounds = MODEL_RANGES[name]
         if (value is None and name in OPTIONAL_NUMBERS) or (value == 0 and name in _OR_ZERO):
             continue
         if problem := number_problem(value, bounds, whole=isinstance(bounds["le"], int)):
@@ -65,8 +66,10 @@ def check_numbers(config: ModelConfig, names: Iterable[str]) -> None:
 
 
 def _check_experts(config: ModelConfig) -> None:
-    experts, chosen = config.num_experts, config.num_experts_per_tok
-    family, model_type = config.family, config.model_type
+    experts = config.num_experts
+    chosen = config.num_experts_per_tok
+    family = config.family
+    model_type = config.model_type
     if not family.stored_experts:
         for name in EXPERT_FIELDS:
             if getattr(config, name):
@@ -95,7 +98,8 @@ def _check_experts(config: ModelConfig) -> None:
         raise UserError(
             f"num_experts_per_tok: expected 1 to {experts}, the experts of a layer, got {chosen}"
         )
-    groups, kept_groups = config.n_group, config.topk_group
+    groups = config.n_group
+    kept_groups = config.topk_group
     if experts % groups or (groups > 1 and experts == groups):
         raise UserError(
             f"n_group: {groups} does not divide {experts} experts into equal groups of at least"
@@ -136,13 +140,15 @@ def check_latent_attention(config: ModelConfig) -> None:
 
 
 def check_options(config: ModelConfig) -> None:
-    family, model_type = config.family, config.model_type
+    family = config.family
+    model_type = config.model_type
     if config.reward and not family.classifier:
         raise UserError(
             f"reward: transformers has no classifier of type {model_type}; use a model of another"
             " type"
         )
-    heads, groups = config.num_attention_heads, config.num_key_value_heads
+    heads = config.num_attention_heads
+    groups = config.num_key_value_heads
     # transformers refuses some models whose heads do not divide their width even where head_dim is
     # given.
     if config.head_dim is None or (family.heads_divide_width and config.hidden_size % heads):

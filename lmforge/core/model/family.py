@@ -109,7 +109,8 @@ class Norm:
 
 def gated_linears(config: ModelConfig) -> tuple[Linear, ...]:
     """Grouped attention and a gated feed-forward, in the order of the forward pass."""
-    width, inner = config.hidden_size, config.intermediate_size
+    width = config.hidden_size
+    inner = config.intermediate_size
     queries = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim
     return (
@@ -127,8 +128,12 @@ def latent_linears(config: ModelConfig) -> tuple[Linear, ...]:
     """Latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values, and queries if
     q_lora_rank, come from a few channels. The feed-forward is gated.
     """
-    width, heads, bias = config.hidden_size, config.num_attention_heads, config.attention_bias
-    keys, queries, latents = config.kv_lora_rank, heads * config.qk_head_dim, config.q_lora_rank
+    width = config.hidden_size
+    heads = config.num_attention_heads
+    bias = config.attention_bias
+    keys = config.kv_lora_rank
+    queries = heads * config.qk_head_dim
+    latents = config.q_lora_rank
     down = (Linear("self_attn.q_a_proj", width, latents, bias, whole=True),) if latents else ()
     return (
         *down,
@@ -154,7 +159,9 @@ def latent_linears(config: ModelConfig) -> tuple[Linear, ...]:
 
 def mixture_linears(config: ModelConfig) -> tuple[Linear, ...]:
     """The router and the experts that a sparse block has in place of its feed-forward."""
-    width, inner, experts = config.hidden_size, config.expert_size, config.num_experts
+    width = config.hidden_size
+    inner = config.expert_size
+    experts = config.num_experts
     shared = inner * config.n_shared_experts
     linears = (
         Linear("mlp.shared_experts.gate_proj", width, shared),
@@ -178,7 +185,8 @@ def read_rope(content: dict[str, Any], table: Any = None) -> dict[str, Any]:
     """
     name = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
     if table is None:
-        table, beside = content.get(name) or {}, content.get("original_max_position_embeddings")
+        table = content.get(name) or {}
+        beside = content.get("original_max_position_embeddings")
     else:
         beside = None
     if not isinstance(table, dict):

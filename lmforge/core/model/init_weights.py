@@ -131,7 +131,8 @@ def init_weights(model: Model, seed: int, embedding_std: float | None = None) ->
     Each rank draws its part of a sharded parameter, and nothing is sent between ranks. A wrapped
     model of transformers is initialised as transformers does it.
     """
-    parts, quantized = _held_parts(model), quantized_matrices(model)
+    parts = _held_parts(model)
+    quantized = quantized_matrices(model)
     shapes = {name: quantized.get(name, part).shape for name, part in parts.items()}
     for name, value in model.initial_values(shapes, seed, embedding_std):  # type: ignore[operator]
         key = derive_key(seed, "weights", name)
@@ -169,8 +170,11 @@ def _held_parts(model: nn.Module) -> dict[str, HeldPart]:
     flat_shards: dict[str, FlatShard] = model.flat_shards  # type: ignore[assignment]
     for name, parameter in named_tensors(model):
         if (flat := flat_shards.get(name)) is not None:
-            local, shape, name = parameter.detach(), flat.shape, flat.name
-            starts, length = torch.tensor([flat.start]), parameter.numel()
+            local = parameter.detach()
+            shape = flat.shape
+            name = flat.name
+            starts = torch.tensor([flat.start])
+            length = parameter.numel()
         else:
             (local, part), shape = local_part(parameter), parameter.shape
             starts, length = part_runs(part, shape)
@@ -186,7 +190,8 @@ def part_runs(part: tuple[slice, ...], shape: torch.Size) -> tuple[Tensor, int]:
     # From this dimension on, numbers of the part are contiguous: it has all of each later
     # dimension.
     first = max((dim for dim, each in enumerate(part) if each != slice(0, shape[dim])), default=0)
-    starts, length = torch.zeros(1, dtype=torch.int64), 1
+    starts = torch.zeros(1, dtype=torch.int64)
+    length = 1
     for dim, (each, size) in enumerate(zip(part, shape, strict=True)):
         inside = torch.arange(each.start, each.stop if dim < first else each.start + 1)
         starts = (starts.unsqueeze(-1) * size + inside).flatten()

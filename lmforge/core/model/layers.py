@@ -132,7 +132,8 @@ class RMSNorm(nn.Module):
     def __init__(self, hidden_size: int, eps: float, offset: float | None = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(hidden_size))
-        self.eps, self.offset = eps, offset
+        self.eps = eps
+        self.offset = offset
 
     def forward(self, x: Tensor) -> Tensor:
         x32 = x.float()
@@ -325,7 +326,9 @@ class LanguageModel(nn.Module):
         """`hidden` after the blocks of `layer_indices`, all of them by default; the same shape and
         dtype.
         """
-        blocks, windows, ropes = self.blocks, self.config.layer_windows, self.config.layer_ropes
+        blocks = self.blocks
+        windows = self.config.layer_windows
+        ropes = self.config.layer_ropes
         if cache is None:
             make_mask = partial(
                 create_attention_mask,

@@ -43,13 +43,16 @@ class LoraLinear(nn.Module):
     def __init__(self, layer: nn.Linear | Conv1D, config: LoraConfig, site: int) -> None:
         """`site` distinguishes the layer from the others of its block, for dropout."""
         super().__init__()
-        self.weight, self.bias = layer.weight, layer.bias
+        self.weight = layer.weight
+        self.bias = layer.bias
         self.transposed = isinstance(layer, Conv1D)
         outputs, inputs = self._out_in_weight().shape
         like: Any = {"device": layer.weight.device, "dtype": layer.weight.dtype}
         self.lora_A = nn.Linear(inputs, config.rank, bias=False, **like)
         self.lora_B = nn.Linear(config.rank, outputs, bias=False, **like)
-        self.scaling, self.dropout_rate, self.site = config.scaling, config.dropout, site
+        self.scaling = config.scaling
+        self.dropout_rate = config.dropout
+        self.site = site
         self.enabled = True
         if config.stored is not None:
             quantize_parameter(self, "weight", config.stored, self.transposed)
@@ -82,7 +85,8 @@ class QuantizedLinear(nn.Module):
 
     def __init__(self, layer: nn.Linear | Conv1D, stored: BlockFormat) -> None:
         super().__init__()
-        self.weight, self.bias = layer.weight, layer.bias
+        self.weight = layer.weight
+        self.bias = layer.bias
         quantize_parameter(self, "weight", stored, transposed=isinstance(layer, Conv1D))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -95,10 +99,12 @@ class ParameterAdapter(nn.Module):
     def __init__(self, parameter: Tensor, config: LoraConfig) -> None:
         super().__init__()
         *experts, outputs, inputs = parameter.shape
-        self.lora_A, self.lora_B = nn.Module(), nn.Module()
+        self.lora_A = nn.Module()
+        self.lora_B = nn.Module()
         self.lora_A.weight = nn.Parameter(parameter.new_empty(*experts, config.rank, inputs))
         self.lora_B.weight = nn.Parameter(parameter.new_empty(*experts, outputs, config.rank))
-        self.scaling, self.enabled = config.scaling, True
+        self.scaling = config.scaling
+        self.enabled = True
 
     def forward(self, out: Tensor, rows: Tensor, ends: Tensor | None = None) -> Tensor:
         """out [rows, outputs] of the parameter for rows [rows, inputs]; `ends` of a stack is as in

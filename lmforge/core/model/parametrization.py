@@ -53,7 +53,8 @@ class Parametrization:
         """The factors of the tensor `name`, of this full shape, relative to a model in the standard
         parametrization.
         """
-        width, tied = self.width, config.tie_word_embeddings
+        width = self.width
+        tied = config.tie_word_embeddings
         # Some families multiply embeddings by the root of the width, which would make them grow.
         root = math.sqrt(width) if config.family.scaled_embeddings else 1.0
         if place == "embedding":
@@ -72,7 +73,9 @@ class Parametrization:
     def _scale_in_block(
         self, name: str, shape: tuple[int, ...], config: ModelConfig
     ) -> TensorScale:
-        width, depth, family = self.width, self.depth, config.family
+        width = self.width
+        depth = self.depth
+        family = config.family
         module = re.sub(r"(\.lora_[AB])?\.(weight|bias)$", "", name)
         linears = {*config.block_linears(False), *config.block_linears(any(config.sparse_layers))}
         residual = module.endswith(tuple(each.name for each in linears if each.residual))
@@ -84,7 +87,8 @@ class Parametrization:
         last = module.endswith(norms_of_outputs) if norms_of_outputs else residual
         branch, inside = (1 / depth, 1.0) if last else (1.0, 1 / depth)
         attention = self._attention_factor(module, config)
-        factor, eps = branch * attention, inside / width / attention
+        factor = branch * attention
+        eps = inside / width / attention
         if name.endswith(".lora_B.weight"):  # its inputs do not grow
             return TensorScale("input", factor, factor, factor, eps)
         if name.endswith(".lora_A.weight"):  # whose first value already follows from its inputs

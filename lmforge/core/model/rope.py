@@ -57,10 +57,13 @@ def rotary_frequencies(rope: Rope, head_dim: int, device: torch.device | str = "
             wavelength = (scaling.original_max_position_embeddings or 0) / (rotations * 2 * math.pi)
             return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
 
-        first, last = pair(scaling.beta_fast or 32), pair(scaling.beta_slow or 1)
+        first = pair(scaling.beta_fast or 32)
+        last = pair(scaling.beta_slow or 1)
         if scaling.truncate:
-            first, last = math.floor(first), math.ceil(last)
-        first, last = max(first, 0), min(last, head_dim - 1)
+            first = math.floor(first)
+            last = math.ceil(last)
+        first = max(first, 0)
+        last = min(last, head_dim - 1)
         last += 0.001 if first == last else 0
         kept = 1 - (torch.arange(head_dim // 2, dtype=torch.float32, device=device) - first) / (
             last - first
@@ -105,5 +108,7 @@ def rotary_embedding(positions: Tensor, rope: Rope | None, head_dim: int) -> Rot
     angles = positions.float()[:, :, None, None] * rotary_frequencies(
         rope, head_dim, positions.device
     )
-    cos, sin, factor = angles.cos(), angles.sin(), attention_factor(rope.scaling)
+    cos = angles.cos()
+    sin = angles.sin()
+    factor = attention_factor(rope.scaling)
     return RotaryEmbedding(cos, sin) if factor == 1 else RotaryEmbedding(cos * factor, sin * factor)

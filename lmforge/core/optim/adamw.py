@@ -105,7 +105,8 @@ class AdamW(torch.optim.Optimizer):
         torch._foreach_add_(counters, [(~skip).float()] * len(counters))
 
     def _part(self, parameter: Tensor, state: dict[str, Tensor]) -> Part:
-        first, second = state["exp_avg"], state["exp_avg_sq"]
+        first = state["exp_avg"]
+        second = state["exp_avg_sq"]
         parts: tuple[Any, ...] = local_parts(parameter, first, second)
         if first.dtype == torch.uint8:
             moments = (
@@ -187,7 +188,8 @@ def fp32_batches(
         for chunk in zip(*(tensor.split(size) for tensor in tensors), strict=True):
             if batch and numel + chunk[0].numel() > MAX_CHUNK_NUMEL:
                 yield from _in_fp32(batch, skip)
-                batch, numel = [], 0
+                batch = []
+                numel = 0
             batch.append((owned, chunk))
             numel += chunk[0].numel()
     if batch:

@@ -26,7 +26,9 @@ from lmforge.core.parallel.precision import has_native_bf16
 # x → a·x + b·x³ + c·x⁵ on the singular values, five times: chosen by Keller Jordan for its slope at
 # zero. It does not converge to 1, but brings all values that are not tiny to between 0.7 and 1.2,
 # which works as well.
-NS_A, NS_B, NS_C = 3.4445, -4.7750, 2.0315
+NS_A = 3.4445
+NS_B = -4.7750
+NS_C = 2.0315
 NS_STEPS = 5
 # The number of elements of a rank's shards that are sent at once, but at least one matrix per rank.
 # It limits the memory of copies.
@@ -89,16 +91,15 @@ class Muon(AdamW):
                 for each, matrix in zip(stored, matrices, strict=True)
             ]
         new_momenta = momenta = [*torch._foreach_lerp(before, gradients, 1 - group["momentum"])]
-        sizes, values = [matrix.shape[-2:] for matrix in matrices], weights
+        sizes = [matrix.shape[-2:] for matrix in matrices]
+        values = weights
         if shard_group is not None:  # of stacks of experts each matrix is exchanged by itself
             sizes = [
                 size for size, value in zip(sizes, values, strict=True) for _ in _unstacked([value])
             ]
-            values, gradients, momenta = (
-                _unstacked(values),
-                _unstacked(gradients),
-                _unstacked(momenta),
-            )
+            values = _unstacked(values)
+            gradients = _unstacked(gradients)
+            momenta = _unstacked(momenta)
         dtype = _compute_dtype(values[0].device)
         ahead = [
             update.to(dtype)
@@ -175,7 +176,8 @@ def _orthogonalize_sharded(
     Matrix i belongs to rank i modulo the size of `group`. All sizes follow from the shapes, so they
     are neither communicated between ranks nor copied from device to host.
     """
-    ranks, rank = range(group.size()), group.rank()
+    ranks = range(group.size())
+    rank = group.rank()
     sent_sizes = [[shard.numel() for shard in shards[each :: len(ranks)]] for each in ranks]
     shard_rows = [_shard_num_rows(rows, len(ranks)) for rows in num_rows[rank :: len(ranks)]]
     columns = [shard.shape[1] for shard in shards[rank :: len(ranks)]]

@@ -38,7 +38,8 @@ def build_optimizer(
         full_shapes or {}
     )
     flat = any(len(shapes[name]) != parameter.ndim for name, parameter in parameters.items())
-    entry, needs_matrices = registry.get("optimizer", options.name), _needs_matrices(options)
+    entry = registry.get("optimizer", options.name)
+    needs_matrices = _needs_matrices(options)
     if flat and (needs_matrices or options.state_dtype != "fp32" or options.stochastic_rounding):
         option = (
             f"state_dtype = {options.state_dtype}"
@@ -117,7 +118,8 @@ def tensor_options(
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()} | dict(
         full_shapes or {}
     )
-    marks_matrices, result = _needs_matrices(options), dict[str, dict[str, Any]]()
+    marks_matrices = _needs_matrices(options)
+    result = dict[str, dict[str, Any]]()
     trainable = {
         name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
     }
@@ -138,10 +140,8 @@ def tensor_options(
         }
         if name in chosen:
             numbers |= chosen[name].model_dump(exclude={"pattern"}, exclude_none=True)
-        scale, orthogonal = (
-            model.tensor_scale(name, tuple(shapes[name])),
-            marks_matrices and id(parameter) in hidden,
-        )
+        scale = model.tensor_scale(name, tuple(shapes[name]))
+        orthogonal = marks_matrices and id(parameter) in hidden
         factor = scale.muon_lr if orthogonal else scale.lr
         numbers["lr_ratio"] *= factor
         numbers["weight_decay"] /= factor

@@ -23,7 +23,8 @@ def build_schedule(options: ScheduleOptions, steps: int, peak_lr: float) -> Call
     The peak is reached after the warm-up. The function raises UserError for a schedule of a plugin
     that returns no finite number from 0 on.
     """
-    warmup, entry = options.warmup(steps), registry.get("schedule", options.name)
+    warmup = options.warmup(steps)
+    entry = registry.get("schedule", options.name)
     own_options = entry_options(options, entry)
 
     def learning_rate(step: int) -> float:

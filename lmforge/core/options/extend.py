@@ -77,7 +77,8 @@ def _extended(options_class: type[OptionsT], entries: tuple[Entry, ...]) -> type
 def _sections(options_class: type[BaseModel], entries: list[Entry]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for entry in entries:
-        name, what = entry.option_name, f"{entry.origin}: {entry.kind} {entry.name}"
+        name = entry.option_name
+        what = f"{entry.origin}: {entry.kind} {entry.name}"
         if name in options_class.model_fields or name in fields:
             raise UserError(
                 f"{what}: there is another option {name}, so it cannot have options under this"

@@ -183,7 +183,8 @@ def mixture_problems(
     if double := [name for name, count in names.items() if count > 1]:
         yield f"data.sources: two sources are called {double[0]}; give each a name"
     for number, phase in enumerate(phases):
-        where, is_last = f"data.phases: phase {number + 1}", number == len(phases) - 1
+        where = f"data.phases: phase {number + 1}"
+        is_last = number == len(phases) - 1
         if unknown := [name for name in phase.weight_table if name not in names]:
             yield (
                 f"{where}: there is no source {quoted(unknown[0])}; the sources are"
@@ -226,7 +227,8 @@ def tokens_by_length(
 
     Raises UserError as `phase_samples` does, and where the phases end before the run.
     """
-    left, parts = steps * global_batch_size, []
+    left = steps * global_batch_size
+    parts = []
     for phase in phases or (PhaseOptions(),):
         length = phase.sequence_length or sequence_length
         samples = phase_samples(phase, global_batch_size, length)

@@ -115,14 +115,16 @@ class StageConfig(Options):
                 f"run.stage: this recipe is for `lmforge {self.run.stage}`, not for `lmforge"
                 f" {self.of_stage}`"
             )
-        tokens, length = self.train.global_batch_tokens, self.data.sequence_length
+        tokens = self.train.global_batch_tokens
+        length = self.data.sequence_length
         if tokens and tokens % length:
             near = nearest_multiples(tokens, length)
             yield (
                 f"train.global_batch_tokens = {tokens} is not a multiple of data.sequence_length ="
                 f" {length}; nearest: {near}"
             )
-        size, most = self.train.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE, TOKENS["le"]
+        size = self.train.global_batch_size or DEFAULT_GLOBAL_BATCH_SIZE
+        most = TOKENS["le"]
         if not tokens and size * length > most:
             yield (
                 f"train.global_batch_size = {size} x data.sequence_length = {length}: more than"

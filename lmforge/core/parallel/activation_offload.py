@@ -45,7 +45,8 @@ class CudaCopyStream:
     """Copies from and to page-locked memory on a CUDA stream; the host does not wait."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
 
     def empty_on_host(self, like: Tensor) -> Tensor:
         return torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
@@ -122,7 +123,8 @@ class ActivationOffload:
     def __init__(
         self, device: torch.device, *, stream: CopyStream | None = None, min_bytes: int = MIN_BYTES
     ) -> None:
-        self._device, self._min_bytes = device, min_bytes
+        self._device = device
+        self._min_bytes = min_bytes
         self._stream = stream or (
             CudaCopyStream(device) if device.type == "cuda" else HostCopyStream()
         )
@@ -216,7 +218,8 @@ class ActivationOffload:
     def _unpack(self, saved: Tensor | _View) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
-        call, storage = saved.call, saved.storage
+        call = saved.call
+        storage = saved.storage
         self._copy_in(call)
         if not call.is_waited_for:
             self._stream.wait(call.copied_in)

@@ -65,22 +65,28 @@ def measure_peak_flops(dtype: torch.dtype, threads: int) -> tuple[float, float]:
     Takes about a second. The first product of each size, which prepares its kernel, counts only if
     it is the fastest.
     """
-    generator, before = torch.Generator().manual_seed(0), torch.get_num_threads()
-    best, core_fraction = 0.0, 0.0
+    generator = torch.Generator().manual_seed(0)
+    before = torch.get_num_threads()
+    best = 0.0
+    core_fraction = 0.0
     torch.set_num_threads(threads)
     try:
         for size in SIZES:
             left, right = (
                 torch.randn(size, size, dtype=dtype, generator=generator) for _ in range(2)
             )
-            began, fastest = time.perf_counter(), float("inf")
+            began = time.perf_counter()
+            fastest = float("inf")
             while time.perf_counter() - began < SECONDS_PER_SIZE:
-                start, cpu_start = time.perf_counter(), time.process_time()
+                start = time.perf_counter()
+                cpu_start = time.process_time()
                 left @ right
-                seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
+                seconds = time.perf_counter() - start
+                cpu_seconds = time.process_time() - cpu_start
                 fastest = min(fastest, seconds)
                 if 2 * size**3 / seconds > best:
-                    best, core_fraction = 2 * size**3 / seconds, cpu_seconds / seconds / threads
+                    best = 2 * size**3 / seconds
+                    core_fraction = cpu_seconds / seconds / threads
             if 8 * fastest > SECONDS_PER_SIZE:  # the next size would take longer than it may
                 break
     finally:

@@ -15,8 +15,13 @@ from lmforge.core.options.stage import StageConfig
 if TYPE_CHECKING:  # a dry run derives the dimensions without importing torch
     from torch.distributed.device_mesh import DeviceMesh
 
-PIPELINE, REPLICATE, SHARD, CONTEXT, TENSOR = "pipeline", "replicate", "shard", "context", "tensor"
-EXPERT_SHARD, EXPERT = "expert_shard", "expert"
+PIPELINE = "pipeline"
+REPLICATE = "replicate"
+SHARD = "shard"
+CONTEXT = "context"
+TENSOR = "tensor"
+EXPERT_SHARD = "expert_shard"
+EXPERT = "expert"
 
 
 @dataclass(frozen=True)
@@ -141,15 +146,18 @@ def parallel_dims(options: ParallelOptions, world_size: int, local_world_size: i
     `shard_degree` ranks, by default the ranks of a host, or of the stage if they are fewer. Raises
     UserError where the ranks do not fill the mesh.
     """
-    sharding, shard_degree = options.sharding or "full-shard", options.shard_degree
-    tensor, context = options.tensor_parallel_degree, options.context_parallel_degree
+    sharding = options.sharding or "full-shard"
+    shard_degree = options.shard_degree
+    tensor = options.tensor_parallel_degree
+    context = options.context_parallel_degree
     _, size = data_parallel_rank_and_size(options, 0, world_size)
     # Ranks of a pipeline stage, over which FSDP shards or replicates: those that hold the same part
     # of every matrix.
     alike = size * context
 
     def dims(shards: int) -> ParallelDims:
-        copy, expert = shards * tensor, options.expert_parallel_degree
+        copy = shards * tensor
+        expert = options.expert_parallel_degree
         if copy % expert:
             fitting = ", ".join(str(each) for each in range(1, copy + 1) if copy % each == 0)
             whose = (
@@ -175,7 +183,8 @@ def parallel_dims(options: ParallelOptions, world_size: int, local_world_size: i
                 " full-shard"
             )
         return dims(1 if sharding == "no-shard" else alike)
-    stage, unit = alike * tensor, tensor * context
+    stage = alike * tensor
+    unit = tensor * context
     group = shard_degree or min(local_world_size, stage)
     if group % unit or stage % group:
         fitting = ", ".join(str(each) for each in range(unit, stage + 1, unit) if stage % each == 0)

@@ -80,7 +80,8 @@ class Dispatch:
     """
 
     def __init__(self, group: dist.ProcessGroup, fsdp_mesh: DeviceMesh) -> None:
-        self._group, self.fsdp_mesh = group, fsdp_mesh
+        self._group = group
+        self.fsdp_mesh = fsdp_mesh
 
     def __call__(
         self, rows: Tensor, counts: Tensor, compute: Callable[[Tensor, Tensor], Tensor]

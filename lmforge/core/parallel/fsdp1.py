@@ -54,7 +54,9 @@ class FSDP1Model(ParallelModel):
 
         Raises UserError for no-shard.
         """
-        model, dims, options = self.model, self._dims, self.options
+        model = self.model
+        dims = self._dims
+        options = self.options
         if dims.fsdp_degree == 1:
             # Its no-shard is deprecated, and hybrid sharding with groups of one rank computes wrong
             # gradients, since it does not reduce them.
@@ -90,8 +92,10 @@ class FSDP1Model(ParallelModel):
         )
         self.gradient_divide_factor = float(self.dist_ctx.world_size)
         # FSDP1 puts the names of its wrappers into those of the parameters.
-        shapes, self.parameter_shapes = self.parameter_shapes, {}
-        starts, flat_shards = _flat_starts(self.fsdp), {}
+        shapes = self.parameter_shapes
+        self.parameter_shapes = {}
+        starts = _flat_starts(self.fsdp)
+        flat_shards = {}
         for (name, shape), (wrapped, parameter) in zip(
             shapes.items(), model.named_parameters(), strict=True
         ):

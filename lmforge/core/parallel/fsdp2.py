@@ -223,15 +223,14 @@ class FSDP2Model(ParallelModel):
     def _check_unsharded_fits(self) -> None:
         for unit in self._units:
             unit.reshard()  # a forward pass without a backward pass leaves units gathered
-        quantized, size = quantized_matrices(self.model), self._hidden_dtype.itemsize
+        quantized = quantized_matrices(self.model)
+        size = self._hidden_dtype.itemsize
         required = sum(
             math.prod(shape) * (name in quantized or size)
             for name, shape in self.parameter_shapes.items()
         )
-        what, way = (
-            "the whole model on each rank, to generate with it",
-            "generate from its checkpoints, or train a smaller one",
-        )
+        what = "the whole model on each rank, to generate with it"
+        way = "generate from its checkpoints, or train a smaller one"
         check_fits(
             required,
             self.dist_ctx.device,

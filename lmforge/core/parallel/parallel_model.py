@@ -150,10 +150,13 @@ class ParallelModel:
         self.model = model
         self.dist_ctx = dist_ctx
         self._loss_fn = loss_fn
-        self._dims, self.options = dims, dims.options  # by which it is distributed
+        # by which it is distributed
+        self._dims = dims
+        self.options = dims.options
         # Whether FSDP reduces gradients with the last micro-batch only.
         self._reduces_once = not self.options.reduce_every_micro_batch
-        self._dtype, self._mesh = dtype, mesh
+        self._dtype = dtype
+        self._mesh = mesh
         # Number of ranks that work on the same sequences.
         self.model_parallel_size = dims.options.model_parallel_size
         # The full shape of each parameter by its name in `model.named_parameters()`, even where
@@ -357,7 +360,8 @@ def _norm_by_rows(tensor: Tensor) -> Tensor:
     On a CPU torch adds up the squares of a whole tensor in few sums, whose rounding (2e-5 of the
     norm of 100,000 numbers) would depend on how the tensor is split over ranks.
     """
-    flat, norm = tensor.flatten(), torch.linalg.vector_norm
+    flat = tensor.flatten()
+    norm = torch.linalg.vector_norm
     whole = flat.numel() // NORM_ROW * NORM_ROW
     rows = norm(flat[:whole].view(-1, NORM_ROW), dim=1, dtype=torch.float32)
     rest = norm(flat[whole:], dtype=torch.float32)

@@ -51,7 +51,8 @@ class StageModule(nn.Module):
         is_last: bool,
     ) -> None:
         super().__init__()
-        self.is_first, self.is_last = is_first, is_last
+        self.is_first = is_first
+        self.is_last = is_last
         self.embeddings = nn.ModuleList(model.embeddings if is_first else [])
         self.blocks = nn.ModuleList(model.blocks[number] for number in block_indices)
         self.norm_and_head = nn.ModuleList([model.final_norm, model.lm_head] if is_last else [])
@@ -98,8 +99,10 @@ class _NormOnly:
     """
 
     def __init__(self, model: LanguageModel, hidden: Tensor) -> None:
-        self._model, self._hidden = model, hidden
-        self.lm_head, self.context_parallel = model.lm_head, model.context_parallel
+        self._model = model
+        self._hidden = hidden
+        self.lm_head = model.lm_head
+        self.context_parallel = model.context_parallel
 
     def __call__(self, *tensors: Tensor, **named_tensors: Tensor | None) -> Tensor:
         return self._model.final_norm(self._hidden)
@@ -115,7 +118,8 @@ class PipelineModel(FSDP2Model):
         """Cut the model into stages in place, on any device."""
         assert self._mesh is not None
         self._group = self._mesh[PIPELINE].get_group()
-        size, self.pipeline_rank = self._group.size(), self._group.rank()
+        size = self._group.size()
+        self.pipeline_rank = self._group.rank()
         per_rank = self.options.stages_per_rank
         self._num_stages = size * per_rank
         cuts = split_blocks(len(self.model.blocks), self._num_stages)
@@ -162,7 +166,8 @@ class PipelineModel(FSDP2Model):
         for unit in self._units:
             unit.reshard()
         if shape != self._schedule_shape:
-            self._schedule, self._schedule_shape = self._build_schedule(*shape), shape
+            self._schedule = self._build_schedule(*shape)
+            self._schedule_shape = shape
         last = self._stages[-1]
         last.extras = deque(each.extras for each in micro_batches)
         last.metrics.clear()
@@ -225,12 +230,11 @@ class PipelineModel(FSDP2Model):
         """The result of `score_fn` on the rank of the last stage and 0 on the others, so that sums
         over ranks are correct.
         """
-        hidden, device = batch.tokens, self.dist_ctx.device
+        hidden = batch.tokens
+        device = self.dist_ctx.device
         result: Any = torch.zeros((), dtype=torch.float64, device=device)
-        size, shape = (
-            self._group.size(),
-            self._hidden_shape(batch.batch_size, batch.sequence_length),
-        )
+        size = self._group.size()
+        shape = self._hidden_shape(batch.batch_size, batch.sequence_length)
         self._stages[-1].extras = deque([batch.extras])
         for stage, index in zip(self._stages, self._indices, strict=True):
             if not stage.is_first:

@@ -116,7 +116,8 @@ def check_float8(device: torch.device, dtype: torch.dtype) -> None:
     """Raise UserError where float8 is impossible: on this device, with this compute dtype, or
     without torchao.
     """
-    needed, way = "needs a GPU of compute capability 8.9 or newer", "leave train.float8 out"
+    needed = "needs a GPU of compute capability 8.9 or newer"
+    way = "leave train.float8 out"
     if device.type != "cuda":
         raise UserError(f"train.float8: {needed}, and this is a {device.type}; {way}")
     capability = torch.cuda.get_device_capability(device)

@@ -210,7 +210,8 @@ def _check_activation_offload(config: ModelConfig, checkpointing: str) -> None:
 def _check_expert_parallel(config: ModelConfig, degree: int) -> None:
     if degree == 1:
         return
-    requested, experts = f"parallel.expert_parallel_degree = {degree}", config.num_experts
+    requested = f"parallel.expert_parallel_degree = {degree}"
+    experts = config.num_experts
     if config.implementation == "transformers" or not any(config.sparse_layers):
         kind = (
             "wrapped from transformers"
@@ -275,7 +276,8 @@ def _check_pipeline_parallel(
             f"{requested}: model.tie_word_embeddings puts one tensor at both ends of it; untie"
             " them, or only shard"
         )
-    blocks, num_stages = config.num_hidden_layers, degree * stages_per_rank
+    blocks = config.num_hidden_layers
+    num_stages = degree * stages_per_rank
     if blocks < num_stages:
         raise UserError(
             f"{requested}: {blocks} blocks do not make {num_stages} stages; use fewer ranks or"

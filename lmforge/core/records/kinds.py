@@ -16,7 +16,8 @@ from lmforge.core.files.untrusted import CHUNK_BYTES, MAX_LISTED, cut, open_file
 from lmforge.core.records.manifests import EXAMPLES_MANIFEST, UNFINISHED, is_of_checkpoint
 from lmforge.core.records.runs import MANIFEST, Run, checkpoint_step
 
-HF_CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+HF_CONFIG = "config.json"
+ADAPTER_CONFIG = "adapter_config.json"
 MODEL_NAME_PATTERN = re.compile(
     r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*)(@(?P<revision>[\w.][\w./-]*))?"
 )
@@ -81,7 +82,9 @@ def is_hub_name(source: str | Path) -> bool:
     In a folder that exists, or in one of LOCAL_FOLDERS, it is a path, if a misspelt one
     (runs/quikstart), unless a revision follows.
     """
-    parts, path = MODEL_NAME_PATTERN.fullmatch(str(source)), Path(str(source))  # of an address, too
+    # of an address, too
+    parts = MODEL_NAME_PATTERN.fullmatch(str(source))
+    path = Path(str(source))
     if parts is None or path.exists():
         return False
     return parts["revision"] is not None or not (

@@ -35,7 +35,8 @@ from lmforge.core.files.untrusted import (
 from lmforge.core.records.run_records import Count
 from lmforge.core.records.runs import MANIFEST, checkpoint_name, checkpoint_step
 
-EXAMPLES_MANIFEST, UNFINISHED = "examples.json", "unfinished"
+EXAMPLES_MANIFEST = "examples.json"
+UNFINISHED = "unfinished"
 
 AtLeastOne = Annotated[int, Field(ge=1)]
 

@@ -161,10 +161,8 @@ def completions_path(run_folder: Path, table: str, rank: int | str) -> Path:
 
 def completion_tables(run_folder: Path) -> list[str]:
     """The names of the tables that rank 0 has written."""
-    paths, ending = (
-        run_folder.glob(str(completions_path(Path(), "*", 0))),
-        completions_path(Path(), "", 0).name,
-    )
+    paths = run_folder.glob(str(completions_path(Path(), "*", 0)))
+    ending = completions_path(Path(), "", 0).name
     return sorted(path.name.removesuffix(ending) for path in paths)
 
 

@@ -48,7 +48,8 @@ if TYPE_CHECKING:
     from filelock import BaseFileLock
 
 # What `lmforge launch` records of a job, in the run directory.
-LAUNCH_FOLDER, JOB_FILE = "launch", "job.json"
+LAUNCH_FOLDER = "launch"
+JOB_FILE = "job.json"
 STEP_PREFIX = "step-"
 MANIFEST = "manifest.json"
 MAX_PATH_QUOTED = 200  # characters of a path in a message
@@ -197,7 +198,8 @@ class Run:
     @classmethod
     def from_config(cls, config: StageConfig) -> Self:
         """The run that a recipe describes."""
-        name, folder = config.run.name, config.checkpoint.folder
+        name = config.run.name
+        folder = config.checkpoint.folder
         return cls(config.run.folder / name, parse_location(folder) / name if folder else None)
 
     @classmethod
@@ -353,7 +355,8 @@ class Run:
         Raises UserError when another process trains it, or the directory cannot be created or
         written.
         """
-        lock, is_new = self.path / ".lock", not self.path.exists()
+        lock = self.path / ".lock"
+        is_new = not self.path.exists()
         with storage_errors(self.path, "cannot be made a folder", "choose another --run.folder"):
             self.path.mkdir(parents=True, exist_ok=True)
         with storage_errors(lock, "cannot be written", "choose another --run.name"):

@@ -148,7 +148,8 @@ def describe_stop(ctx: RunContext, stopped_by: int, step: int) -> str:
     launcher.
     """
     by = "the loss of its launcher" if cluster.launcher_is_lost() else signal_name(stopped_by)
-    info, command = ctx.dist_ctx.rank_info, typed_command()
+    info = ctx.dist_ctx.rank_info
+    command = typed_command()
     if JOB_VARIABLE in os.environ:
         command += " launch"
     elif info.world_size > 1 and not cluster.is_launched_by_us():
@@ -204,9 +205,11 @@ def explain_failures(run: Run) -> Iterator[None]:
         # Peers fail too once they lose their groups: the rank that knows the cause claims the
         # report before that.
         cluster.claim_error_reporting()
-        failed, reason = RunFailed, explain_nondeterministic_op(problem)
+        failed = RunFailed
+        reason = explain_nondeterministic_op(problem)
         if lost := is_lost_peer(problem):
-            failed, reason = PeerLost, f"another rank was lost ({lost[0].lower()})"
+            failed = PeerLost
+            reason = f"another rank was lost ({lost[0].lower()})"
         elif isinstance(problem, OSError) and problem.errno in DISK_FULL_ERRNOS:
             reason = f"no room to write ({problem.strerror})"
         if reason is None:

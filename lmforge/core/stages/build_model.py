@@ -55,7 +55,9 @@ def build(
 
     Every rank calls it. Raises UserError or RunFailed where they do not fit the ranks.
     """
-    config, faults, dist_ctx = ctx.config, ctx.config.faults, ctx.dist_ctx
+    config = ctx.config
+    faults = ctx.config.faults
+    dist_ctx = ctx.dist_ctx
     ctx.watch.set_phase("building", point.step)
     dtype = DTYPES[config.train.dtype]
     with dist_ctx.raise_on_all():
@@ -168,11 +170,10 @@ def build_checkpointer(ctx: RunContext, inputs: RunInputs, built: BuiltModel) ->
 
     Raises RunFailed where the disk has no space for one.
     """
-    options, counts = (
-        ctx.config.checkpoint,
-        count_parameters(inputs.model_config, get_lora_config(ctx.config)),
-    )
-    metadata, model = inputs.manifest_fields(ctx.config), built.parallel_model
+    options = ctx.config.checkpoint
+    counts = count_parameters(inputs.model_config, get_lora_config(ctx.config))
+    metadata = inputs.manifest_fields(ctx.config)
+    model = built.parallel_model
     writer = {
         "ranks": ctx.dist_ctx.world_size,
         "engine": model.description,
@@ -200,7 +201,8 @@ def build_checkpointer(ctx: RunContext, inputs: RunInputs, built: BuiltModel) ->
     with ctx.dist_ctx.raise_on_all():
         if ctx.dist_ctx.is_rank0:
             checkpointer.check_free_space()
-            done, steps = built.point.step, ctx.config.train.steps
+            done = built.point.step
+            steps = ctx.config.train.steps
             saves, kept = (
                 steps // every - done // every if every else 0
                 for every in (ctx.config.checkpoint_every_steps, options.keep_every_steps)

@@ -63,11 +63,12 @@ class DatasetBatches:
         built: BuiltModel,
         add_extras: Callable[[Batch], Batch] = lambda batch: batch,
     ) -> None:
-        self._ctx, self._inputs, self._built, self._add_extras = ctx, inputs, built, add_extras
-        self.dataset, self.global_batch_size = (
-            inputs.train_dataset,
-            inputs.batch_plan.global_batch_size,
-        )
+        self._ctx = ctx
+        self._inputs = inputs
+        self._built = built
+        self._add_extras = add_extras
+        self.dataset = inputs.train_dataset
+        self.global_batch_size = inputs.batch_plan.global_batch_size
         self._loader = build_loader(
             ctx.config, inputs.train_dataset, inputs.batch_plan, ctx.dist_ctx
         )
@@ -97,11 +98,14 @@ class DatasetBatches:
 
         Every rank calls it.
         """
-        config, dist_ctx = self._ctx.config, self._ctx.dist_ctx
-        objective, parallel_model = self._built.objective, self._built.parallel_model
+        config = self._ctx.config
+        dist_ctx = self._ctx.dist_ctx
+        objective = self._built.objective
+        parallel_model = self._built.parallel_model
         if (dataset := self._inputs.validation_dataset) is None:
             return {}
-        rank, world_size = dist_ctx.rank_info.rank, dist_ctx.world_size
+        rank = dist_ctx.rank_info.rank
+        world_size = dist_ctx.world_size
         # Each batch is some, for the watchdog.
         progress = partial(self._ctx.watch.set_phase, "evaluate", step)
         progress()

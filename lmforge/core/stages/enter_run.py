@@ -183,10 +183,8 @@ def check_resumable(point: ResumePoint, config: StageConfig, inputs: RunInputs) 
     """Raise UserError where the checkpoint belongs to another run than `config` describes."""
     if (manifest := point.manifest) is None:
         return
-    optimizer, batch_size = (
-        manifest.recipe.get("optimizer", {}).get("name"),
-        inputs.batch_plan.global_batch_size,
-    )
+    optimizer = manifest.recipe.get("optimizer", {}).get("name")
+    batch_size = inputs.batch_plan.global_batch_size
     differs = ""
     if stored_model_config(manifest) != inputs.model_config:
         differs = (
@@ -222,7 +220,8 @@ def check_resumable(point: ResumePoint, config: StageConfig, inputs: RunInputs) 
 
 
 def _model_difference(theirs: ModelConfig, ours: ModelConfig) -> str:
-    their_fields, our_fields = asdict(theirs), asdict(ours)
+    their_fields = asdict(theirs)
+    our_fields = asdict(ours)
     # A wrapped model is described only by its config.json.
     for fields in (their_fields, our_fields):
         fields |= fields.pop("config_dict", {})

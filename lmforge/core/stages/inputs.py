@@ -141,7 +141,8 @@ def check_model(
             f"{config.model.source}: a reward model, which generates no text; only align.method ="
             " reward can start from it"
         )
-    limit, length = model_config.max_sequence_length, config.data.sequence_length
+    limit = model_config.max_sequence_length
+    length = config.data.sequence_length
     if limit is not None and length > limit:
         raise UserError(
             f"data.sequence_length = {length}: this model has positions for {limit} tokens; use at"
@@ -161,7 +162,8 @@ def describe_long_sequences(config: StageConfig, inputs: RunInputs) -> list[str]
     """A line for sequences that are longer than the rotary positions of the model, or of its
     teacher, are made for.
     """
-    length, lines = config.data.sequence_length, []
+    length = config.data.sequence_length
+    lines = []
     for whose, model in (("this model's", inputs.model_config), ("the teacher's", inputs.teacher)):
         positions = None if model is None else model.rotary_positions
         if positions is not None and length > positions:
@@ -180,7 +182,9 @@ def _check_samples(config: StageConfig, model_config: ModelConfig, tokenizer: To
     """Raise UserError for sample prompts that are longer than the training sequences or the model's
     context.
     """
-    sample, length, longest = config.sample, config.data.sequence_length, 0
+    sample = config.sample
+    length = config.data.sequence_length
+    longest = 0
     if sample == SampleOptions():
         return
     # Encoding a text that cannot fit would take long. A tokenizer's normalizer may shorten a text,

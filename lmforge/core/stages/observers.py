@@ -45,17 +45,17 @@ class Observers(LoopCallbacks):
     """All that observes the loop of a run. Every rank has one."""
 
     def __init__(self, run: ObservedRun, checkpointer: AsyncCheckpointer) -> None:
-        self._ctx, self._inputs, self._built, self._batches = (
-            run.ctx,
-            run.inputs,
-            run.built,
-            run.batches,
-        )
-        self._checkpointer, self._throughput = checkpointer, run.throughput
+        self._ctx = run.ctx
+        self._inputs = run.inputs
+        self._built = run.built
+        self._batches = run.batches
+        self._checkpointer = checkpointer
+        self._throughput = run.throughput
         ctx = run.ctx
         self._metrics_file = MetricsFile(ctx.run.metrics_path) if ctx.dist_ctx.is_rank0 else None
         trace = ctx.run.path / "profile" / f"rank-{ctx.dist_ctx.rank_info.rank}.json"
-        window, device = ctx.config.log.profile_window, ctx.dist_ctx.device
+        window = ctx.config.log.profile_window
+        device = ctx.dist_ctx.device
         self._profiler = StepProfiler(window, trace, device, ctx.console.info, ctx.run.holds_lock)
         chosen = chosen_observers(ctx.config, run.inputs.model_config)
         self._attached: list[LoopCallbacks] = [entry.build(run) for entry in chosen]
@@ -77,7 +77,8 @@ class Observers(LoopCallbacks):
             each.on_step_begin(step)
 
     def on_weights_updated(self, step: int, seconds: float, has_compiled: bool) -> None:
-        console, built = self._ctx.console, self._built
+        console = self._ctx.console
+        built = self._built
         self._profiler.end(step)
         is_first = step == built.point.step + 1
         for each in self._attached:
@@ -190,12 +191,10 @@ class StepProfiler:
         log: Callable[[str], None],
         may_write: Callable[[], bool],
     ) -> None:
-        self._window, self._path, self._log, self._may_write = (
-            window or (0, -1),
-            path,
-            log,
-            may_write,
-        )
+        self._window = window or (0, -1)
+        self._path = path
+        self._log = log
+        self._may_write = may_write
         self._activities = [
             ProfilerActivity.CPU,
             *([ProfilerActivity.CUDA] if device.type == "cuda" else []),
@@ -227,7 +226,8 @@ class StepProfiler:
         """Write what has been traced, if it is not yet written."""
         if self._profile is None:
             return
-        traced, self._profile = self._profile, None
+        traced = self._profile
+        self._profile = None
         traced.stop()
         if not self._traced or not self._may_write():  # without a step, the first has failed
             return
@@ -266,12 +266,10 @@ def log_summary(
     peak_flops: float | None,
 ) -> None:
     """Log the model, the data and how it will be trained."""
-    log, config, model_config, dist_ctx = (
-        ctx.console.info,
-        ctx.config,
-        inputs.model_config,
-        ctx.dist_ctx,
-    )
+    log = ctx.console.info
+    config = ctx.config
+    model_config = inputs.model_config
+    dist_ctx = ctx.dist_ctx
     counts = count_parameters(model_config, get_lora_config(config))
     flops_per_token = training_flops_per_token(config, model_config, config.data.sequence_length)
     kind = model_config.model_type
@@ -284,7 +282,8 @@ def log_summary(
         " token"
     )
     if counts.quantized:
-        master, lora = config.train.master_dtype, get_lora_config(config)
+        master = config.train.master_dtype
+        lora = get_lora_config(config)
         assert lora is not None
         assert lora.stored is not None
         saved = counts.quantized * DTYPE_BYTES[master] - counts.quantized_bytes

@@ -44,7 +44,8 @@ def explain_out_of_memory(
         traceback.clear_frames(problem.__traceback__)
         reason = describe_request(problem)
         if then is not None:
-            used, free = format_memory(then.used_bytes), format_memory(then.free_bytes)
+            used = format_memory(then.used_bytes)
+            free = format_memory(then.free_bytes)
             reason += f", with {used} in use and {free} left of {then.limited_by}"
         if writes:
             reason += f" (what it held: {snapshot})"

@@ -63,9 +63,12 @@ class RunMemory:
         """Bytes of a rank that do not depend on the batch: weights, optimizer states, gradients,
         and weights of a step.
         """
-        config, options, info = self.config, self.config.parallel, self.rank_info
+        config = self.config
+        options = self.config.parallel
+        info = self.rank_info
         counts = count_parameters(self.model_config, get_lora_config(config))
-        master, dtype = DTYPE_BYTES[config.train.master_dtype], DTYPE_BYTES[config.train.dtype]
+        master = DTYPE_BYTES[config.train.master_dtype]
+        dtype = DTYPE_BYTES[config.train.dtype]
         state_bytes = checkpoint_bytes(config.optimizer, config.train.master_dtype, counts)
         state_bytes += (counts.trained + (counts.total if config.copies_reference else 0)) * master
         if self.teacher is not None:
@@ -92,7 +95,9 @@ class RunMemory:
         The model's state and the batch are exact. A compiler keeps fewer activations than are
         predicted: they count only with their smallest part, the input of each block.
         """
-        options, plan, model = self.config.parallel, self.plan, self.model_config
+        options = self.config.parallel
+        plan = self.plan
+        model = self.model_config
         tokens = plan.micro_batch_size * plan.sequence_length // options.context_parallel_degree
         hidden = (
             tokens * model.hidden_size * model.num_hidden_layers // options.pipeline_parallel_degree
@@ -101,10 +106,8 @@ class RunMemory:
             plan.accumulation * plan.micro_batch_size * plan.sequence_length * BATCH_BYTES_PER_TOKEN
         )
         least = self.least_state_bytes() + hidden * DTYPE_BYTES[self.config.train.dtype]
-        what, ranks = (
-            "model, gradients, optimizer and activations of a rank",
-            self.rank_info.local_world_size,
-        )
+        what = "model, gradients, optimizer and activations of a rank"
+        ranks = self.rank_info.local_world_size
         check_fits(least, self.device, what, self.suggest_what_fits, num_ranks=ranks)
         what = f"a batch of {plan.tokens:,} tokens"
         check_fits(batch, torch.device("cpu"), what, "use a smaller global batch", num_ranks=ranks)

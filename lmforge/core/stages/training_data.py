@@ -71,7 +71,8 @@ class TokenSources:
 
     def describe(self) -> str:
         """A description of the training data, for the log."""
-        length, lines = self.config.data.sequence_length, []
+        length = self.config.data.sequence_length
+        lines = []
         for source, folder in enumerate(self.folders):
             num_tokens = folder.split("train").num_tokens
             sequences = self._train_split(source, length).sequences_per_epoch
@@ -91,7 +92,8 @@ class TokenSources:
 
         Raises UserError for a source without a sequence or with too small a weight.
         """
-        data, phases = self.config.data, []
+        data = self.config.data
+        phases = []
         samples_per_batch: dict[int, Fraction] = {}
         for number, length in enumerate(data.sequence_lengths):
             phase = data.phases[number] if data.phases else None
@@ -120,7 +122,8 @@ class TokenSources:
         tokens_by_length(
             data.phases, self.config.train.steps, global_batch_size, data.sequence_length
         )
-        parts, seed = data.num_canonical_nodes, self.config.train.seed
+        parts = data.num_canonical_nodes
+        seed = self.config.train.seed
         return MixedDataset(self.names, phases, unit=global_batch_size, seed=seed, parts=parts)
 
     @cached_property
@@ -135,7 +138,8 @@ class TokenSources:
         lanes = Lanes(nodes, samples_per_batch) if nodes > 1 else None
         key = source, length, lanes
         if key not in self._opened:
-            folder, data = self.folders[source], self.config.data
+            folder = self.folders[source]
+            data = self.config.data
             dataset = TokenDataset(
                 folder,
                 sequence_length=length,

@@ -72,7 +72,8 @@ def with_original_sources(config: ConfigT, manifest: Manifest | None) -> tuple[C
     """
     if manifest is None:
         return config, []
-    original, source = manifest.recipe.get("model", {}).get("source"), config.model.source
+    original = manifest.recipe.get("model", {}).get("source")
+    source = config.model.source
     notes = []
     if original is not None and source is not None and Path(original) != source:
         if kind_of(original) != Kind.MISSING:

@@ -68,12 +68,10 @@ class BadStepDetector:
     def __init__(
         self, dist_ctx: DistributedContext, *, spike_sigmas: float | None, window_steps: int
     ) -> None:
-        self.skipped_steps, self.consecutive_bad_steps, self.batch_offset, self.rollbacks = (
-            0,
-            0,
-            0,
-            0,
-        )
+        self.skipped_steps = 0
+        self.consecutive_bad_steps = 0
+        self.batch_offset = 0
+        self.rollbacks = 0
         self._dist_ctx = dist_ctx
         self._spike_sigmas = spike_sigmas
         # Losses of good steps, the newest last; NaN where there was none yet.
@@ -99,7 +97,8 @@ class BadStepDetector:
             else torch.zeros(2, dtype=torch.float64, device=device)
         )
         total, count = self._dist_ctx.all_reduce_sum(total)
-        loss, norm = total / count.clamp(min=1), gradient_norm.double()
+        loss = total / count.clamp(min=1)
+        norm = gradient_norm.double()
         bad = ~(torch.isfinite(loss) & torch.isfinite(norm))
         if self._spike_sigmas:
             bad = bad | self._is_spike(loss)
@@ -175,11 +174,10 @@ class BadStepDetector:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], batch_offset: int) -> None:
-        self.skipped_steps, self.consecutive_bad_steps = (
-            state["skipped_steps"],
-            state["consecutive_bad_steps"],
-        )
-        self.rollbacks, self.batch_offset = state["rollbacks"], batch_offset
+        self.skipped_steps = state["skipped_steps"]
+        self.consecutive_bad_steps = state["consecutive_bad_steps"]
+        self.rollbacks = state["rollbacks"]
+        self.batch_offset = batch_offset
         self.load_losses(state)
 
     def load_losses(self, state: Mapping[str, Any]) -> None:

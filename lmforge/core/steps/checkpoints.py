@@ -47,13 +47,18 @@ class Checkpoints:
         batches: BatchSource,
         detector: BadStepDetector,
     ) -> None:
-        self._checkpointer, self._options = checkpointer, config.checkpoint
-        self._every_steps, self._steps = config.checkpoint_every_steps, config.train.steps
+        self._checkpointer = checkpointer
+        self._options = config.checkpoint
+        self._every_steps = config.checkpoint_every_steps
+        self._steps = config.train.steps
         self._max_rollbacks = config.faults.max_rollbacks
-        self._parallel_model, self._optimizer = parallel_model, optimizer
-        self._batches, self._detector = batches, detector
+        self._parallel_model = parallel_model
+        self._optimizer = optimizer
+        self._batches = batches
+        self._detector = detector
         self._last_saved = time.monotonic()
-        self._last_request, self._deferred_request = SaveRequest.REGULAR, SaveRequest.NONE
+        self._last_request = SaveRequest.REGULAR
+        self._deferred_request = SaveRequest.NONE
         # Before tensors change, the device waits until a save in flight has copied them.
         self.wait_for_staging = checkpointer.wait_for_staging
 
@@ -83,7 +88,8 @@ class Checkpoints:
             checkpointer.failed_at = None
             return self._last_request
         if self._deferred_request:
-            deferred, self._deferred_request = self._deferred_request, SaveRequest.NONE
+            deferred = self._deferred_request
+            self._deferred_request = SaveRequest.NONE
             return deferred
         minutes = self._options.every_minutes
         if minutes is not None and now - self._last_saved >= 60 * minutes:
@@ -120,10 +126,8 @@ class Checkpoints:
 
         Raises RunFailed where the last checkpoint of a run cannot be written.
         """
-        dataset, read = (
-            self._batches.dataset,
-            (step + self._detector.batch_offset) * self._batches.global_batch_size,
-        )
+        dataset = self._batches.dataset
+        read = (step + self._detector.batch_offset) * self._batches.global_batch_size
         for attempt in range(FINAL_SAVE_ATTEMPTS):
             if attempt:
                 time.sleep(FINAL_RETRY_SECONDS)
@@ -163,8 +167,10 @@ class Checkpoints:
         step. Raises RunFailed where there is no such checkpoint, or the run has rolled back too
         often, and LockLost.
         """
-        checkpointer, detector = self._checkpointer, self._detector
-        run, dist_ctx = checkpointer.run, checkpointer.dist_ctx
+        checkpointer = self._checkpointer
+        detector = self._detector
+        run = checkpointer.run
+        dist_ctx = checkpointer.dist_ctx
         if detector.rollbacks >= self._max_rollbacks:
             times = (
                 f"after {detector.rollbacks} rollbacks"

@@ -88,13 +88,13 @@ class Throughput:
         steps: int,
         intervals: Mapping[str, int | None],
     ) -> None:
-        self._parallel_model, self._batches, self._dist_ctx = (
-            parallel_model,
-            batches,
-            parallel_model.dist_ctx,
-        )
-        self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
-        self._steps, self._intervals = steps, intervals
+        self._parallel_model = parallel_model
+        self._batches = batches
+        self._dist_ctx = parallel_model.dist_ctx
+        self._flops_per_token = flops_per_token
+        self._peak_flops = peak_flops
+        self._steps = steps
+        self._intervals = intervals
         # Tokens, and the FLOPs that they take.
         self._work = torch.zeros(2, dtype=torch.float64, device=self._dist_ctx.device)
         self._usual_step_seconds: float | None = None
@@ -102,8 +102,11 @@ class Throughput:
 
     def reset(self, step: int) -> None:
         """Start to measure: `step` steps are done."""
-        self._start_step, self._start_time, self._excluded_seconds = step, time.perf_counter(), 0.0
-        self._unusual_steps, self._unusual_seconds = 0, 0.0
+        self._start_step = step
+        self._start_time = time.perf_counter()
+        self._excluded_seconds = 0.0
+        self._unusual_steps = 0
+        self._unusual_seconds = 0.0
         self._start_data_seconds = self._batches.data_wait_seconds
         self._work.zero_()
 
@@ -125,7 +128,8 @@ class Throughput:
     @contextmanager
     def excluded(self, name: str) -> Iterator[None]:
         """The seconds of the block are left out of the rates."""
-        began, num_graphs = time.perf_counter(), compiled_graph_count()
+        began = time.perf_counter()
+        num_graphs = compiled_graph_count()
         yield
         seconds = time.perf_counter() - began
         self._excluded_seconds += seconds

@@ -44,7 +44,10 @@ class ShardFile(ChecksummedFile):
         hint: str = RESTORE_HINT,
     ):
         super().__init__(size, checksums, block_bytes, remember=True)
-        self._storage, self._name, self._base, self._hint = storage, name, base, hint
+        self._storage = storage
+        self._name = name
+        self._base = base
+        self._hint = hint
 
     @property
     def path(self) -> Path:
@@ -104,7 +107,8 @@ class StoredChecksums:
     """The checksums of a file's blocks, in a file of their own that is verified as well."""
 
     def __init__(self, file: ShardFile, count: int) -> None:
-        self._file, self._count = file, count
+        self._file = file
+        self._count = count
 
     def __len__(self) -> int:
         return self._count
@@ -127,7 +131,9 @@ class SizeCheck:
         sizes_of: Callable[[Shard], Mapping[str, int]],
         hint: str = RESTORE_HINT,
     ) -> None:
-        self._storage, self._hint, self._problem = storage, hint, ""
+        self._storage = storage
+        self._hint = hint
+        self._problem = ""
         if len(shards) <= MAX_CHECKED_ON_OPENING:
             self._check(shards, sizes_of)
             self.raise_problem()

@@ -55,14 +55,16 @@ class ShardReader:
     """
 
     def __init__(self, folder: "TokenFolder", entry: ShardEntry):
-        name, storage = entry.name + ".json", folder.storage
+        name = entry.name + ".json"
+        storage = folder.storage
         path = folder.path / name
         manifest = read_manifest(storage, name, ShardManifest, entry.xxh3, RESTORE_HINT)
         if not describes(manifest, entry, folder.manifest):
             raise UserError(
                 f"{path}: does not describe the shard that {folder.path} has: {RESTORE_HINT}"
             )
-        self._dtype, self._vocab_size = folder.dtype, folder.manifest.vocab_size
+        self._dtype = folder.dtype
+        self._vocab_size = folder.manifest.vocab_size
         self.block_first_ends = np.array(manifest.document_block_firsts, np.int64)
         sizes = entry.file_sizes(folder.dtype.itemsize)
         self._documents_bytes = sizes[".documents"]
@@ -158,7 +160,8 @@ class TokenSplit:
             base, end = self._shard_bounds[i : i + 2]
             end = min(stop, end)
             yield i, start - base, end - base, base
-            start, i = end, i + 1
+            start = end
+            i = i + 1
 
 
 @dataclass(frozen=True)
@@ -243,7 +246,8 @@ class TokenFolder:
 
         Raises UserError if one of its files is missing or was replaced.
         """
-        folder, written = self.path / "tokenizer", self.manifest.tokenizer_files
+        folder = self.path / "tokenizer"
+        written = self.manifest.tokenizer_files
         try:
             tokenizer = self._open_tokenizer(folder)
         except UserError as problem:

@@ -34,7 +34,8 @@ from lmforge.core.records.manifests import (
 )
 
 SHARDS_MANIFEST = "manifest.json"
-TRAIN_SPLIT, VALIDATION_SPLIT = "train", "validation"
+TRAIN_SPLIT = "train"
+VALIDATION_SPLIT = "validation"
 SHARD_SUFFIXES = (".tokens", ".documents", ".checksums", ".json")
 RESTORE_HINT = "restore it, or prepare again with overwrite"
 

@@ -30,7 +30,8 @@ class PieceCache:
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
-        self._folder, self._max_bytes = folder, max_bytes
+        self._folder = folder
+        self._max_bytes = max_bytes
         try:
             folder.mkdir(parents=True, exist_ok=True)
             # Its files have fixed names: who prepares it could make them links.

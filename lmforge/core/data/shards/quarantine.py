@@ -59,7 +59,9 @@ class QuarantinedSpans:
     def __init__(
         self, blocks: Mapping[str, Blocks], shards: Sequence[ShardEntry], token_bytes: int
     ) -> None:
-        block_tokens, start, spans = BLOCK_BYTES // token_bytes, 0, []
+        block_tokens = BLOCK_BYTES // token_bytes
+        start = 0
+        spans = []
         for shard in shards:
             for first, stop in blocks.get(shard.name, []):
                 spans.append(

@@ -38,7 +38,9 @@ class RemoteStorage:
     read_threads = REMOTE_READ_THREADS
 
     def __init__(self, path: Path, cache: PieceCache) -> None:
-        self.path, self._cache, self._key = path, cache, ""
+        self.path = path
+        self._cache = cache
+        self._key = ""
         self._file_system: Any = path.fs  # type: ignore[attr-defined]
         self._root: str = path.path  # type: ignore[attr-defined]
 
@@ -60,7 +62,8 @@ class RemoteStorage:
 
     def pread(self, name: str, out: memoryview, offset: int) -> int:
         number, start = divmod(offset, PIECE_BYTES)
-        piece, first = self._piece(name, number), number * PIECE_BYTES
+        piece = self._piece(name, number)
+        first = number * PIECE_BYTES
         out = out[: PIECE_BYTES - start]
         while (size := self._cache.read(piece, out, start)) is None:
             content = self._cache.fetch(

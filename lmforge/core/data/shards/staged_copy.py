@@ -122,7 +122,8 @@ def _fill(copy: Path, source: Path, stage_to: Path, report: Callable[[str], None
         left.unlink()
     files = _list_files(source)
     missing = [name for name, stat in files.items() if not _has_size(copy / name, stat.st_size)]
-    size, free = sum(files[name].st_size for name in missing), shutil.disk_usage(copy).free
+    size = sum(files[name].st_size for name in missing)
+    free = shutil.disk_usage(copy).free
     if size + RESERVED_BYTES > free:
         raise UserError(
             f"data.stage_to: {stage_to}: {format_bytes(size)} of {source} are to be copied and"

@@ -58,7 +58,8 @@ class LocalStorage:
     read_threads = 1
 
     def __init__(self, path: Path) -> None:
-        self.path, self._root = path, str(path)
+        self.path = path
+        self._root = str(path)
         self._open = lru_cache(MAX_OPEN_FILES)(partial(io.FileIO, opener=_open_at_once))
 
     def retry_delays(self) -> Sequence[float]:
@@ -104,7 +105,8 @@ def read_with_retries(
 
     Cached bytes of the span are dropped between attempts. Meanwhile `slow_read` returns the file.
     """
-    delays, entry = iter(storage.retry_delays()), (storage.path, name, time.monotonic())
+    delays = iter(storage.retry_delays())
+    entry = (storage.path, name, time.monotonic())
     _reads[id(entry)] = entry
     try:
         while True:

@@ -16,7 +16,8 @@ def _read(content: dict[str, Any]) -> dict[str, Any]:
 
     A table `rope_scaling` is added to that of full attention, whose rope_type remains.
     """
-    types, every = content.get("layer_types"), content.get("sliding_window_pattern")
+    types = content.get("layer_types")
+    every = content.get("sliding_window_pattern")
     ropes = content.get("rope_parameters") or {}
     full: dict[str, Any] = {}
     local: dict[str, Any] = {}

@@ -8,7 +8,8 @@ from lmforge.core.model.family import Family, Linear
 
 
 def _linears(config: ModelConfig) -> tuple[Linear, ...]:
-    width, inner = config.hidden_size, config.intermediate_size
+    width = config.hidden_size
+    inner = config.intermediate_size
     return (
         Linear("attn.c_attn", width, 3 * width, bias=True),
         Linear("attn.c_proj", width, width, bias=True, residual=True),

@@ -14,7 +14,8 @@ def read(content: dict[str, Any]) -> dict[str, Any]:
     """Rotary positions, sliding_window and layer_types, of which transformers derives the last from
     max_window_layers.
     """
-    window, rope = content.get("sliding_window", 4096), read_rope(content)
+    window = content.get("sliding_window", 4096)
+    rope = read_rope(content)
     types = content.get("layer_types")
     # A type with a window is then refused.
     if not content.get("use_sliding_window") or window is None:
@@ -29,7 +30,8 @@ def read(content: dict[str, Any]) -> dict[str, Any]:
 
 def write_windows(config: ModelConfig) -> dict[str, Any]:
     """The reverse of `read`, for windows."""
-    window, types = config.sliding_window, config.written_layer_types
+    window = config.sliding_window
+    types = config.written_layer_types
     first = types.index("sliding_attention") if "sliding_attention" in types else len(types)
     return {
         "use_sliding_window": window is not None,

@@ -59,8 +59,10 @@ class Balance:
 
     def __init__(self, config: ModelConfig, mixtures: Sequence[Any]) -> None:
         self._coefficient = config.router_aux_loss_coef if config.output_router_logits else 0.0
-        self._has_biases, self._top_k = config.family.sigmoid_router, config.num_experts_per_tok
-        self._mixtures, self._num_experts = mixtures, config.num_experts
+        self._has_biases = config.family.sigmoid_router
+        self._top_k = config.num_experts_per_tok
+        self._mixtures = mixtures
+        self._num_experts = config.num_experts
         self.row_weight = self.token_weight = torch.zeros((), device="cpu")
         self.count_on(torch.device("meta"))
         for mixture in mixtures:
@@ -89,7 +91,8 @@ class Balance:
         for mixture, counts, fractions in zip(
             self._mixtures, self.counts, self._fractions, strict=True
         ):
-            mixture.counts, mixture.fractions = None if device.type == "meta" else counts, fractions
+            mixture.counts = None if device.type == "meta" else counts
+            mixture.fractions = fractions
 
     @staticmethod
     def count(batches: Sequence[Batch]) -> Tensor:
@@ -122,10 +125,8 @@ class Balance:
         """
         if not (self._moves_biases or self.is_global):
             return
-        counts, skipped = (
-            dist_ctx.all_reduce_sum(self.counts - self._before),
-            torch.zeros_like(self.counts, dtype=torch.bool),
-        )
+        counts = dist_ctx.all_reduce_sum(self.counts - self._before)
+        skipped = torch.zeros_like(self.counts, dtype=torch.bool)
         skipped = skipped if skip is None else skipped | skip
         self.previous.copy_(torch.where(skipped, self.previous, counts))
         if self._moves_biases:
@@ -155,10 +156,8 @@ class Balance:
         """
         if not self.has_loss:
             return x
-        weights, loss = (
-            is_token.to(scores.dtype),
-            torch.zeros((), dtype=scores.dtype, device=scores.device),
-        )
+        weights = is_token.to(scores.dtype)
+        loss = torch.zeros((), dtype=scores.dtype, device=scores.device)
         if self._coefficient:
             probabilities = scores / scores.sum(-1, keepdim=True) if self._has_biases else scores
             sums = (probabilities.unflatten(0, is_token.shape) * weights.unsqueeze(-1)).sum(1)

@@ -77,9 +77,11 @@ class Router(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
         self.adapters = nn.ModuleDict()
-        self.count, self.normalized = config.num_experts_per_tok, config.norm_topk_prob
+        self.count = config.num_experts_per_tok
+        self.normalized = config.norm_topk_prob
         self.scaling = config.routed_scaling_factor
-        self.groups, self.kept_groups = config.n_group, config.topk_group
+        self.groups = config.n_group
+        self.kept_groups = config.topk_group
         self.register_buffer(
             BIAS, torch.zeros(config.num_experts) if config.family.sigmoid_router else None
         )
@@ -153,11 +155,14 @@ class Experts(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        count, width, inner = config.num_experts, config.hidden_size, config.expert_size
+        count = config.num_experts
+        width = config.hidden_size
+        inner = config.expert_size
         self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * inner, width))
         self.down_proj = nn.Parameter(torch.empty(count, width, inner))
         self.adapters = nn.ModuleDict()
-        self.num_experts, self.activation = count, ACTIVATIONS[config.hidden_act]
+        self.num_experts = count
+        self.activation = ACTIVATIONS[config.hidden_act]
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """x [tokens, width]; weights and chosen [tokens, count] of the router → the weighted sum of

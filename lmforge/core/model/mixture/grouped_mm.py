@@ -92,7 +92,8 @@ def _pad(matrix: Tensor, rows: bool = False) -> Tensor:
     bytes; `rows` as well.
     """
     multiple = ROW_BYTES // matrix.element_size()
-    columns, below = -matrix.shape[-1] % multiple, -matrix.shape[-2] % multiple * rows
+    columns = -matrix.shape[-1] % multiple
+    below = -matrix.shape[-2] % multiple * rows
     return pad(matrix, (0, columns, 0, below)) if columns or below else matrix.contiguous()
 
 

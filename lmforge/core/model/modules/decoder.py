@@ -35,11 +35,9 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.head_dim, self.value_dim, self.qk_norm = (
-            config.head_dim,
-            config.head_dim,
-            config.family.qk_norm,
-        )
+        self.head_dim = config.head_dim
+        self.value_dim = config.head_dim
+        self.qk_norm = config.family.qk_norm
         self.scale = (
             None if config.query_pre_attn_scalar is None else config.query_pre_attn_scalar**-0.5
         )
@@ -73,10 +71,12 @@ class Attention(nn.Module):
             apply_linear(layer, x, token_rng) for layer in (self.q_proj, self.k_proj, self.v_proj)
         )
         if self.qk_norm == "channels":
-            q, k = self.q_norm(q), self.k_norm(k)
+            q = self.q_norm(q)
+            k = self.k_norm(k)
         q, k, v = (each.unflatten(-1, (-1, self.head_dim)) for each in (q, k, v))
         if self.qk_norm == "heads":
-            q, k = self.q_norm(q), self.k_norm(k)
+            q = self.q_norm(q)
+            k = self.k_norm(k)
         return rotary.apply_rotary(q), rotary.apply_rotary(k), v
 
 
@@ -97,7 +97,8 @@ class LatentAttention(Attention):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        self.value_dim, self.interleaved = config.v_head_dim, config.rope_interleave
+        self.value_dim = config.v_head_dim
+        self.interleaved = config.rope_interleave
         self.has_query_latent = config.q_lora_rank > 0
         self.latents = config.kv_lora_rank, config.qk_rope_head_dim
         self.query_parts = config.qk_nope_head_dim, config.qk_rope_head_dim
@@ -131,7 +132,8 @@ class LatentAttention(Attention):
         # heads.
         k_rotated = rotary.apply_rotary(local_weight(rotated).unsqueeze(2), self.interleaved)
         k_rotated = k_rotated.expand(-1, -1, k_nope.shape[2], -1)
-        q, k = torch.cat((q_nope, q_rotated), dim=-1), torch.cat((k_nope, k_rotated), dim=-1)
+        q = torch.cat((q_nope, q_rotated), dim=-1)
+        k = torch.cat((k_nope, k_rotated), dim=-1)
         q, k, v = (pad(each, (0, self.head_dim - each.shape[-1])) for each in (q, k, v))
         return q, k, v
 

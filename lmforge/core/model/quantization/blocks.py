@@ -30,7 +30,8 @@ BINS = 2**16  # what bitsandbytes rounds to on a CPU before it looks up a code o
 # result.
 CHUNK_NUMEL = 2**21
 # The byte of two zeros in NF4, and what a zero is rounded to in the dynamic code.
-_ZEROS, _ZERO = 0x77, 131
+_ZEROS = 0x77
+_ZERO = 131
 # The sixteen quantiles of a normal distribution, as QLoRA has them.
 NF4_VALUES = (
     -1.0,
@@ -56,7 +57,8 @@ def quantize(values: Tensor, stored: BlockFormat) -> Tensor:
     """The bytes [rows, row bytes] of a whole tensor of any shape and float dtype, on its device."""
     flat = values.detach().reshape(-1)
     rows = stored.stored_shape(flat.numel())[0]
-    codes, scales = [], []
+    codes = []
+    scales = []
     for chunk in flat.split(CHUNK_NUMEL):  # which are whole rows, but for the last
         numbers = pad(chunk.float(), (0, -chunk.numel() % stored.row_numel)).view(-1, stored.block)
         code, scale = (
@@ -66,7 +68,8 @@ def quantize(values: Tensor, stored: BlockFormat) -> Tensor:
         )
         codes.append(code[:, ::2] << 4 | code[:, 1::2] if stored.bits == "nf4" else code)
         scales.append(scale)
-    packed, scale = torch.cat(codes).view(rows, -1), torch.cat(scales)
+    packed = torch.cat(codes).view(rows, -1)
+    scale = torch.cat(scales)
     if not stored.double_quant:
         return torch.cat([packed, _bytes(scale[:, None])], dim=1)
     used = scale[: -(-flat.numel() // stored.block)]
@@ -112,7 +115,8 @@ def dequantize(
     if stored.bits == "nf4" and packed.is_cuda and _HAS_BITSANDBYTES:
         import bitsandbytes  # noqa: F401  (its operators)
 
-        scales, codes = _scales(packed, stored), packed[:, : stored.code_bytes].reshape(-1, 1)
+        scales = _scales(packed, stored)
+        codes = packed[:, : stored.code_bytes].reshape(-1, 1)
         result = torch.ops.bitsandbytes.dequantize_4bit(
             codes, scales, stored.block, "nf4", [numel], dtype
         )
@@ -226,7 +230,8 @@ def dynamic_values(signed: bool = True) -> list[float]:
 @cache
 def _pairs(device: torch.device) -> Tensor:
     """What the two numbers of each byte of NF4 stand for: fp32 [256, 2], the upper half first."""
-    values, byte = code_values("nf4", device), torch.arange(256, device=device)
+    values = code_values("nf4", device)
+    byte = torch.arange(256, device=device)
     return torch.stack([values[byte >> 4], values[byte & 15]], dim=1)
 
 

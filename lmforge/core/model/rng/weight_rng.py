@@ -19,13 +19,16 @@ from lmforge.core.model.rng.splitmix import splitmix64_stream, wrap_int64
 Distribution = Callable[[Tensor], Tensor]
 
 # Numbers drawn at a time. They stay in the cache of a core; a GPU needs more to be busy.
-_CHUNK_PER_THREAD, _GPU_CHUNK = 1 << 16, 1 << 22
+_CHUNK_PER_THREAD = 1 << 16
+_GPU_CHUNK = 1 << 22
 # The exponent and 10 bits of the mantissa of an fp32 number choose a segment, and the other 13 bits
 # a position in it.
 _FRACTION_BITS = 13
-_FRACTION_MASK, _SEGMENT_MASK = (1 << _FRACTION_BITS) - 1, (1 << 31 - _FRACTION_BITS) - 1
+_FRACTION_MASK = (1 << _FRACTION_BITS) - 1
+_SEGMENT_MASK = (1 << 31 - _FRACTION_BITS) - 1
 # Those of 0.5 and of 2³¹.
-_FIRST_SEGMENT, _LAST_SEGMENT = 126 << 23 - _FRACTION_BITS, 158 << 23 - _FRACTION_BITS
+_FIRST_SEGMENT = 126 << 23 - _FRACTION_BITS
+_LAST_SEGMENT = 158 << 23 - _FRACTION_BITS
 
 
 @torch.no_grad()
