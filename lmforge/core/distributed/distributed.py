@@ -182,13 +182,11 @@ class DistributedContext:
         is_foreseen = issubclass(error_class, (UserError, RunFailed))
         hosts = {each for each, _ in outcomes}
         failed = {each for each, failure in outcomes if failure is not None}
-        where = (
-            f"{host}: "
-            if names_host and failed < hosts
-            else ""
-            if is_foreseen or rank == 0
-            else f"rank {rank}: "
-        )
+        where = ""
+        if names_host and failed < hosts:
+            where = f"{host}: "
+        elif not is_foreseen and rank != 0:
+            where = f"rank {rank}: "
         if problem is not None and rank == self.rank_info.rank and not (where and is_foreseen):
             raise problem
         raised_as: Any = error_class if is_foreseen else RunFailed

@@ -17,11 +17,8 @@ def chunk_class(scoring: Scoring) -> type[HeadChunk]:
     vocabulary.
     """
     group = scoring.vocab_shard.group
-    return (
-        StoredHeadChunk
-        if stores_exponentials(scoring.softcap, 1 if group is None else group.size())
-        else HeadChunk
-    )
+    shards = 1 if group is None else group.size()
+    return StoredHeadChunk if stores_exponentials(scoring.softcap, shards) else HeadChunk
 
 
 class StoredHeadChunk(HeadChunk):

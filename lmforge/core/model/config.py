@@ -279,16 +279,19 @@ class ModelConfig:
     def with_layers(self, count: int, layer_type: str | None = None, *, sparse: bool) -> Self:
         """This model with `count` layers, all of one kind."""
         types = None if layer_type is None else (layer_type,) * count
-        dense = self.num_experts and not sparse
-        first = "first_k_dense_replace" in self.family.fields
-        return replace(
+        model = replace(
             self,
             num_hidden_layers=count,
             layer_types=types,
             decoder_sparse_step=1,
-            mlp_only_layers=tuple(range(count)) if dense and not first else (),
-            first_k_dense_replace=count if dense and first else 0,
+            mlp_only_layers=(),
+            first_k_dense_replace=0,
         )
+        if not self.num_experts or sparse:
+            return model
+        if "first_k_dense_replace" in self.family.fields:
+            return replace(model, first_k_dense_replace=count)
+        return replace(model, mlp_only_layers=tuple(range(count)))
 
     def block_linears(self, sparse: bool) -> tuple[Linear, ...]:
         """The linear layers of a block, in the order of the forward pass."""

@@ -106,14 +106,12 @@ class Parametrization:
         """The factor of attention's scores, which is that of one module's output: heads divide them
         by the root of their width, or by a number that does not grow.
         """
-        names = (
-            ("q_norm",)
-            if config.family.qk_norm
-            else ("q_b_proj",)
-            if config.q_lora_rank
-            else ("q_proj",)
-        )
-        if self.head_dim == 1.0 or not module.endswith(names):
+        name = "q_proj"
+        if config.family.qk_norm:
+            name = "q_norm"
+        elif config.q_lora_rank:
+            name = "q_b_proj"
+        if self.head_dim == 1.0 or not module.endswith(name):
             return 1.0
         return (
             math.sqrt(self.head_dim)

@@ -134,10 +134,11 @@ def tensor_options(
     frozen = {name for name, _ in model.named_parameters()} - trainable.keys()
     chosen = assign_groups([name for name in shapes if name not in frozen], options.groups)
     for name, parameter in trainable.items():
-        numbers: dict[str, Any] = {
-            "weight_decay": 0.0 if len(shapes[name]) < 2 else options.weight_decay,
-            "lr_ratio": options.embedding_lr_ratio if id(parameter) in tables else 1.0,
-        }
+        numbers: dict[str, Any] = {"weight_decay": options.weight_decay, "lr_ratio": 1.0}
+        if len(shapes[name]) < 2:
+            numbers["weight_decay"] = 0.0
+        if id(parameter) in tables:
+            numbers["lr_ratio"] = options.embedding_lr_ratio
         if name in chosen:
             numbers |= chosen[name].model_dump(exclude={"pattern"}, exclude_none=True)
         scale = model.tensor_scale(name, tuple(shapes[name]))

@@ -36,17 +36,16 @@ class BatchPlan:
         return self.accumulation * self.micro_batch_size
 
     def __str__(self) -> str:
-        ranks = (
-            f"{self.data_parallel_size} data-parallel"
-            f" {'rank' if self.data_parallel_size == 1 else 'ranks'}"
+        ranks = "rank" if self.data_parallel_size == 1 else "ranks"
+        text = (
+            f"{self.global_batch_size} sequences × {self.sequence_length} tokens = {self.tokens:,}"
+            f" tokens per step = {self.data_parallel_size} data-parallel {ranks} ×"
+            f" {self.accumulation} micro-batches × {self.micro_batch_size} sequences"
         )
         padding = self.data_parallel_size * self.local_batch_size - self.global_batch_size
-        return (
-            f"{self.global_batch_size} sequences × {self.sequence_length} tokens = {self.tokens:,}"
-            f" tokens per step = {ranks} × {self.accumulation} micro-batches ×"
-            f" {self.micro_batch_size} sequences"
-            + (f", of which {padding} {'is' if padding == 1 else 'are'} padding" if padding else "")
-        )
+        if not padding:
+            return text
+        return f"{text}, of which {padding} {'is' if padding == 1 else 'are'} padding"
 
 
 def divisors(number: int) -> list[int]:

@@ -438,21 +438,9 @@ class Run:
             for path in (self.path / name for name in names):
                 # A folder may be a link, to a larger disk; a file may not: what is written would go
                 # to the file of another.
-                is_right = (
-                    path.is_dir()
-                    if expected == "folder"
-                    else path.is_file() and not path.is_symlink()
-                )
-                if os.path.lexists(path) and not is_right:
-                    actual = (
-                        "link"
-                        if path.is_symlink()
-                        else "folder"
-                        if path.is_dir()
-                        else "file"
-                        if path.is_file()
-                        else "device"
-                    )
+                is_folder = expected == "folder" and path.is_dir()
+                actual = _kind_of_path(path)
+                if os.path.lexists(path) and not is_folder and actual != expected:
                     raise UserError(
                         f"{path}: a {actual}, where the run keeps a {expected}; move it away"
                     )
@@ -563,3 +551,11 @@ def _git_commit() -> str | None:
         )
         return done.stdout.strip() or None
     return None
+
+
+def _kind_of_path(path: Path) -> str:
+    if path.is_symlink():
+        return "link"
+    if path.is_dir():
+        return "folder"
+    return "file" if path.is_file() else "device"

@@ -36,10 +36,10 @@ def _read(content: dict[str, Any]) -> dict[str, Any]:
             " sliding_attention"
         )
     theta = local.get("rope_theta")
+    if not types:
+        types = name_layer_types(content["num_hidden_layers"], every) if every else None
     return {
-        "layer_types": (
-            types or (name_layer_types(content["num_hidden_layers"], every) if every else None)
-        ),
+        "layer_types": types,
         **read_rope(content, full | more | {"truncate": ropes.get("truncate", True)}),
         **({} if theta is None else {"rope_local_base_freq": theta}),
     }

@@ -116,12 +116,12 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None,
     rows, weight, ends = ctx.saved_tensors
     needs_rows, needs_weight, *_ = ctx.needs_input_grad
     left, right = (rows, gradient) if ctx.transposed else (gradient, rows)
-    return (
-        multiply_groups(gradient, weight, ends, not ctx.transposed) if needs_rows else None,
-        sum_outer_products(left, right, ends) if needs_weight else None,
-        None,
-        None,
-    )
+    rows_gradient = weight_gradient = None
+    if needs_rows:
+        rows_gradient = multiply_groups(gradient, weight, ends, not ctx.transposed)
+    if needs_weight:
+        weight_gradient = sum_outer_products(left, right, ends)
+    return rows_gradient, weight_gradient, None, None
 
 
 multiply_groups.register_autograd(_backward, setup_context=_keep)
