@@ -35,8 +35,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add what is not in docs/."""
     pages = {"reference/options.md": run_page(), "reference/verbs.md": verbs_page(), **api_pages()}
     pages |= {"license.md": f"# License\n\n```text\n{(ROOT / 'LICENSE').read_text(encoding='utf-8')}```\n"}
-    glossary = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").partition("\n## Glossary\n")[2]
-    pages |= {"glossary.md": f"# Glossary\n{glossary}"}
     written = {shown: ROOT / path for path, shown in PAGES.items() if path.endswith(".md")}
     pages |= {shown: path.read_text(encoding="utf-8") for shown, path in written.items()}
     texts = {in_repository(file.src_uri): file.content_string for file in files.documentation_pages()}

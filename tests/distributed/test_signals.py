@@ -1,4 +1,4 @@
-"""What signals and lost output do to a run: what the table in docs/clusters.md says, with real processes."""
+"""What signals and lost output do to a run: what the table in docs/signals.md says, with real processes."""
 
 import os
 import pty
@@ -24,7 +24,7 @@ from tests.preloaded import Forked
 from tests.text import write_documents
 
 STEPS = 8
-ROWS = re.findall(r"^\| (SIG[\w+]+(?:, SIG[\w+]+)*) \| .* \| (\w.*) \|$", (ROOT / "docs" / "clusters.md").read_text(), re.M)
+ROWS = re.findall(r"^\| (SIG[\w+]+(?:, SIG[\w+]+)*) \| .* \| (\w.*) \|$", (ROOT / "docs" / "signals.md").read_text(), re.M)
 TABLE = {
     int(getattr(signal, name.partition("+")[0])) + int(name.partition("+")[2] or 0): does
     for names, does in ROWS
