@@ -149,7 +149,7 @@ def test_on_a_phone_the_menu_leads_to_a_tutorial_and_nothing_is_cut_off(phone: P
         "index",
         "strategies",
         "reference/options",
-        "reference/api/train",
+        "reference/api/core.steps",
         "architecture",
         "troubleshooting",
         "performance",
