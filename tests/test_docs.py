@@ -357,9 +357,9 @@ def test_every_file_that_a_page_names_is_in_the_repository_or_made_by_its_comman
 
 def test_the_first_page_lists_all_that_is_in_a_run_directory_and_nothing_else(reader: Reader) -> None:
     reader.outcome(LAST_OF_README)
-    [listing] = re.findall(r"^runs/first/\n(.*?)^```$", START.read_text(encoding="utf-8"), re.M | re.S)
+    [listing] = re.findall(r"^runs/small/\n(.*?)^```$", START.read_text(encoding="utf-8"), re.M | re.S)
     listed = {line.split()[0].rstrip("/") for line in listing.splitlines()}
-    there = {entry.name for entry in (reader.folder / "runs" / "first").iterdir() if not entry.name.startswith(".")}
+    there = {entry.name for entry in (reader.folder / "runs" / "small").iterdir() if not entry.name.startswith(".")}
     assert listed == there
 
 
