@@ -7,6 +7,8 @@ bring. A pretraining is cut down to a few steps of a tiny model and an evaluatio
 every other command runs as it stands.
 """
 
+import ast
+import inspect
 import json
 import os
 import re
@@ -14,6 +16,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import textwrap
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +34,7 @@ from lmforge.core.model.build import build_model
 from lmforge.core.model.init_weights import init_weights
 from lmforge.core.options.options import iter_options
 from lmforge.core.options.verbs import VERBS
+from lmforge.core.parallel.parallel_model import train_step
 from lmforge.hf.export import export_folder
 from lmforge.hf.resolve import resolve_model_config
 from lmforge.lab.options.bench import BenchConfig
@@ -358,6 +362,20 @@ def test_the_readme_begins_with_the_two_commands_of_a_newcomer() -> None:
     assert [piece.text for piece in PIECES[:2]] == ["make quickstart", "make test"]
 
 
+def test_the_readme_shows_the_training_step_as_it_is() -> None:
+    """Line for line, but for the statements that ask whether experts are balanced."""
+    source = textwrap.dedent(inspect.getsource(train_step))
+    [function] = ast.parse(source).body
+    assert isinstance(function, ast.FunctionDef)
+    lines, shown = source.splitlines(), list[str]()
+    for statement in function.body[1:]:
+        if not (isinstance(statement, ast.If) and "balance" in ast.unparse(statement.test)):
+            shown += lines[statement.lineno - 1 : statement.end_lineno]
+    step = textwrap.dedent("\n".join(shown))
+    assert f"```py\n{step}\n```\n" in README.read_text(encoding="utf-8")
+    assert len(shown) <= 25
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_option_that_a_page_names_exists(page: Path) -> None:
     # The options of launchers and of programs are tried out with the line that has them.
@@ -430,12 +448,12 @@ def test_the_first_page_lists_all_that_is_in_a_run_directory_and_nothing_else(
 ) -> None:
     reader.outcome(LAST_OF_README)
     [listing] = re.findall(
-        r"^runs/quickstart/\n(.*?)^```$", START.read_text(encoding="utf-8"), re.M | re.S
+        r"^runs/small/\n(.*?)^```$", START.read_text(encoding="utf-8"), re.M | re.S
     )
     listed = {line.split()[0].rstrip("/") for line in listing.splitlines()}
     there = {
         entry.name
-        for entry in (reader.folder / "runs" / "quickstart").iterdir()
+        for entry in (reader.folder / "runs" / "small").iterdir()
         if not entry.name.startswith(".")
     }
     assert listed == there

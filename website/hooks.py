@@ -37,12 +37,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages |= {
         "license.md": f"# License\n\n```text\n{(ROOT / 'LICENSE').read_text(encoding='utf-8')}```\n"
     }
-    glossary = (
-        (ROOT / "docs" / "architecture.md")
-        .read_text(encoding="utf-8")
-        .partition("\n## Glossary\n")[2]
-    )
-    pages |= {"glossary.md": f"# Glossary\n{glossary}"}
     written = {shown: ROOT / path for path, shown in PAGES.items() if path.endswith(".md")}
     pages |= {shown: path.read_text(encoding="utf-8") for shown, path in written.items()}
     texts = {

@@ -1,4 +1,4 @@
-"""What signals and lost output do to a run: what the table in docs/clusters.md says, with real
+"""What signals and lost output do to a run: what the table in docs/signals.md says, with real
 processes.
 """
 
@@ -28,7 +28,7 @@ from tests.text import write_documents
 STEPS = 8
 ROWS = re.findall(
     r"^\| (SIG[\w+]+(?:, SIG[\w+]+)*) \| .* \| (\w.*) \|$",
-    (ROOT / "docs" / "clusters.md").read_text(),
+    (ROOT / "docs" / "signals.md").read_text(),
     re.M,
 )
 TABLE = {

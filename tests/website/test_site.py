@@ -163,7 +163,7 @@ def test_on_a_phone_the_menu_leads_to_a_tutorial_and_nothing_is_cut_off(
         "index",
         "strategies",
         "reference/options",
-        "reference/api/train",
+        "reference/api/core.steps",
         "architecture",
         "troubleshooting",
         "performance",
