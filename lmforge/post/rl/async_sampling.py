@@ -24,7 +24,7 @@ from lmforge.post.rl.remote_sampling import (
     RemoteSampler,
     RemoteSession,
 )
-from lmforge.post.rl.sampling import SamplingSession
+from lmforge.post.rl.sampler import SamplingSession
 
 # How often a rank asks whether rank 0 has had the newest weights loaded.
 FOLLOW_SECONDS = 0.1

@@ -15,12 +15,12 @@ from lmforge.core.stages.build_model import BuiltModel
 from lmforge.core.stages.context import RunContext
 from lmforge.core.stages.inputs import RunInputs
 from lmforge.post.options.align import AlignConfig
+from lmforge.post.prompts import PromptPacking
 from lmforge.post.rl.async_sampling import AsyncSampler
 from lmforge.post.rl.engines.started_servers import ServerStarter
-from lmforge.post.rl.prompt_inputs import PromptPacking
 from lmforge.post.rl.remote_sampling import RemoteSampler
 from lmforge.post.rl.rollout_worker import GroupPrompts, RolloutWorker, SampledSet
-from lmforge.post.rl.sampling import InProcessSampler, SamplingSettings
+from lmforge.post.rl.sampler import InProcessSampler, SamplingSettings
 from lmforge.post.rl.sampling_ahead import SamplingAhead
 from lmforge.post.rl.scoring import RewardModelScorer, completions_table_name
 from lmforge.text.chat.preferences import TokenizedPrompt

@@ -40,7 +40,6 @@ from lmforge.core.model.lora import adapted_name, lora_delta
 from lmforge.core.parallel.parallel_model import ParallelModel, full_tensor
 from lmforge.core.records.runs import Run, storage_errors
 from lmforge.post.options.align import RolloutOptions, split_server
-from lmforge.post.rl.completions import SampledCompletion
 from lmforge.post.rl.engines.rollout_server import (
     API_KEY_VARIABLE,
     RolloutServer,
@@ -49,7 +48,12 @@ from lmforge.post.rl.engines.rollout_server import (
     build_server,
 )
 from lmforge.post.rl.engines.started_servers import MAX_RESTARTS, RESTART_FOLDER, ServerStarter
-from lmforge.post.rl.sampling import SampleRequest, SamplingSession, SamplingSettings
+from lmforge.post.rl.sampler import (
+    SampledCompletion,
+    SampleRequest,
+    SamplingSession,
+    SamplingSettings,
+)
 from lmforge.serve.decoding.sampling import SamplingParams
 from lmforge.serve.decoding.weights_folder import write_weights
 

@@ -25,8 +25,8 @@ from lmforge.post.objectives.policy import (
     subtract_kl_penalty,
 )
 from lmforge.post.options.align import RolloutOptions
-from lmforge.post.rl.completions import NOT_SAMPLED, SampledCompletion
-from lmforge.post.rl.reference import with_extras
+from lmforge.post.reference import with_extras
+from lmforge.post.rl.sampler import NOT_SAMPLED, SampledCompletion
 
 
 def lay_out(

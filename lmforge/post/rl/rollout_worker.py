@@ -21,10 +21,9 @@ from lmforge.core.stages.context import RunContext
 from lmforge.core.stages.inputs import RunInputs
 from lmforge.post.objectives.policy import has_nonzero_std
 from lmforge.post.options.align import AlignConfig, RolloutOptions
-from lmforge.post.rl.completions import SampledCompletion
+from lmforge.post.prompts import PromptPacking, is_conversational, name_environment
 from lmforge.post.rl.episodes import Episode, EpisodePlayer
-from lmforge.post.rl.prompt_inputs import PromptPacking, is_conversational, name_environment
-from lmforge.post.rl.sampling import SampleRequest, SamplingSession, sample_all
+from lmforge.post.rl.sampler import SampledCompletion, SampleRequest, SamplingSession, sample_all
 from lmforge.post.rl.scoring import CompletionScorer, RewardModelScorer, completions_table_name
 from lmforge.text.chat.preferences import TokenizedPrompt
 from lmforge.text.chat.templates import ChatTemplate

@@ -32,10 +32,10 @@ from lmforge.post.objectives.policy import (
     completion_metric_names,
 )
 from lmforge.post.options.align import AlignConfig
+from lmforge.post.prompts import PromptPacking
+from lmforge.post.reference import ReferenceModel, build_reference, with_extras
 from lmforge.post.rl.completion_sets import CompletionSets, SetsAhead
 from lmforge.post.rl.journal import SEQUENCE_TENSORS, RolloutJournal, open_journal
-from lmforge.post.rl.prompt_inputs import PromptPacking
-from lmforge.post.rl.reference import ReferenceModel, build_reference, with_extras
 from lmforge.post.rl.rollout_batches import (
     add_advantages,
     add_staleness,
