@@ -18,7 +18,7 @@ from typing import Any
 
 from setting import benchmark_parser, machine, machine_lines, summarize, write_result
 
-from lmforge.post.rl.sampling_ahead import SamplingAhead
+from lmforge.post.rl.sets import SetSchedule
 
 GENERATION, LOGPROBS, UPDATE = 0.178, 0.054, 0.114  # seconds
 COMPLETIONS = 64  # of a step
@@ -50,7 +50,7 @@ def train(max_staleness: int, samples: list[list[float]]) -> list[float]:
             wait([server.submit(time.sleep, each) for each in samples[set_index]])
             return set_index
 
-        ahead = SamplingAhead(sample, lambda version: None, max_staleness)
+        ahead = SetSchedule(sample, lambda version: None, max_staleness)
         for step in range(len(samples)):
             began = time.perf_counter()
             ahead.advance(step, len(samples))

@@ -25,6 +25,8 @@ from lmforge.core.options.extend import extended
 from lmforge.core.options.load import parse_config
 from lmforge.core.options.options import Options
 from lmforge.core.options.stage import PretrainConfig
+from lmforge.post.objectives.policy import build_policy_loss_config
+from lmforge.post.options.align import AlignConfig, AlignOptions, RolloutOptions
 from lmforge.post.rewards.functions import load_reward_functions
 from lmforge.text.sources.text_sources import open_text_source
 from tests.conftest import Command
@@ -637,6 +639,22 @@ def test_a_reward_of_a_plugin_is_called_with_its_options(tmp_path: Path) -> None
             assert (
                 rewards(["p", "p"], ["one", "one two"], {"other": ["a", "b"]}).rewards == expected
             )
+
+
+def test_an_algorithm_of_a_plugin_is_a_loss_whose_switches_the_recipe_overrides(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import lmforge\nfrom lmforge.post.objectives.policy import PolicyLossConfig\n"
+        "@lmforge.register('algorithm', 'mine', reads_reference=True)\ndef mine():\n"
+        "    return PolicyLossConfig(epsilon=0.3, kl_estimator='k2', beta=0.1)\n"
+    )
+    plugins.load_plugins([tmp_path / "mine.py"])
+    config = build_policy_loss_config(RolloutOptions(loss_type="mine", beta=0.2))
+    assert (config.epsilon, config.kl_estimator, config.beta) == (0.3, "k2", 0.2)
+    options = AlignOptions(method="grpo", reference="copy")
+    recipe = AlignConfig(align=options, rollout=RolloutOptions(loss_type="mine"))
+    assert recipe.copies_reference
 
 
 @pytest.mark.parametrize("kind", ["verb", "stage", "monitor", "weight_source"])

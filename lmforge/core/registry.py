@@ -64,6 +64,7 @@ KINDS = {
         RegistryKind("weight_source", "model", "model.source", is_open=False),
         RegistryKind("document_source", "", "the suffix of a file"),
         RegistryKind("checkpoint_layout", "layout", "--layout"),
+        RegistryKind("algorithm", "rollout", "rollout.loss_type", has_options=False),
         RegistryKind("reward", "rollout", "rollout.reward_functions"),
         RegistryKind("environment", "rollout", "rollout.environment"),
         RegistryKind("tracker", "log", "log.trackers"),

@@ -2,7 +2,7 @@
 methods.
 
 Those of policy optimization are in rl/rollouts.py; what is prepared and opened in examples.py and
-rl/prompt_inputs.py.
+prompts.py.
 """
 
 from dataclasses import replace
@@ -23,8 +23,8 @@ from lmforge.post.examples import open_example_inputs, prepare_examples
 from lmforge.post.objectives.preference import reference_mismatch_warning
 from lmforge.post.options.align import AlignConfig
 from lmforge.post.options.tuning import DistillConfig, SftConfig
-from lmforge.post.rl.prompt_inputs import open_prompt_inputs, prepare_prompts
-from lmforge.post.rl.reference import (
+from lmforge.post.prompts import open_prompt_inputs, prepare_prompts
+from lmforge.post.reference import (
     PackingWithReference,
     build_reference,
     precompute_reference_logprobs,

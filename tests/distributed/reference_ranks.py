@@ -17,7 +17,7 @@ from lmforge.core.model.build import build_model
 from lmforge.core.model.init_weights import init_weights
 from lmforge.core.model.layers import LanguageModel
 from lmforge.core.parallel.parallelize import parallelize
-from lmforge.post.rl.reference import ReferenceModel
+from lmforge.post.reference import ReferenceModel
 from tests.distributed.objective_ranks import SHAPES, STRATEGIES, whole_batch
 from tests.objectives.oracle import logprobs_under
 

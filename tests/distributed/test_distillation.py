@@ -34,8 +34,8 @@ from lmforge.post.distillation.stored import (
 from lmforge.post.distillation.teacher import open_distill_inputs
 from lmforge.post.distillation.teacher_server import TeacherServer
 from lmforge.post.options.tuning import DistillConfig
+from lmforge.post.reference import chunk_checksum, chunk_paths
 from lmforge.post.rl.engines.rollout_server import ServerProblem
-from lmforge.post.rl.reference import chunk_checksum, chunk_paths
 from tests.conftest import Command, Refusal
 from tests.distributed.conftest import Recipe, losses, run_cases, weights
 from tests.serve.conftest import Server, serving  # noqa: F401 - a fixture

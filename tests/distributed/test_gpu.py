@@ -43,7 +43,7 @@ from lmforge.lab.bench.parity import SMALL_MODEL, ParityData
 from lmforge.lab.plan.operators import ActivationTracker
 from lmforge.lab.plan.prediction.step_config import StepConfig
 from lmforge.ops.monitor.flight_recorder import recent_collectives
-from lmforge.post.rl.reference import ReferenceModel, reference_logprobs
+from lmforge.post.reference import ReferenceModel, reference_logprobs
 from lmforge.serve.decoding.incremental import incremental_decoder
 from tests.conftest import Command
 from tests.distributed.gpu_models import gradients, language_model, trained

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from lmforge.core import registry
 from lmforge.core.data.batch import Batch, Metrics
 from lmforge.core.model.layers import LanguageModel
 from lmforge.post.objectives.policy import (
     LARGEST_DIFFERENCE,
-    LOSS_TYPE_PRESETS,
     MEAN_DIFFERENCE,
     PolicyLossConfig,
     PolicyObjective,
@@ -23,7 +23,6 @@ from lmforge.post.objectives.policy import (
     has_nonzero_std,
     subtract_kl_penalty,
 )
-from lmforge.post.options.align import WITH_KL
 from tests.objectives import tiny
 from tests.objectives.oracle import (
     Document,
@@ -91,11 +90,12 @@ CORRECTED_IN_TRL = {
         off_policy_mask_threshold=0.02,
     ),
 }
-# All presets, and combinations that no preset has.
+ALGORITHMS = {entry.name: entry.build() for entry in registry.entries("algorithm")}
+# All algorithms, and combinations that no algorithm has.
 CONFIGS = {
-    **LOSS_TYPE_PRESETS,
-    "dr_grpo": replace(LOSS_TYPE_PRESETS["dr_grpo"], max_completion_length=9),
-    "gspo": replace(LOSS_TYPE_PRESETS["gspo"], epsilon=0.03, epsilon_high=0.04),
+    **ALGORITHMS,
+    "dr_grpo": replace(ALGORITHMS["dr_grpo"], max_completion_length=9),
+    "gspo": replace(ALGORITHMS["gspo"], epsilon=0.03, epsilon_high=0.04),
     "k2, warm": PolicyLossConfig(
         loss_aggregation="sequence", kl_estimator="k2", beta=0.3, temperature=1.7
     ),
@@ -268,9 +268,9 @@ def test_the_kl_penalty_is_subtracted_from_rewards_with_k1_only() -> None:
         torch.tensor([-4.0, -2.0]),
     )
     assert subtract_kl_penalty(
-        rewards, old, reference, LOSS_TYPE_PRESETS["rloo"]
+        rewards, old, reference, ALGORITHMS["rloo"]
     ).tolist() == pytest.approx([0.95, 2.15])
-    assert subtract_kl_penalty(rewards, old, reference, LOSS_TYPE_PRESETS["grpo"]) is rewards
+    assert subtract_kl_penalty(rewards, old, reference, ALGORITHMS["grpo"]) is rewards
 
 
 def importance_weight(config: PolicyLossConfig, logs: Sequence[float]) -> float:
@@ -468,7 +468,7 @@ def test_a_batch_without_completions_has_zero_loss_and_zero_gradients(name: str)
 def test_a_masked_truncated_completion_is_neither_in_the_loss_nor_counted() -> None:
     generator, model = drawn()
     rows = completions_of(generator, (2,))
-    config = LOSS_TYPE_PRESETS["dapo"]
+    config = ALGORITHMS["dapo"]
     batch = with_policy_extras(packed(rows), rows, model, config, generator.initial_seed())
     cut = with_extras(batch, truncated=[[0.0, 1.0, 0.0, 0.0]])
     shorter = with_extras(batch, truncated=[[0.0] * 4])
@@ -493,6 +493,7 @@ def test_under_the_sampling_policy_every_ratio_is_one_and_nothing_is_clipped() -
 
 
 def test_the_loss_types_that_keep_near_a_reference_are_those_that_options_know() -> None:
-    assert {
-        name for name, preset in LOSS_TYPE_PRESETS.items() if preset.kl_estimator != "none"
-    } == {*WITH_KL}
+    with_reference = {entry.name for entry in registry.entries("algorithm") if entry.facts}
+    assert with_reference == {
+        name for name, config in ALGORITHMS.items() if config.kl_estimator != "none"
+    }

@@ -21,7 +21,7 @@ from lmforge.core.options.sections import ParallelOptions
 from lmforge.core.parallel.parallel_model import LossFn, ParallelModel, unsharded_for_decoding
 from lmforge.core.parallel.parallelize import parallelize
 from lmforge.lab.bench.parity import SMALL_MODEL, ParityData
-from lmforge.post.rl.reference import ReferenceModel, reference_logprobs
+from lmforge.post.reference import ReferenceModel, reference_logprobs
 
 MODES = tuple(CHECKPOINTING_MODES)
 LOSS = NextTokenObjective().loss

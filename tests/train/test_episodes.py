@@ -20,7 +20,7 @@ from lmforge.post.environments.appending import TurnEncoder
 from lmforge.post.environments.process import EnvironmentPool
 from lmforge.post.rl.episodes import EpisodePlayer, Turns
 from lmforge.post.rl.rollout_batches import lay_out
-from lmforge.post.rl.sampling import SamplingSettings, _EngineSession
+from lmforge.post.rl.sampler import SamplingSettings, _EngineSession
 from lmforge.serve.decoding.engine import Engine
 from lmforge.text.chat.preferences import TokenizedPrompt
 from tests.conftest import Command

@@ -33,9 +33,9 @@ from lmforge.core.files.own_folders import TOKEN_NAME, make_own_folder
 from lmforge.core.model.build import build_model
 from lmforge.core.model.init_weights import init_weights
 from lmforge.hf.export import export_folder
+from lmforge.post.rl.engines.policy_weights import FOLDERS_NAME, MAX_FOLDERS
 from lmforge.post.rl.engines.rollout_server import RolloutServer, ServerProblem
-from lmforge.post.rl.remote_sampling import FOLDERS_NAME, MAX_FOLDERS
-from lmforge.post.rl.sampling import SampleRequest, SamplingSettings
+from lmforge.post.rl.sampler import SampleRequest, SamplingSettings
 from lmforge.serve.decoding.model_loading import load_model
 from lmforge.serve.decoding.sampling import SamplingParams
 from tests.cluster.laboratory import Laboratory

@@ -18,8 +18,8 @@ from lmforge.core.data.tokenizer import Tokenizer
 from lmforge.core.records.runs import Run
 from lmforge.ops.report.run_data import read_run, verdict
 from lmforge.post.objectives.policy import completion_metric_names, pass_at_k
-from lmforge.post.rl.completions import SampledCompletion
 from lmforge.post.rl.rollout_batches import lay_out
+from lmforge.post.rl.sampler import SampledCompletion
 from lmforge.serve.decoding.model_loading import load_model
 from tests.seeds import fresh_random
 

@@ -22,10 +22,9 @@ from lmforge.core.model.init_weights import init_weights
 from lmforge.core.model.layers import LanguageModel
 from lmforge.core.parallel.activation_checkpointing import apply_activation_checkpointing
 from lmforge.hf.export import export_folder
-from lmforge.post.rl.completions import SampledCompletion
 from lmforge.post.rl.engines.rollout_server import RolloutServer, ServerProblem
 from lmforge.post.rl.rollout_batches import lay_out
-from lmforge.post.rl.sampling import SampleRequest, SamplingSettings
+from lmforge.post.rl.sampler import SampledCompletion, SampleRequest, SamplingSettings
 from lmforge.serve.decoding.engine import Engine, GenerationRequest
 from lmforge.serve.decoding.model_loading import load_model
 from lmforge.serve.decoding.sampling import SamplingParams

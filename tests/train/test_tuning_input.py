@@ -28,7 +28,7 @@ from lmforge.core.steps.resume import ResumePoint
 from lmforge.post.examples import example_folder_paths, open_example_inputs, prepare_examples
 from lmforge.post.options.align import AlignConfig
 from lmforge.post.options.tuning import SftConfig
-from lmforge.post.rl.prompt_inputs import PromptPacking, open_prompt_inputs, prepare_prompts
+from lmforge.post.prompts import PromptPacking, open_prompt_inputs, prepare_prompts
 from lmforge.post.tuned_model import find_required_pretrained
 from lmforge.text.chat.examples import ExampleFolder
 from tests.conftest import Command, Refusal

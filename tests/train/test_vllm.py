@@ -19,7 +19,7 @@ from lmforge.core.model.init_weights import init_weights
 from lmforge.hf.export import export_folder
 from lmforge.post.rl.engines.rollout_server import RolloutServer
 from lmforge.post.rl.journal import SEQUENCE_TENSORS
-from lmforge.post.rl.sampling import SampleRequest, SamplingSettings
+from lmforge.post.rl.sampler import SampleRequest, SamplingSettings
 from lmforge.serve.decoding.model_loading import load_model
 from lmforge.serve.decoding.prompts import scored_logits
 from tests.train.test_staleness import (

@@ -154,6 +154,10 @@ BUILT_IN_NAMES: dict[str, dict[str, str]] = {
         "trackio": "lmforge.ops.trackers.trackio_run:TrackioRun",
         "mlflow": "lmforge.ops.trackers.mlflow_run:MlflowRun",
     },
+    "algorithm": {
+        name: f"lmforge.post.objectives.algorithms.{name}:{name}"
+        for name in ("grpo", "dr_grpo", "dapo", "gspo", "rloo")
+    },
     "reward": {"python_code": "lmforge.post.rewards.builtin:python_code"},
     "environment": {
         "calculator": "lmforge.post.environments.builtin:Calculator",
@@ -237,6 +241,8 @@ FACTS: dict[tuple[str, str], dict[str, Any]] = {
         ("objective", name): {"method": True}
         for name in ("dpo", "orpo", "simpo", "kto", "reward", "grpo")
     },
+    # The KL divergence from a reference model is part of their losses.
+    **{("algorithm", name): {"reads_reference": True} for name in ("grpo", "rloo")},
     ("optimizer", "adamw"): {"reads_found_inf": True},
     ("optimizer", "muon"): {
         "reads_found_inf": True,

@@ -1,6 +1,6 @@
 """The inputs of a run, and whether its model can be trained as the recipe says: what is known
 before anything of the run is written. Those of pretraining are opened here; the others in
-post/examples.py and post/rl/prompt_inputs.py.
+post/examples.py and post/prompts.py.
 """
 
 from collections.abc import Callable, Mapping

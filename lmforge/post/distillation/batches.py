@@ -26,9 +26,14 @@ from lmforge.post.distillation.teacher import (
 )
 from lmforge.post.objectives.distillation import DistillationConfig, DistillationObjective
 from lmforge.post.options.tuning import DistillConfig
-from lmforge.post.rl.completions import SampledCompletion
 from lmforge.post.rl.rollout_batches import lay_out
-from lmforge.post.rl.sampling import InProcessSampler, SampleRequest, SamplingSettings, sample_all
+from lmforge.post.rl.sampler import (
+    InProcessSampler,
+    SampledCompletion,
+    SampleRequest,
+    SamplingSettings,
+    sample_all,
+)
 from lmforge.serve.decoding.model_loading import prefix_and_stop_ids
 
 DECODE_BATCH_SIZE = 64

@@ -29,7 +29,7 @@ from lmforge.core.records.runs import storage_errors
 from lmforge.core.stages.context import RunContext
 from lmforge.core.stages.inputs import RunInputs
 from lmforge.post.options.tuning import DistillConfig
-from lmforge.post.rl.reference import (
+from lmforge.post.reference import (
     CHECKSUM_BYTES,
     CHUNK_SEQUENCES,
     chunk_checksum,

@@ -32,7 +32,7 @@ from lmforge.post.distillation.teacher_server import TeacherServer
 from lmforge.post.examples import open_example_inputs, prepare_examples
 from lmforge.post.objectives.distillation import DistillationConfig, TeacherHead
 from lmforge.post.options.tuning import DistillConfig
-from lmforge.post.rl.reference import build_frozen_model, with_extras
+from lmforge.post.reference import build_frozen_model, with_extras
 from lmforge.serve.decoding.model_loading import check_reward_head
 
 # Texts on which tokenizers differ: cases, digits, blanks, scripts, composed characters, code.

@@ -1,6 +1,5 @@
-"""Learning from the rewards of sampled completions: one objective with orthogonal switches, of
-which GRPO, Dr. GRPO, DAPO, GSPO and RLOO are presets. It does not depend on the origin of
-completions and rewards.
+"""Learning from the rewards of sampled completions: one objective with orthogonal switches, which
+an algorithm sets (algorithms/). It does not depend on the origin of completions and rewards.
 
 In a batch each document is a prompt with a sampled completion, and only the completion has labels.
 Extras: "advantages", constant in a completion; "old_logprobs", the log-probability of each label
@@ -14,11 +13,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
+from lmforge.core import registry
 from lmforge.core.data.batch import MAXIMUM, Batch, Metrics
 from lmforge.core.data.labels import IGNORE_INDEX
 from lmforge.core.errors import UserError
@@ -115,41 +114,13 @@ class PolicyLossConfig:
     off_policy_mask_threshold: float | None = None
 
 
-# By `rollout.loss_type`: what the switches are where the recipe does not set them.
-LOSS_TYPE_PRESETS = MappingProxyType(
-    {
-        # arXiv 2402.03300; with the sample standard deviation (÷ n − 1), as TRL has it.
-        "grpo": PolicyLossConfig(loss_aggregation="sequence", kl_estimator="k3", beta=0.04),
-        # arXiv 2503.20783
-        "dr_grpo": PolicyLossConfig(loss_aggregation="constant", scale_rewards="none"),
-        # arXiv 2503.14476
-        "dapo": PolicyLossConfig(epsilon_high=0.28, mask_truncated_completions=True),
-        # arXiv 2507.18071
-        "gspo": PolicyLossConfig(
-            importance_sampling_level="sequence",
-            epsilon=3e-4,
-            epsilon_high=4e-4,
-            loss_aggregation="sequence",
-        ),
-        # arXiv 2402.14740
-        "rloo": PolicyLossConfig(
-            importance_sampling_level="product",
-            loss_aggregation="sequence",
-            baseline="leave-one-out",
-            scale_rewards="none",
-            kl_estimator="k1",
-            beta=0.05,
-        ),
-    }
-)
-
-
 def build_policy_loss_config(options: RolloutOptions) -> PolicyLossConfig:
-    """The preset of `rollout.loss_type` with the options of `[rollout]` that the recipe sets."""
+    """The algorithm of `rollout.loss_type` with the options of `[rollout]` that the recipe sets."""
     given = {field.name: getattr(options, field.name) for field in fields(PolicyLossConfig)}
-    preset = LOSS_TYPE_PRESETS[options.loss_type]
+    algorithm = registry.find("algorithm", options.loss_type)
+    assert algorithm is not None
     loss_config = replace(
-        preset, **{name: value for name, value in given.items() if value is not None}
+        algorithm.build(), **{name: value for name, value in given.items() if value is not None}
     )
     if loss_config.kl_estimator != "none" and not loss_config.beta:
         raise UserError(

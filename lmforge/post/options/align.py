@@ -9,8 +9,9 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field
 
+from lmforge.core import registry
 from lmforge.core.errors import UserError, prefix_errors
-from lmforge.core.options.options import Options, option, section, with_default
+from lmforge.core.options.options import Options, choice, option, section, with_default
 from lmforge.core.options.ranges import (
     COUNT,
     DURATION,
@@ -102,8 +103,10 @@ class RolloutOptions(Options):
     rollout.loss_type.
     """
 
-    loss_type: Literal["grpo", "dr_grpo", "dapo", "gspo", "rloo"] = option(
-        "grpo", "a named set of values for the options below; each of these options overrides it"
+    loss_type: str = choice(
+        "grpo",
+        "a named set of values for the options below; each of these options overrides it",
+        "algorithm",
     )
     num_generations: int = option(8, "completions of each prompt: a group", gt=1, le=2**16)
     max_completion_length: int = option(
@@ -310,11 +313,6 @@ class RolloutOptions(Options):
                 yield f"rollout.engine_urls: {url}: expected http://HOST:PORT"
 
 
-# The values of rollout.loss_type that keep near the reference where the recipe does not say
-# (post/objectives/policy.py).
-WITH_KL = ("grpo", "rloo")
-
-
 def is_model_folder(spec: str) -> bool:
     """Whether a reward is named by a folder, which is a reward model's."""
     return Path(spec).is_dir()
@@ -365,7 +363,8 @@ class AlignConfig(TunedConfig):
         if self.reference != "copy" or self.align.method != "grpo":
             return self.reference == "copy"
         if self.rollout.kl_estimator is None:
-            return self.rollout.loss_type in WITH_KL
+            algorithm = registry.find("algorithm", self.rollout.loss_type)
+            return algorithm is not None and "reads_reference" in algorithm.facts
         return self.rollout.kl_estimator != "none"
 
     @property

@@ -1,5 +1,4 @@
-"""Alignment: rollouts with their scores, and the reference model.
+"""Policy optimization from rewards: sets of completions become batches.
 
-Begin with `rollouts.py`. The losses are in post/objectives/, reward functions in post/rewards/,
-what each method calls of this in `core/stages/specs.py`.
+Begin with `rollouts.py`. The losses are in post/objectives/, reward functions in post/rewards/.
 """

@@ -20,8 +20,7 @@ from lmforge.core.foreign_code import HEARTBEAT_CALL_SECONDS
 from lmforge.post.environments.appending import TurnEncoder
 from lmforge.post.environments.environment import Message
 from lmforge.post.environments.process import EnvironmentPool, EpisodeReply
-from lmforge.post.rl.completions import SampledCompletion
-from lmforge.post.rl.sampling import SampleRequest, SamplingSession
+from lmforge.post.rl.sampler import SampledCompletion, SampleRequest, SamplingSession
 from lmforge.text.chat.preferences import TokenizedPrompt
 
 

@@ -25,8 +25,8 @@ from lmforge.post.objectives.policy import (
     subtract_kl_penalty,
 )
 from lmforge.post.options.align import RolloutOptions
-from lmforge.post.rl.completions import NOT_SAMPLED, SampledCompletion
-from lmforge.post.rl.reference import with_extras
+from lmforge.post.reference import with_extras
+from lmforge.post.rl.sampler import NOT_SAMPLED, SampledCompletion
 
 
 def lay_out(
@@ -91,6 +91,7 @@ def add_advantages(
     completions: Sequence[SampledCompletion],
     rewards: Tensor,
     failures: Mapping[str, Tensor],
+    learned: Tensor,
     options: RolloutOptions,
     loss_config: PolicyLossConfig,
 ) -> Batch:
@@ -98,15 +99,11 @@ def add_advantages(
     labels.
 
     rewards: fp64 [completions], NaN where there is none, groups one after another. failures:
-    metrics of what failed, fp32 [completions]. With the extra "reference_logprobs" of the batch, k1
-    is taken off the rewards.
+    metrics of what failed, fp32 [completions]. learned: whether a completion is learned from, bool
+    [completions]. With the extra "reference_logprobs" of the batch, k1 is taken off the rewards.
     """
-    num_generations = options.num_generations
-    groups = rewards.view(-1, num_generations)
+    groups = rewards.view(-1, options.num_generations)
     metrics = _completion_metrics(groups, failures, completions, options.pass_threshold)
-    # Computed from the rewards without the KL penalty, with which equally good completions would
-    # differ.
-    differs = has_nonzero_std(groups)
     assert batch.extras is not None
     if "reference_logprobs" in batch.extras.tensors:
         names = ("old_logprobs", "reference_logprobs")
@@ -115,11 +112,7 @@ def add_advantages(
         )
         rewards = subtract_kl_penalty(rewards, ours, theirs, loss_config)
     advantages = compute_advantages(rewards.view(groups.shape), loss_config).float().flatten()
-    # A completion without a reward does not contribute to the loss.
-    keep = ~rewards.isnan()
-    if options.drop_zero_std_groups:
-        keep &= differs.repeat_interleave(num_generations)
-    batch = replace(batch, labels=torch.where(keep[:, None], batch.labels, IGNORE_INDEX))
+    batch = replace(batch, labels=torch.where(learned[:, None], batch.labels, IGNORE_INDEX))
     values = {"advantages": advantages, **metrics}
     extras = {
         name: each[:, None].expand(-1, batch.sequence_length).contiguous()

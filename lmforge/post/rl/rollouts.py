@@ -1,11 +1,14 @@
-"""Rollouts: completions are sampled and scored (completion_sets.py), and made into batches
-(rollout_batches.py).
+"""Rollouts: the batches of policy optimization, from prompts to micro-batches.
 
-A set of completions serves `num_iterations` optimizer steps. Its prompts and the seed of each
-completion depend only on the index of the set, so ranks and restarts change only the last bits of
-sums. The completions of a prompt are a group, which stays on one rank. A checkpoint between the
-steps of a set holds the set. With `max_staleness` sets are sampled while others are learned from
-(sampling_ahead.py, async_sampling.py), and kept in a journal (journal.py).
+`Rollouts.batches` is the whole way: a set of completions is sampled and scored (sets.py), or read
+from the journal (journal.py), then laid out with log-probabilities and advantages
+(rollout_batches.py), and cut into the micro-batches of its steps.
+
+A set serves `num_iterations` optimizer steps. Its prompts and the seed of each completion depend
+only on the index of the set, so ranks and restarts change only the last bits of sums. The
+completions of a prompt are a group, which stays on one rank. A checkpoint between the steps of a
+set holds the set. With `max_staleness` sets are sampled while others are learned from, and kept in
+a journal.
 """
 
 import math
@@ -32,10 +35,9 @@ from lmforge.post.objectives.policy import (
     completion_metric_names,
 )
 from lmforge.post.options.align import AlignConfig
-from lmforge.post.rl.completion_sets import CompletionSets, SetsAhead
+from lmforge.post.prompts import PromptPacking
+from lmforge.post.reference import ReferenceModel, build_reference, with_extras
 from lmforge.post.rl.journal import SEQUENCE_TENSORS, RolloutJournal, open_journal
-from lmforge.post.rl.prompt_inputs import PromptPacking
-from lmforge.post.rl.reference import ReferenceModel, build_reference, with_extras
 from lmforge.post.rl.rollout_batches import (
     add_advantages,
     add_staleness,
@@ -43,8 +45,8 @@ from lmforge.post.rl.rollout_batches import (
     split_micro_batches,
     trim_padding,
 )
-from lmforge.post.rl.rollout_worker import SampledSet
 from lmforge.post.rl.scoring import locate_completions
+from lmforge.post.rl.sets import SampledSet, SetSampler
 
 # Mean |log-probability of the trainer − of what sampled|, in nats. bf16 kernels differ by some
 # 0.01, other weights by more.
@@ -54,9 +56,7 @@ MAX_MEAN_DIFFERENCE = 0.1
 class Rollouts:
     """The batches of a policy objective: completions sampled from the model as it is now.
 
-    A BatchSource.
-
-    Every rank has one, with reward functions of its own.
+    A BatchSource. Every rank has one, with reward functions of its own.
     """
 
     def __init__(self, ctx: RunContext, inputs: RunInputs, built: BuiltModel) -> None:
@@ -65,30 +65,26 @@ class Rollouts:
         assert isinstance(packing, PromptPacking)
         assert isinstance(ctx.config, AlignConfig)
         options = ctx.config.rollout
+        parallel = ctx.config.parallel
         self.data_wait_seconds = 0.0
-        self._ctx, self._built, self._options, self._packing = ctx, built, options, packing
-        self._dist_ctx, self._batch_plan = ctx.dist_ctx, inputs.batch_plan
-        self.dataset, self.global_batch_size = (
-            inputs.packed_dataset,
-            inputs.batch_plan.global_batch_size,
-        )
+        self.dataset = inputs.packed_dataset
+        self.global_batch_size = inputs.batch_plan.global_batch_size
+        self._ctx = ctx
+        self._built = built
+        self._options = options
+        self._packing = packing
+        self._dist_ctx = ctx.dist_ctx
+        self._batch_plan = inputs.batch_plan
         # Ranks of tensor, context and pipeline parallelism train on the same completions: the first
         # of them samples. What is called rank here is that of data parallelism.
-        parallel, rank, world_size = (
-            ctx.config.parallel,
-            self._dist_ctx.rank_info.rank,
-            self._dist_ctx.world_size,
-        )
+        rank = ctx.dist_ctx.rank_info.rank
+        world_size = ctx.dist_ctx.world_size
         self._rank, self._world_size = data_parallel_rank_and_size(parallel, rank, world_size)
-        self._shares, split = (
-            self._world_size < world_size,
-            parallel.context_parallel_degree * parallel.tensor_parallel_degree,
-        )
+        self._shares = self._world_size < world_size
+        split = parallel.context_parallel_degree * parallel.tensor_parallel_degree
         self._samples = built.parallel_model.pipeline_rank == 0 and rank % split == 0
-        self._cuts, self._is_pipeline = (
-            2 * split if split > 1 else 1,
-            parallel.pipeline_parallel_degree > 1,
-        )
+        self._cuts = 2 * split if split > 1 else 1
+        self._is_pipeline = parallel.pipeline_parallel_degree > 1
         # A group stays on one rank. If the number of groups is not divisible, the first ranks have
         # one more and the others padding, so that all have the same number of micro-batches.
         self._num_groups = self._batch_plan.global_batch_size // options.num_generations
@@ -100,25 +96,21 @@ class Rollouts:
         # sequence.
         self._set_index: int | None = None
         self._set: Batch | None = None
-        model = inputs.model_config
-        self._experts_shape = (
-            (model.num_hidden_layers, model.num_experts_per_tok)
-            if options.replay_routed_experts
-            else None
-        )
+        self._experts_shape: tuple[int, int] | None = None
+        if options.replay_routed_experts:
+            model = inputs.model_config
+            self._experts_shape = model.num_hidden_layers, model.num_experts_per_tok
         self._warned_of_difference = False
         self._journal: RolloutJournal | None = None
         if options.max_staleness:
-            self._journal = open_journal(
-                ctx, ctx.config, inputs, built.point.step + built.detector.batch_offset
-            )
+            first_batch = built.point.step + built.detector.batch_offset
+            self._journal = open_journal(ctx, ctx.config, inputs, first_batch)
         self._loss_config = build_policy_loss_config(options)
         self._proximal: ReferenceModel | None = None
         self._reference: ReferenceModel | None = None
         with ExitStack() as opened:
-            make_sets = SetsAhead if options.max_staleness else CompletionSets
             self._sets = opened.enter_context(
-                closing(make_sets(ctx, inputs, built, self._places, self._samples))
+                closing(SetSampler(ctx, inputs, built, self._places, self._samples))
             )
             if self._loss_config.importance_sampling_mode != "none" and options.num_iterations > 1:
                 self._proximal = ReferenceModel(
@@ -126,12 +118,9 @@ class Rollouts:
                 )
             if self._loss_config.kl_estimator != "none":
                 self._reference = build_reference(ctx, inputs, built, self._loss_config.temperature)
-            if (
-                options.num_iterations > 1
-                and built.point.checkpoint_folder is not None
-                and self._journal is None
-            ):
-                self._restore(built.point.checkpoint_folder)
+            folder = built.point.checkpoint_folder
+            if options.num_iterations > 1 and folder is not None and self._journal is None:
+                self._restore(folder)
             self._opened = opened.pop_all()
 
     def batches(self, batch_index: int) -> list[Batch]:
@@ -142,27 +131,25 @@ class Rollouts:
         began = time.perf_counter()
         set_index, iteration = divmod(batch_index, self._options.num_iterations)
         if self._sets.begin(batch_index, known=self._journal or ()):
-            self._set = self._set_index = None
+            self._set = None
         if self._set is None or self._set_index != set_index:
             step = batch_index - self._built.detector.batch_offset
-            self._set, self._set_index = self._make_set(set_index, step), set_index
+            self._set = self._make_set(set_index, step)
+            self._set_index = set_index
         self.data_wait_seconds += time.perf_counter() - began
-        local = self._set[
-            iteration * self._local_batch_size : (iteration + 1) * self._local_batch_size
-        ]
+        first = iteration * self._local_batch_size
+        local = self._set[first : first + self._local_batch_size]
         if self._journal is not None:
             local = add_staleness(local, batch_index, self._sets.wait_seconds)
         if iteration:
             local = with_extras(local, reused=torch.ones(local.tokens.shape))
         if self._is_pipeline:  # its micro-batches have one length
-            return [
-                batch.to(self._dist_ctx.device)
-                for batch in self._micro_batches(trim_padding(local, self._cuts))
+            micro_batches = self._micro_batches(trim_padding(local, self._cuts))
+        else:
+            micro_batches = [
+                trim_padding(batch, self._cuts) for batch in self._micro_batches(local)
             ]
-        return [
-            trim_padding(batch, self._cuts).to(self._dist_ctx.device)
-            for batch in self._micro_batches(local)
-        ]
+        return [batch.to(self._dist_ctx.device) for batch in micro_batches]
 
     def _micro_batches(self, batch: Batch) -> list[Batch]:
         return split_micro_batches(
@@ -194,9 +181,13 @@ class Rollouts:
     def _to_batch(self, sampled: SampledSet) -> Batch:
         assert sampled.rewards is not None
         assert sampled.failures is not None
-        prompt_ids = [prompt.tokens.tolist() for prompt in sampled.prompts]
-        length, with_versions = self._batch_plan.sequence_length, self._journal is not None
-        batch = lay_out(prompt_ids, sampled.completions, length, with_versions, self._experts_shape)
+        batch = lay_out(
+            [prompt.tokens.tolist() for prompt in sampled.prompts],
+            sampled.completions,
+            self._batch_plan.sequence_length,
+            with_versions=self._journal is not None,
+            experts_shape=self._experts_shape,
+        )
         models = {"reference_logprobs": self._reference, "proximal_logprobs": self._proximal}
         batch = with_extras(
             batch, **{name: self._logprobs(batch, model) for name, model in models.items() if model}
@@ -206,17 +197,17 @@ class Rollouts:
             sampled.completions,
             sampled.rewards,
             sampled.failures,
+            sampled.learned(self._options),
             self._options,
             self._loss_config,
         )
 
     def _places(self, set_index: int) -> list[range]:
-        """Those of the groups that this rank samples: GroupPrompts."""
+        """The places in the order of the data of the groups that this rank samples."""
         if not self._samples:
             return []
-        steps = range(
-            set_index * self._options.num_iterations, (set_index + 1) * self._options.num_iterations
-        )
+        iterations = self._options.num_iterations
+        steps = range(set_index * iterations, (set_index + 1) * iterations)
         starts = [step * self._num_groups + self._first_group for step in steps]
         return [range(start, start + self._local_groups) for start in starts]
 
@@ -246,23 +237,17 @@ class Rollouts:
         # Evenly spaced.
         chosen = [prompts[index * len(prompts) // count] for index in range(count)]
         local = chosen[self._rank :: self._world_size] if self._samples else []
-        rewards = self._sets.sample(
-            step, local, [0] * len(local), f"step-{step:06d}-validation", greedy=True
-        ).rewards
+        table = f"step-{step:06d}-validation"
+        rewards = self._sets.sample(step, local, [0] * len(local), table, greedy=True).rewards
         assert rewards is not None
         known = rewards[~rewards.isnan()]
         passed = (known >= self._options.pass_threshold).double().sum()
-        sums = torch.stack(
-            [known.sum(), passed, torch.tensor(float(len(known)), dtype=torch.float64)]
-        )
-        reward, passes, num_known = self._dist_ctx.all_reduce_sum(
-            sums.to(self._dist_ctx.device)
-        ).tolist()
-        return (
-            {"val/reward": reward / num_known, "val/pass@1": passes / num_known}
-            if num_known
-            else {}
-        )
+        number = torch.tensor(float(len(known)), dtype=torch.float64)
+        sums = torch.stack([known.sum(), passed, number]).to(self._dist_ctx.device)
+        reward, passes, num_known = self._dist_ctx.all_reduce_sum(sums).tolist()
+        if not num_known:
+            return {}
+        return {"val/reward": reward / num_known, "val/pass@1": passes / num_known}
 
     def warning(self, step: int, record: dict[str, Any]) -> str | None:
         """Says once that what samples computes something else than the trainer.
@@ -272,9 +257,8 @@ class Rollouts:
         difference = record.get(MEAN_DIFFERENCE, 0.0)
         if record.get("staleness/max", 0.0) > 0:  # other weights have sampled
             return None
-        if self._warned_of_difference or difference <= MAX_MEAN_DIFFERENCE - math.log(
-            self._options.top_p
-        ):
+        allowed = MAX_MEAN_DIFFERENCE - math.log(self._options.top_p)
+        if self._warned_of_difference or difference <= allowed:
             return None
         self._warned_of_difference = True
         return (
@@ -311,11 +295,8 @@ class Rollouts:
         own = {
             name: tensor.unflatten(0, (iterations, -1)).numpy() for name, tensor in local.items()
         }
-        gathered = [
-            each
-            for each in self._dist_ctx.all_gather(own if self._samples else None)
-            if each is not None
-        ]
+        of_ranks = self._dist_ctx.all_gather(own if self._samples else None)
+        gathered = [each for each in of_ranks if each is not None]
         full = {
             name: torch.from_numpy(np.concatenate([each[name] for each in gathered], axis=1))
             for name in local
@@ -324,15 +305,13 @@ class Rollouts:
 
     def _restore(self, folder: Path) -> None:
         """Load the set of a checkpoint, which may be of another number of ranks."""
-        names = [
-            "old_logprobs",
-            "advantages",
-            *completion_metric_names(
-                self._options.num_generations, self._options.environment is not None
-            ),
-        ]
-        names += [] if self._reference is None else ["reference_logprobs"]
-        names += [] if self._proximal is None else ["proximal_logprobs"]
+        with_environment = self._options.environment is not None
+        metrics = completion_metric_names(self._options.num_generations, with_environment)
+        names = ["old_logprobs", "advantages", *metrics]
+        if self._reference is not None:
+            names.append("reference_logprobs")
+        if self._proximal is not None:
+            names.append("proximal_logprobs")
         size = (
             self._options.num_iterations,
             self._batch_plan.global_batch_size,

@@ -23,10 +23,10 @@ from lmforge.core.stages.context import RunContext
 from lmforge.post.environments.process import EnvironmentPool
 from lmforge.post.objectives.preference import document_rewards
 from lmforge.post.options.align import RolloutOptions
+from lmforge.post.prompts import reward_options
 from lmforge.post.rewards.functions import FunctionResult, load_reward_functions
-from lmforge.post.rl.completions import SampledCompletion
 from lmforge.post.rl.episodes import Episode
-from lmforge.post.rl.prompt_inputs import reward_options
+from lmforge.post.rl.sampler import SampledCompletion
 from lmforge.serve.decoding.model_loading import load_model
 from lmforge.serve.decoding.prompts import check_token_ids
 from lmforge.text.chat.preferences import TokenizedPrompt, encode_completions

@@ -24,7 +24,7 @@ from lmforge.core.files.untrusted import MAX_LISTED, cut, parse_json, quoted
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.config_json import to_config_json
 from lmforge.post.options.align import RolloutOptions
-from lmforge.post.rl.sampling import SampleRequest, SamplingSettings
+from lmforge.post.rl.sampler import SampleRequest, SamplingSettings
 from lmforge.serve.decoding.sampling import SamplingParams
 from lmforge.serve.http_call import HttpAnswer, call
 

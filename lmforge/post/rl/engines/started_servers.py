@@ -31,7 +31,7 @@ from lmforge.core.options.operation import FORWARDED_VARIABLES
 from lmforge.core.parallel.precision import DTYPES
 from lmforge.post.options.align import AlignConfig, split_server
 from lmforge.post.rl.engines.rollout_server import API_KEY_VARIABLE, ServerProblem, build_server
-from lmforge.post.rl.sampling import SamplingSettings
+from lmforge.post.rl.sampler import SamplingSettings
 
 # Variables that tell a rank where it belongs. A server is none.
 RANK_VARIABLES = (
