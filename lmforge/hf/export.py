@@ -132,7 +132,8 @@ def _in_pieces(
     each of them.
     """
     read = lru_cache(maxsize=1)(read_tensor)  # the pieces of one follow each other
-    result, values = {}, {}
+    result = {}
+    values = {}
     for name, tensor in tensors.items():
         for piece in (stack := [*pieces(name, tensor.shape, config)]):
             result[piece.name] = piece.cut(tensor)

@@ -24,7 +24,8 @@ from lmforge.core.files.atomic_files import check_output
 from lmforge.core.files.untrusted import cut, read_json
 from lmforge.core.records.kinds import MODEL_NAME_PATTERN, is_hub_name
 
-SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
+SAFE_WEIGHTS_NAME = "model.safetensors"
+SAFE_WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
 CONFIG_AND_TOKENIZER_FILES = re.compile(
     r"[^/]+\.(json|jinja)|additional_chat_templates/[^/]+\.jinja|tokenizer\.model|merges\.txt|vocab\.txt"
 )

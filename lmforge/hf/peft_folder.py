@@ -150,7 +150,8 @@ def base_model_of(folder: Path) -> Path:
     """
     path = folder / ADAPTER_CONFIG
     content = _read_config(path)
-    base, revision = content.get("base_model_name_or_path"), content.get("revision")
+    base = content.get("base_model_name_or_path")
+    revision = content.get("revision")
     if not base:
         raise UserError(
             f"{path}: base_model_name_or_path does not say which model these adapters belong to;"
@@ -232,7 +233,8 @@ def load_peft_folder(folder: str | Path) -> tuple[LoraConfig, dict[str, Tensor]]
         use_rslora=content.get("use_rslora", False),
     )
     for layer in _layer_names(tensors):
-        ranks, alphas = content.get("rank_pattern") or {}, content.get("alpha_pattern") or {}
+        ranks = content.get("rank_pattern") or {}
+        alphas = content.get("alpha_pattern") or {}
         is_stack = ".experts.adapters." in layer
         name = adapted_name(layer) if ".adapters." in layer else layer
         own = replace(
@@ -342,7 +344,8 @@ def _read_tensors(folder: Path, parameters: Collection[str]) -> dict[str, Tensor
 
     `parameters`: PEFT's target_parameters.
     """
-    file, tensors = _open_tensors(folder), {}
+    file = _open_tensors(folder)
+    tensors = {}
     for name, stored in file.entries.items():
         if _OF_WRAPPER.search(name) and _OF_WRAPPER.sub(".weight", name) in file.entries:
             continue

@@ -38,7 +38,8 @@ from lmforge.hf.resolve import model_config_from_options
 from lmforge.hf.weights import continue_adapters, describe_folder, load_folder
 
 # Of a file in `content_digest`: 1 MiB in all.
-SAMPLES, SAMPLE_BYTES = 256, 4096
+SAMPLES = 256
+SAMPLE_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,8 @@ def _sample_file(path: Path) -> str:
     """A hash of what each of SAMPLES equal parts of a file begins with: models of one shape have
     the same headers and sizes.
     """
-    digest, size = xxhash.xxh3_64(), path.stat().st_size
+    digest = xxhash.xxh3_64()
+    size = path.stat().st_size
     with open(path, "rb") as file:
         for start in range(0, size, -(-size // SAMPLES) or 1):
             file.seek(start)

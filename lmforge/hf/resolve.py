@@ -127,7 +127,8 @@ def _resolve_transformers_config(
             raise UserError(
                 f"model.{name}: a {theirs.model_type} model has no such field; see {path}"
             )
-    heads, kv_heads = "num_attention_heads", "num_key_value_heads"
+    heads = "num_attention_heads"
+    kv_heads = "num_key_value_heads"
     # As in with_overrides.
     if heads in overrides and getattr(theirs, kv_heads, None) == getattr(theirs, heads):
         overrides = {kv_heads: overrides[heads], **overrides}

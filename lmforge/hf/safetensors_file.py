@@ -133,7 +133,8 @@ class SafetensorsFile:
             if target.numel()
         ]
         parts.sort(key=lambda part: part.begin)
-        upcoming, ahead = iter(parts), 0
+        upcoming = iter(parts)
+        ahead = 0
         with open(self.path, "rb") as file:
             # Else the system reads ahead, into the parts of other ranks.
             _advise(file, 0, 0, "POSIX_FADV_RANDOM")
@@ -163,7 +164,8 @@ class _StoredPart:
         self._columns = slice(columns.start * beyond, columns.stop * beyond)
         self._width = math.prod(entry.shape[1:])
         self._row_bytes = self._width * entry.dtype.itemsize
-        self._target, self._dtype = target.view(rows.stop - rows.start, -1), entry.dtype
+        self._target = target.view(rows.stop - rows.start, -1)
+        self._dtype = entry.dtype
         self.begin = entry.offset + rows.start * self._row_bytes
         # The bytes of full rows; no readahead for a choice of columns.
         self.readahead = (
@@ -171,7 +173,9 @@ class _StoredPart:
         )
 
     def read(self, file: BufferedReader) -> None:
-        target, columns, item = self._target, self._columns, self._dtype.itemsize
+        target = self._target
+        columns = self._columns
+        item = self._dtype.itemsize
         taken = columns.stop - columns.start
         by_line = PAGE_BYTES <= taken * item < self._row_bytes
         width = taken if by_line else self._width
@@ -226,7 +230,8 @@ def write_safetensors(
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():
-        begin, stored = end, dtype or tensor.dtype
+        begin = end
+        stored = dtype or tensor.dtype
         end += tensor.numel() * stored.itemsize
         header[name] = {
             "dtype": NAME_BY_DTYPE[stored],

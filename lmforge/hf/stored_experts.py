@@ -29,7 +29,8 @@ class Piece(NamedTuple):
         tensor on disk.
         """
         experts, rows, columns = part
-        begin, end = max(self.rows.start, rows.start), min(self.rows.stop, rows.stop)
+        begin = max(self.rows.start, rows.start)
+        end = min(self.rows.stop, rows.stop)
         if not experts.start <= self.expert < experts.stop or begin >= end:
             return None
         view = local[self.expert - experts.start, begin - rows.start : end - rows.start]

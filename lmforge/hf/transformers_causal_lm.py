@@ -150,7 +150,8 @@ def find_logit_transform(causal: Any, hidden_size: int) -> tuple[float, float | 
     Found by trying: its own forward runs with a small head, on given hidden states in place of the
     base model. Raises UserError where it does anything else to its logits.
     """
-    name, head = find_base_model_name(causal), causal.get_output_embeddings()
+    name = find_base_model_name(causal)
+    head = causal.get_output_embeddings()
     base = causal.get_submodule(name)
     softcap = getattr(causal.config, "final_logit_softcapping", None)
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -268,7 +269,8 @@ def find_base_model_name(causal: Any) -> str:
 
 
 def reject_unsupported_parts(causal: Any) -> None:
-    name, config = type(causal).__name__, causal.config
+    name = type(causal).__name__
+    config = causal.config
     other = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYER_TYPES
     if other or getattr(type(causal), "_is_stateful", False):
         raise UserError(
@@ -332,7 +334,8 @@ def map_stored_names(
     )
 
     causal = build_causal_lm(content)
-    state, prefix = causal.state_dict(), causal.base_model_prefix
+    state = causal.state_dict()
+    prefix = causal.base_model_prefix
     rules = get_model_conversion_mapping(causal)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
@@ -343,7 +346,8 @@ def map_stored_names(
     for name in sorted(stored, key=dot_natural_key):  # experts in numerical order
         ours, pattern = rename_source_key(name, renamings, converters, prefix, state)
         if ours not in state and name in state:
-            ours, pattern = name, None
+            ours = name
+            pattern = None
         if ours not in state and any(each.search(ours) for each in ignored):
             continue
         if pattern is None:

@@ -85,11 +85,10 @@ def to_transformers_config(content: dict[str, Any], source: str) -> Transformers
     generation = content.pop("generation_config", None)
     theirs = read_pretrained_config(content, source)
     first = partial(_first, theirs)
-    heads, end_tokens = (
-        first("num_attention_heads", default=1),
-        getattr(theirs, "eos_token_id", None),
-    )
-    width, longest = first("hidden_size"), first("max_position_embeddings")
+    heads = first("num_attention_heads", default=1)
+    end_tokens = getattr(theirs, "eos_token_id", None)
+    width = first("hidden_size")
+    longest = first("max_position_embeddings")
     # Rotary angles and slopes have no end; tables of learned positions do.
     slopes = theirs.model_type in ALIBI_MODEL_TYPES or first("alibi", default=False)
     unbounded = first("rope_parameters") or slopes or not longest
@@ -124,7 +123,8 @@ class TransformersModel(LanguageModel):
         causal = build_causal_lm(config.config_dict)
         reject_unsupported_parts(causal)
         self._base_model_name = find_base_model_name(causal)
-        base, head = causal.get_submodule(self._base_model_name), causal.get_output_embeddings()
+        base = causal.get_submodule(self._base_model_name)
+        head = causal.get_output_embeddings()
         self.blocks_name = f"{self._base_model_name}.{find_block_list(base)}"
         embedding = causal.get_input_embeddings()
         self.embedding_names = tuple(
@@ -138,10 +138,8 @@ class TransformersModel(LanguageModel):
                 " another model"
             )
         self._logit_scale, softcap = find_logit_transform(causal, head.in_features)
-        self._constant_buffers, self._constants_device = (
-            constant_buffers(causal),
-            torch.device("cpu"),
-        )
+        self._constant_buffers = constant_buffers(causal)
+        self._constants_device = torch.device("cpu")
         self.add_module(self._base_model_name, base)
         self.lm_head = LMHead(
             head.in_features, head.out_features, bias=head.bias is not None, softcap=softcap
@@ -251,7 +249,8 @@ def document_attention_masks(
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
 
-    original, masks_made = MASKS[attn_implementation], 0
+    original = MASKS[attn_implementation]
+    masks_made = 0
 
     def make_mask(*args: Any, mask_function: Callable[..., Tensor], **rest: Any) -> Any:
         nonlocal masks_made
@@ -310,7 +309,8 @@ class TransformersIncrementalDecoder:
 
     def __init__(self, model: TransformersModel, max_length: int, device: torch.device) -> None:
         model.config.check_length(max_length)
-        self._model, self._device = model, device
+        self._model = model
+        self._device = device
         self._lengths: list[int] = []
         # Each sequence ends in the last column.
         self._tokens = torch.zeros(0, 0, dtype=torch.long, device=device)
@@ -347,10 +347,8 @@ class TransformersIncrementalDecoder:
     def select_sequences(self, indices: Sequence[int]) -> None:
         """Keep only these sequences; they become 0, 1, … in this order."""
         chosen = torch.tensor(indices, dtype=torch.long, device=self._device)
-        self._tokens, self._lengths = (
-            self._tokens[chosen],
-            [self._lengths[index] for index in indices],
-        )
+        self._tokens = self._tokens[chosen]
+        self._lengths = [self._lengths[index] for index in indices]
         if indices:
             self._cache.batch_select_indices(chosen)
         else:  # a step that failed has filled a part of its layers

@@ -72,7 +72,8 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
     full_model = full_model_of(model)
     absent = (*LORA_SUFFIXES, *new_names)
     # A wrapped model's own.
-    expected, matrices = dict[str, Tensor](), quantized_matrices(full_model)
+    expected = dict[str, Tensor]()
+    matrices = quantized_matrices(full_model)
     for name, each in named_tensors(full_model):
         if name in matrices:
             each = torch.empty(matrices[name].shape, device="meta")
@@ -200,7 +201,8 @@ def _unread_layers(content: dict[str, Any]) -> range:
     if not is_supported_family(content):
         return range(0)
     field, default = load_family(base_model_type(str(content["model_type"]))).unread_layers
-    layers, count = content.get("num_hidden_layers"), content.get(field, default)
+    layers = content.get("num_hidden_layers")
+    count = content.get(field, default)
     return (
         range(layers, layers + count)
         if isinstance(layers, int) and isinstance(count, int)
@@ -292,14 +294,16 @@ def continue_adapters(
     Arguments and errors are those of `merge_adapters`. Raises UserError too where the model's
     adapters are others.
     """
-    own, full_model = model.lora_config, full_model_of(model)
+    own = model.lora_config
+    full_model = full_model_of(model)
     if own is None or own.stored is None:
         return dict(tensors)
     if full_model is not model:
         own.add_to(full_model)
     matrices = quantized_matrices(full_model)
     shapes = {name: [*each.shape] for name, each in full_model.named_parameters()}
-    local, left = dict(model.named_parameters()), {}
+    local = dict(model.named_parameters())
+    left = {}
     for name, value in tensors.items():
         layer = next((name.removesuffix(end) for end in LORA_SUFFIXES if name.endswith(end)), None)
         matrix = name if layer is None else adapted_name(layer)

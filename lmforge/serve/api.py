@@ -128,7 +128,8 @@ async def read_json_body(
         != "application/json"
     ):
         raise ApiError(415, "expected a body with the header Content-Type: application/json")
-    content, seen = bytearray(), 0
+    content = bytearray()
+    seen = 0
     try:
         async with asyncio.timeout(BODY_TIMEOUT_SECONDS):
             async for chunk in request.stream():
@@ -242,9 +243,11 @@ def _prepare(
 
     Raises ApiError and UserError.
     """
-    loaded, tokenizer = served.loaded, served.loaded.tokenizer
+    loaded = served.loaded
+    tokenizer = served.loaded.tokenizer
     completion = body if isinstance(body, CompletionRequest) else None
-    top, echo = body.num_top_logprobs, completion is not None and completion.echo
+    top = body.num_top_logprobs
+    echo = completion is not None and completion.echo
     max_tokens = getattr(body, "max_completion_tokens", None) or body.max_tokens
     if max_tokens == 0 and not echo:
         raise ApiError(
@@ -303,12 +306,10 @@ class _Reply:
         readers: list[AnswerReader],
     ) -> None:
         """`readers`: one for each choice."""
-        self._body, self._stream, self._prompt_tokens, self._readers = (
-            body,
-            stream,
-            prompt_tokens,
-            readers,
-        )
+        self._body = body
+        self._stream = stream
+        self._prompt_tokens = prompt_tokens
+        self._readers = readers
         self._chat = isinstance(body, ChatCompletionRequest)
         prefix = "chatcmpl" if self._chat else "cmpl"
         self._head = {
@@ -329,7 +330,8 @@ class _Reply:
     @property
     def usage(self) -> dict[str, int]:
         """Token counts: each prompt once, and all generated tokens, stop tokens included."""
-        prompt, completion = self._prompt_tokens, self._stream.num_generated_tokens
+        prompt = self._prompt_tokens
+        completion = self._stream.num_generated_tokens
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -338,7 +340,8 @@ class _Reply:
 
     def _choice(self, deltas: list[TextDelta], delta: bool = False) -> dict[str, Any]:
         """A choice, or with `delta` a part of it, from what came of it."""
-        index, ends = deltas[-1].choice_index, deltas[-1].finish_reason
+        index = deltas[-1].choice_index
+        ends = deltas[-1].finish_reason
         text, calls = self._readers[index].add(
             "".join(each.text for each in deltas), ended=ends is not None
         )

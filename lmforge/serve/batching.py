@@ -49,10 +49,8 @@ class QueuedRequest:
         """What is still to be generated, after the tokens that it has."""
         if not (count := len(self.token_ids)):
             return self.request
-        prompt_ids, max_tokens = (
-            [*self.request.prompt_ids, *self.token_ids],
-            self.request.max_tokens - count,
-        )
+        prompt_ids = [*self.request.prompt_ids, *self.token_ids]
+        max_tokens = self.request.max_tokens - count
         return replace(
             self.request,
             prompt_ids=prompt_ids,
@@ -163,7 +161,8 @@ class ContinuousBatcher:
                     # Meanwhile: the weights may be new, and their name that of the earlier ones.
                     if self._paused:
                         continue
-                    version, events = self.weight_version, self._step()
+                    version = self.weight_version
+                    events = self._step()
                 with self._changed:
                     for queued, event in events:
                         if isinstance(event, GeneratedToken):
@@ -271,7 +270,8 @@ class GenerationStream:
 
     def __init__(self, batcher: ContinuousBatcher, choices: "Sequence[ChoiceStream]") -> None:
         """Submit the requests. Raises QueueFull or EngineStopped."""
-        self._batcher, self._choices = batcher, choices
+        self._batcher = batcher
+        self._choices = choices
         self._token_queue: asyncio.Queue[tuple[int, GeneratedToken | Exception]] = asyncio.Queue()
         self._queued_requests = [
             QueuedRequest(each.request, index, self._token_queue)
@@ -346,7 +346,8 @@ class ChoiceStream:
             self.pending_logprobs.append(self._logprob(token, offset))
         reason = self.streamer.finish_reason
         if reason is None and token.finish_reason:
-            text, reason = text + self.streamer.finish(), "length"
+            text += self.streamer.finish()
+            reason = "length"
         self.num_emitted += len(text)
         # Tokens after a stop string are not reported. Otherwise the last part reports all remaining
         # tokens, also those without text.

@@ -17,8 +17,10 @@ from lmforge.core.distributed.joining import allow_open_files
 # How long a client may take for each part, however slowly its bytes come: for the head of a
 # request, for its body (a route that reads it answers before), and for reading a part of an answer.
 # With `PATIENCE_SECONDS` one is not in others' way.
-LIMIT_SECONDS, PATIENCE_SECONDS = 40.0, 2.0
-POLL_SECONDS, FULL_POLL_SECONDS = 0.5, 0.1
+LIMIT_SECONDS = 40.0
+PATIENCE_SECONDS = 2.0
+POLL_SECONDS = 0.5
+FULL_POLL_SECONDS = 0.1
 # Several trainers, each of which has 1,024 requests in flight. The memory of so many half-sent
 # heads is 256 MiB.
 MAX_CONNECTIONS = 4096
@@ -46,7 +48,8 @@ async def accept_connections(
     half are closed for them, the longest ones: a client whose request is on its way is none of
     these.
     """
-    loop, state = asyncio.get_running_loop(), server.server_state
+    loop = asyncio.get_running_loop()
+    state = server.server_state
     since: dict[Any, float] = {}
 
     def find_late(seconds: float) -> list[Any]:

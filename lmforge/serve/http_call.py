@@ -38,7 +38,8 @@ def call(
     the answer is not whole in time, UserError where it has more than `max_bytes`, and OSError,
     HTTPException or ValueError where there is none.
     """
-    deadline, parts = time.monotonic() + seconds, urlsplit(url)
+    deadline = time.monotonic() + seconds
+    parts = urlsplit(url)
     connection_class = HTTPSConnection if parts.scheme == "https" else HTTPConnection
     connection = connection_class(parts.hostname or "", parts.port, timeout=seconds)
     connection.connect()
@@ -71,7 +72,8 @@ class _UntilDeadline(io.RawIOBase):
     """
 
     def __init__(self, connected: socket.socket, deadline: float) -> None:
-        self._socket, self._deadline = connected, deadline
+        self._socket = connected
+        self._deadline = deadline
 
     def _limit_wait(self) -> None:
         left = self._deadline - time.monotonic()

@@ -85,7 +85,10 @@ class ModelRegistry:
         warn: Callable[[str], None],
     ) -> None:
         """Checks that all `models` exist and loads none. Raises UserError."""
-        self._limits, self._device, self._dtype, self._warn = limits, device, dtype, warn
+        self._limits = limits
+        self._device = device
+        self._dtype = dtype
+        self._warn = warn
         self._served: OrderedDict[str, ServedModel] = OrderedDict()
         self._load_lock = asyncio.Lock()
         self._stopped = False

@@ -127,7 +127,8 @@ PART_TYPES = ["text", "input_text", "output_text"]
 MAX_TOP_LOGPROBS = 20
 # Bounds of what is read of a request: an error for each of a million items or keys would hold all
 # threads.
-MAX_ITEMS, MAX_KEYS = 1 << 14, 1000
+MAX_ITEMS = 1 << 14
+MAX_KEYS = 1000
 EXPECTED_VALUES = {
     "prompt": (
         "a text, a list of texts, a list of token ids, or a list of such lists; at most"
@@ -314,7 +315,8 @@ def parse_request(request_type: type[RequestType], body: dict[str, Any]) -> Requ
     """
     fields = {name: value for name, value in body.items() if value is not None}
     for name in UNSUPPORTED_UNLESS.keys() & fields.keys() - request_type.model_fields.keys():
-        value, neutral = fields.pop(name), UNSUPPORTED_UNLESS[name]
+        value = fields.pop(name)
+        neutral = UNSUPPORTED_UNLESS[name]
         if neutral is not None and value not in neutral:
             raise ApiError(
                 400,
@@ -374,7 +376,8 @@ def _parts_without_effect(request: BaseCompletionRequest) -> Iterator[tuple[str,
 def validation_error(problem: ValidationError) -> ApiError:
     """The error that names the parameter and what was expected."""
     error = problem.errors(include_url=False, include_input=False)[0]
-    name, path = cut(str(error["loc"][0])), ".".join(cut(str(part)) for part in error["loc"])
+    name = cut(str(error["loc"][0]))
+    path = ".".join(cut(str(part)) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         return ApiError(400, f"{path}: no such parameter", param=name, code="unknown_parameter")
     if error["type"] == "missing":

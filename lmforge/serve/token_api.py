@@ -138,7 +138,8 @@ def token_routes(registry: ModelRegistry, read_body: ReadBody, weight_updates: b
     async def generate(request: Request) -> Response:
         body = await parse(GenerateRequest, request)
         served = await registry.get(registry.default_model)
-        params, together = body.sampling_params, body.starts_with
+        params = body.sampling_params
+        together = body.starts_with
         if (total := len(body.token_ids) + params.max_tokens) > served.max_length:
             message = (
                 f"{total} tokens of prompt and answer, and this server was started with"
@@ -278,7 +279,8 @@ def _score_prompt(served: ServedModel, token_ids: list[int], k: int) -> tuple[Te
     """The ids of the `k` likeliest tokens after each of a prompt, and their logarithms at
     temperature 1.
     """
-    model, vocab_size = served.loaded.model, served.vocab_size
+    model = served.loaded.model
+    vocab_size = served.vocab_size
     batch = Batch.from_token_lists([token_ids]).to(model.lm_head.weight.device)
     hidden = model(
         batch.tokens, batch.positions, batch.document_ids, document_starts=batch.document_starts

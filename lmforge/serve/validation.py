@@ -39,7 +39,8 @@ def open_validation_tasks(
     Raises UserError for files, few-shot examples and lengths that cannot be used; nothing of the
     run has been written.
     """
-    options, opened = config.validation, dict[str, tuple[QuestionTask, int]]()
+    options = config.validation
+    opened = dict[str, tuple[QuestionTask, int]]()
     prefix_ids, _ = prefix_and_stop_ids(tokenizer, config.of_stage)
     for path in options.tasks:
         task = load_task(path)
@@ -80,7 +81,8 @@ class TaskObserver(Observer):
 
     def validate(self, step: int, required: bool) -> dict[str, float]:
         """The scores, by their names in metrics.jsonl. Every rank calls it."""
-        ctx, inputs = self._run.ctx, self._run.inputs
+        ctx = self._run.ctx
+        inputs = self._run.inputs
         scores: dict[str, float] = {}
         options = ctx.config.validation
         with unsharded_for_decoding(self._run.built.parallel_model) as model:

@@ -131,7 +131,8 @@ def _check_sizes(place: str, matrix: StoredMatrix, file_of: Mapping[str, Safeten
     codes, scales = (
         file_of[matrix.name + end].entries[matrix.name + end] for end in ("", ".absmax")
     )
-    numbers, blocks = codes.meta.nbytes * 2, scales.meta.numel()
+    numbers = codes.meta.nbytes * 2
+    blocks = scales.meta.numel()
     count = torch.Size(matrix.shape).numel()
     fits = (
         min(matrix.shape, default=0) > 0

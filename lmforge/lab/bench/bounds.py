@@ -68,7 +68,8 @@ BOUNDS = (EQUAL_BITS, FP32, MUON, GPU, BF16, BF16_STATES)
 # Of weights where epsilon is smaller, by norms: 7e-6 was measured. A gradient that is zero but for
 # rounding then becomes a whole step of AdamW, in a direction that the order of a sum decides, so
 # single elements have no bound.
-LARGE_EPSILON, WEIGHTS_OF_SMALL_EPSILON = 1e-3, 1e-4
+LARGE_EPSILON = 1e-3
+WEIGHTS_OF_SMALL_EPSILON = 1e-4
 
 
 def bound_of_splits(

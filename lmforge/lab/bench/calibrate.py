@@ -36,7 +36,8 @@ EXPERTS = 8
 # The operands that are used in turn exceed the caches, since in a step operands come from memory
 # too. With two small operands in a CPU's caches, products were 15 % and element-wise operators 5
 # times faster than in a step.
-RING_BYTES, MAX_RING = {"cpu": 2**26, "cuda": 2**28}, 64
+RING_BYTES = {"cpu": 2**26, "cuda": 2**28}
+MAX_RING = 64
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,8 @@ class _Stopwatch:
     """Measures a single rank's operations, in about this many seconds."""
 
     def __init__(self, dist_ctx: DistributedContext, seconds: float) -> None:
-        self._dist_ctx, self._device = dist_ctx, dist_ctx.device
+        self._dist_ctx = dist_ctx
+        self._device = dist_ctx.device
         self._on_gpu = self._device.type == "cuda"
         self._grid = choose_grid(self._device, seconds)
         self._dtypes = ["fp32"] + ["bf16"] * has_native_bf16(self._device)
@@ -273,7 +275,8 @@ class _Stopwatch:
 
     def _products_of_experts(self, dtype: str) -> Iterator[Measurement]:
         """Of one size, for the ratio to a dense product."""
-        rows, width = self._grid.rows[-1], self._grid.widths[1]
+        rows = self._grid.rows[-1]
+        width = self._grid.widths[1]
         operands = self._ring(
             ((rows, width), (EXPERTS, width, width), (rows, width)), DTYPES[dtype]
         )
@@ -290,10 +293,8 @@ class _Stopwatch:
             multiply_groups(gradient, weight, ends, True)
             sum_outer_products(gradient, x, ends)
 
-        sizes, flops = (
-            {"rows": rows, "inner": width, "columns": width, "experts": EXPERTS},
-            2.0 * rows * width * width,
-        )
+        sizes = {"rows": rows, "inner": width, "columns": width, "experts": EXPERTS}
+        flops = 2.0 * rows * width * width
         yield _measurement("product of experts", flops / self._time(forward), dtype, **sizes)
         yield _measurement(
             "product of experts backward", 2 * flops / self._time(backward), dtype, **sizes

@@ -28,8 +28,11 @@ from lmforge.core.options.sections import ModelOptions, OptimizerOptions
 from lmforge.core.parallel.parallel_model import set_learning_rate
 
 SEEDS = 2
-SEQUENCES, LENGTH = 4, 32
-HEAD_DIM, MOST_LAYERS, MOST_IDS = 16, 4, 512
+SEQUENCES = 4
+LENGTH = 32
+HEAD_DIM = 16
+MOST_LAYERS = 4
+MOST_IDS = 512
 # Modules of a block, by the ends of their names, whose outputs are compared.
 OUTPUTS = {"self_attn": "attention", "attn": "attention", "mlp": "feed-forward"}
 
@@ -103,7 +106,8 @@ def _measure(
     model = build_model(config, torch.device("cpu"))
     model.parametrization = relative_to_base(options, config)
     init_weights(model, seed, options.embedding_initializer_range)
-    optimizer, objective = build_optimizer(model, optimizer_options), NextTokenObjective()
+    optimizer = build_optimizer(model, optimizer_options)
+    objective = NextTokenObjective()
     batch = _batch(config.vocab_size, seed)
     before = _outputs(model, batch)
     for _ in range(steps):

@@ -18,7 +18,8 @@ from lmforge.core.options.stage import StageConfig
 from lmforge.lab.bench.coordinates import Coordinates, compare, small
 from lmforge.ops.terminal.cells import page_console
 
-WIDTHS, DEPTHS = (64, 128, 256, 512), (2, 4, 8, 16)
+WIDTHS = (64, 128, 256, 512)
+DEPTHS = (2, 4, 8, 16)
 # The largest over the smallest size that counts as flat.
 FLAT = 1.6
 # What has one size at any depth: a block's part of the residual stream has to shrink.

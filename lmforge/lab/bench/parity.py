@@ -144,12 +144,14 @@ class ParityData:
 
     def batch(self, step: int, vocab_size: int) -> Batch:
         """The global batch of a step, the same on every rank."""
-        count, length = self.sequences, self.sequence_length
+        count = self.sequences
+        length = self.sequence_length
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
         draw = partial(torch.randint, generator=generator)
         tokens = draw(0, vocab_size, (count, length))
         slots = torch.arange(length).expand(count, -1)
-        cut, end = draw(1, length, (count, 1)), draw(length // 2, length + 1, (count, 1))
+        cut = draw(1, length, (count, 1))
+        end = draw(length // 2, length + 1, (count, 1))
         document_ids = torch.where(slots < end, (slots >= cut).int(), -1).int()
         positions = torch.where(slots >= cut, slots - cut, slots)
         # A prediction that can be learned: the label depends on the token alone.
@@ -195,7 +197,9 @@ def run_case(
                 parameters=_local_bytes(parameters), gradients=_local_bytes(gradients)
             )
 
-    losses, norms, began = [], [], 0.0
+    losses = []
+    norms = []
+    began = 0.0
     for step in range(data.steps):
         if step == 1:
             began = time.perf_counter()
@@ -332,7 +336,8 @@ def strategy_cases(
     half = world_size // 2 if world_size % 2 == 0 else 1
     full: dict[str, Any] = {"activation_checkpointing": FullCheckpointing.name}
     hybrid: dict[str, Any] = {"sharding": "hybrid-full-shard", "shard_degree": half}
-    fsdp1, fsdp2 = partial(_case, engine="fsdp1"), partial(_case, engine="fsdp2")
+    fsdp1 = partial(_case, engine="fsdp1")
+    fsdp2 = partial(_case, engine="fsdp2")
     hybrids = [
         ("hybrid-full-shard", hybrid),
         ("hybrid-grad-shard", {**hybrid, "sharding": "hybrid-grad-shard"}),

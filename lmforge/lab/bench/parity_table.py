@@ -130,7 +130,8 @@ def _reported_if_late(strategy: str, seconds: float, rank: int) -> Iterator[None
 def _row(
     case: ParityCase, result: ParityResult, reference: ParityResult, dist_ctx: DistributedContext
 ) -> dict[str, Any]:
-    differences, device_type = parity.relative_differences(result, reference), dist_ctx.device.type
+    differences = parity.relative_differences(result, reference)
+    device_type = dist_ctx.device.type
     bound = bound_of_splits(dtype_name(case.dtype), device_type)
     return {
         "strategy": case.name,
@@ -182,7 +183,8 @@ def _print_table(rows: list[dict[str, Any]], dist_ctx: DistributedContext, dtype
     bounds = dict.fromkeys(
         f"{each:.2g}" for each in (bound.loss, bound.gradient_norm, bound.weights)
     )
-    wrong, within = [row["strategy"] for row in rows if row["wrong"]], ", ".join(bounds)
+    wrong = [row["strategy"] for row in rows if row["wrong"]]
+    within = ", ".join(bounds)
     verdict = f"{len(rows)} strategies agree with one process within {within}"
     if len(bounds) > 1:
         verdict += f" (loss, gradient, weights), with a residual stream in {dtype}"

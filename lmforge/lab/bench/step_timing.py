@@ -160,7 +160,8 @@ def _words(overrides: dict[str, str]) -> str:
 def _summary_line(row: dict[str, Any]) -> str:
     if "failed" in row:
         return f"{_words(row['swept'])}: {row['failed']}"
-    step, mfu = row["step_seconds"]["median"], f", MFU {row['mfu']:.0%}" if row["mfu"] else ""
+    step = row["step_seconds"]["median"]
+    mfu = f", MFU {row['mfu']:.0%}" if row["mfu"] else ""
     beside = (
         f" (predicted {_interval(speeds)})"
         if (speeds := row["predicted"].get("tokens_per_second_interval"))
@@ -227,7 +228,9 @@ def _print_table(console: Console, rows: list[dict[str, Any]]) -> None:
     short = {name: name.rpartition(".")[2] for name in swept}
     options = list(short.values()) if len(set(short.values())) == len(swept) else swept
     rates = ("tokens/s", "predicted", "ms per step", "TFLOP/s", "MFU", "GiB", "predicted")
-    titles, table, lines = [*options, *rates, *TIMED_PHASES, "comm."], Table(), list[str]()
+    titles = [*options, *rates, *TIMED_PHASES, "comm."]
+    table = Table()
+    lines = list[str]()
     for at, name in enumerate(titles):
         table.add_column(name, justify="left" if at < len(swept) else "right")
     for row in rows:
@@ -259,8 +262,10 @@ def _interval(bounds: list[float]) -> str:
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    step, predicted = row["step_seconds"], row["predicted"]
-    speed, memory = predicted.get("tokens_per_second"), predicted.get("memory_gib_interval")
+    step = row["step_seconds"]
+    predicted = row["predicted"]
+    speed = predicted.get("tokens_per_second")
+    memory = predicted.get("memory_gib_interval")
     speeds = predicted.get("tokens_per_second_interval")
     return [
         f"{row['tokens_per_second']:,.0f}",

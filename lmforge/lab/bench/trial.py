@@ -61,7 +61,9 @@ class _Trial:
     """A model of a recipe that is trained and timed."""
 
     def __init__(self, config: BenchConfig, dist_ctx: DistributedContext) -> None:
-        self._config, self._device, self._is_rank0 = config, dist_ctx.device, dist_ctx.is_rank0
+        self._config = config
+        self._device = dist_ctx.device
+        self._is_rank0 = dist_ctx.is_rank0
         self._plan = plan_batches(config, dist_ctx.world_size)
         # Compared steps must have one sequence length.
         config = config.model_copy(update={"data": config.data.model_copy(update={"phases": ()})})
@@ -182,7 +184,8 @@ class _Trial:
         The lower median is used, which is the value of an actual step.
         """
         median = statistics.median_low(seconds)
-        tokens_per_second, world_size = self._plan.tokens / median, self._model.dist_ctx.world_size
+        tokens_per_second = self._plan.tokens / median
+        world_size = self._model.dist_ctx.world_size
         flops = (
             tokens_per_second
             / world_size
@@ -250,7 +253,8 @@ class _Trial:
 
 def _union_length(spans: list[tuple[float, float]]) -> float:
     """Length of the union of intervals, since collectives may overlap."""
-    total, until = 0.0, float("-inf")
+    total = 0.0
+    until = float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, until))
         until = max(until, end)

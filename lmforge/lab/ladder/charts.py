@@ -9,7 +9,11 @@ from dataclasses import dataclass
 from math import ceil, floor, log10
 from typing import Literal
 
-LEFT, RIGHT, TOP, BOTTOM = 58, 14, 8, 36  # of a drawing, beside what is drawn
+# Margins of a drawing.
+LEFT = 58
+RIGHT = 14
+TOP = 8
+BOTTOM = 36
 HEIGHT = 290
 COLORS = 8  # that report.css has
 
@@ -144,7 +148,8 @@ def _label(x_name: str, value: float) -> str:
 
 
 def _bounds(values: Sequence[float], logarithmic: bool) -> tuple[float, float]:
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     if logarithmic:
         room = max((high / low) ** 0.04, 1.001)
         return low / room, high * room

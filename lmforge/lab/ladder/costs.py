@@ -47,11 +47,10 @@ class Costs:
 
     def __init__(self, options: MachineOptions, device: str) -> None:
         """device: train.device. Raises UserError for hardware that is not known."""
-        self._options, self._machine = options, None
-        self.unit, self.source = (
-            "hours",
-            f"at {CPU_EFFICIENCY:.0%} of this CPU's fastest matrix products",
-        )
+        self._options = options
+        self._machine = None
+        self.unit = "hours"
+        self.source = f"at {CPU_EFFICIENCY:.0%} of this CPU's fastest matrix products"
         given = {"gpu_type", "gpus", "calibration"} & options.model_fields_set
         if not given and device != "cpu" and torch.cuda.is_available():
             known = data_sheets().find(torch.cuda.get_device_name())
@@ -61,7 +60,8 @@ class Costs:
             given = {"gpu_type"} if known else given
         if given:
             self._machine = find_machine(self._options)
-            self.unit, self.source = "GPU-hours", self._options.gpu_type
+            self.unit = "GPU-hours"
+            self.source = self._options.gpu_type
 
     @cached_property
     def _cpu_flops(self) -> float:

@@ -37,7 +37,8 @@ def predict_scores(
     names = dict.fromkeys(
         name for each in scores.values() for name in each if not name.startswith(OF_SOURCES)
     )
-    found, of_answers = [], dict[str, Fit | None]()
+    found = []
+    of_answers = dict[str, Fit | None]()
     for name in names:
         task, _, metric = name.rpartition("/")
         if task not in of_answers:
@@ -73,10 +74,8 @@ def _predict(
     losses = np.array([each.loss for each in having])
     if len(having) < MIN_POINTS or not np.ptp(losses):
         return None
-    values, chance = (
-        np.array([scores[each.name][name] for each in having]),
-        np.random.default_rng(seed),
-    )
+    values = np.array([scores[each.name][name] for each in having])
+    chance = np.random.default_rng(seed)
     laws = (fit.law, *fit.draws)
     reached = np.array([law.loss(target.parameters, target.tokens) for law in laws])
     # The first is the best fit; the others are of runs drawn with repetition.
@@ -99,7 +98,8 @@ def _sigmoids(losses: Array, scores: Array, weights: Array, at: Array) -> tuple[
     fits the scores [runs] best; the standard deviation of scores about the first). Floor and height
     follow in closed form for each of a grid of shapes.
     """
-    lowest, span = losses.min(), np.ptp(losses)
+    lowest = losses.min()
+    span = np.ptp(losses)
     shapes = np.array(
         [(lowest + centre * span, slope / span) for centre, slope in product(CENTRES, SLOPES)]
     )
@@ -109,13 +109,15 @@ def _sigmoids(losses: Array, scores: Array, weights: Array, at: Array) -> tuple[
 
     curves = curve(shapes[:, None], losses)  # [shapes, runs]
     weights = weights / weights.sum(1, keepdims=True)
-    mean, mean_score = weights @ curves.T, (weights @ scores)[:, None]
+    mean = weights @ curves.T
+    mean_score = (weights @ scores)[:, None]
     variance = weights @ (curves**2).T - mean**2
     height = (weights @ (curves * scores).T - mean * mean_score) / np.maximum(variance, 1e-9)
     height = np.clip(height, 0, 1)
     floor = np.clip(mean_score - height * mean, 0, 1 - height)
     fitted = floor[:, :, None] + height[:, :, None] * curves
     errors = np.einsum("fr,fsr->fs", weights, (fitted - scores) ** 2)
-    rows, best = np.arange(len(weights)), errors.argmin(1)
+    rows = np.arange(len(weights))
+    best = errors.argmin(1)
     deviation = np.sqrt(errors[0, best[0]] * len(losses) / max(1, len(losses) - 4))
     return floor[rows, best] + height[rows, best] * curve(shapes[best], at), float(deviation)

@@ -53,7 +53,8 @@ class LawDraws:
         exponents, log_weights = self._propose_exponents(PROPOSALS * count, rng)
         columns, gram, log_volume = self._problem(exponents)
         best = np.linalg.solve(gram, (self._targets @ columns)[:, :, None])
-        squares, freedom = self._squares(columns, best[:, :, 0]), self._count - 3
+        squares = self._squares(columns, best[:, :, 0])
+        freedom = self._count - 3
         normal = np.linalg.solve(
             np.linalg.cholesky(gram).swapaxes(1, 2), rng.standard_normal(best.shape)
         )
@@ -112,10 +113,8 @@ class LawDraws:
             ).reshape(-1, 2)
             likely = self._log_likelihoods(np.exp(grid))
             kept = grid[likely > likely.max() - UNLIKELY]
-            span, (low, high) = (
-                high - low,
-                np.clip([kept.min(0) - width, kept.max(0) + width], *bounds),
-            )
+            span = high - low
+            low, high = np.clip([kept.min(0) - width, kept.max(0) + width], *bounds)
             if (high - low > span / 2).all():
                 break
         chances = np.exp(likely - likely.max())

@@ -22,7 +22,8 @@ FAR = 100  # FLOPs of the target over those of the largest run: beyond, a law sa
 NOISY = 0.015  # deviation of runs from the law: twice that of seeds of the quickstart
 FLAT = 0.01  # of the loss: sizes that cost no more are as good
 SIZE_RATIOS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 3.0, 4.0)  # over the best size
-FRONTIER_POINTS, CHECK_DRAWS = 30, 200
+FRONTIER_POINTS = 30
+CHECK_DRAWS = 200
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,8 @@ def conclusions(fit: Fit, target: Target) -> dict[str, Any]:
     """Everything that follows from a fit about a target, as values for JSON. Intervals are of
     LEVEL.
     """
-    flops, law = target.flops, fit.law
+    flops = target.flops
+    law = fit.law
     loss = predicted_loss(fit, target.parameters, target.tokens)
     own = target.parameters / best_size(law, target, flops)
     smallest = min(target.flops_of(each.parameters, each.tokens) for each in fit.points)

@@ -28,7 +28,8 @@ EXPONENTS = (0.02, 2.0)  # the lowest and highest alpha and beta; published ones
 DIVERGED_RATIO = 1.1
 # A run with fewer steps has not left its fast beginning, and is above the law; so many other runs
 # must remain to say so.
-SHORT_STEPS, LEAST_OTHERS = 250, 2 * NUM_FITTED
+SHORT_STEPS = 250
+LEAST_OTHERS = 2 * NUM_FITTED
 # Where Huber's loss becomes linear, in standard deviations. With few runs more of them are taken
 # for outliers than are.
 HUBER_DEVIATIONS = 2.0
@@ -117,7 +118,8 @@ def best_law(points: Sequence[Point], huber: float | None = None) -> tuple[Law, 
     """
     missing = MIN_POINTS - len(points)
     if missing > 0:
-        more, runs = format_count(missing, "more run"), format_count(len(points), "run")
+        more = format_count(missing, "more run")
+        runs = format_count(len(points), "run")
         raise UserError(
             f"ladder: the law has five parameters, and {runs} cannot fix them: add at least {more}"
         )
@@ -179,7 +181,8 @@ class Losses:
             residuals = self.log_losses - np.log(predicted)
             weights = np.minimum(1, huber / np.maximum(np.abs(residuals), 1e-12)) / predicted**2
             terms = least_squares(columns, weights, predicted * (1 + residuals))
-            last, predicted = predicted, np.einsum("lpt,lt->lp", columns, terms)
+            last = predicted
+            predicted = np.einsum("lpt,lt->lp", columns, terms)
             if np.abs(predicted - last).max() < 1e-7:
                 break
         sizes = np.abs(self.log_losses - np.log(predicted))
@@ -194,7 +197,8 @@ class Losses:
             else np.log(start)
         )
         near = np.array([(0, 0), *product((-2, -1, 0, 1, 2), repeat=2)])
-        best, step = 0, (high - low) / 20
+        best = 0
+        step = (high - low) / 20
         if start is None:
             best = int(np.argmin(self.solve(np.exp(grid), huber)[1]))
         while step > 1e-4:  # of a logarithm
@@ -219,17 +223,21 @@ def least_squares(columns: Array, weights: Array, targets: Array) -> Array:
     taken.
     """
     weighted = columns * weights[:, :, None]
-    gram, moments = weighted.swapaxes(1, 2) @ columns, np.einsum("lpt,lp->lt", weighted, targets)
+    gram = weighted.swapaxes(1, 2) @ columns
+    moments = np.einsum("lpt,lp->lt", weighted, targets)
     scale = np.sqrt(np.einsum("ltt->lt", gram))
-    gram, moments = gram / (scale[:, :, None] * scale[:, None]) + 1e-12 * np.eye(3), moments / scale
-    best, gains = np.zeros_like(moments), np.zeros(len(moments))
+    gram = gram / (scale[:, :, None] * scale[:, None]) + 1e-12 * np.eye(3)
+    moments = moments / scale
+    best = np.zeros_like(moments)
+    gains = np.zeros(len(moments))
     for chosen in product((True, False), repeat=3):
         used = np.array(chosen)
         found = np.linalg.solve(
             np.where(used[:, None] & used, gram, np.eye(3)), (moments * used)[:, :, None]
         )[:, :, 0]
         gain = np.where((found >= 0).all(1), (found * moments).sum(1), -inf)
-        best, gains = np.where((gain > gains)[:, None], found, best), np.maximum(gains, gain)
+        best = np.where((gain > gains)[:, None], found, best)
+        gains = np.maximum(gains, gain)
         if used.all() and np.isfinite(gain).all():
             break
     return best / scale

@@ -15,8 +15,10 @@ from lmforge.lab.ladder.charts import Curve, chart, short
 from lmforge.lab.ladder.frontier import SIZE_RATIOS
 from lmforge.lab.ladder.law import Law
 
-PAGE_FILE, NUMBERS_FILE = "ladder.html", "ladder-fit.json"
-WIDE, NARROW = 1180, 560
+PAGE_FILE = "ladder.html"
+NUMBERS_FILE = "ladder-fit.json"
+WIDE = 1180
+NARROW = 560
 LINE_POINTS = 60
 GREEK = {"alpha": "α", "beta": "β"}
 
@@ -145,7 +147,9 @@ def _check(ladder: Mapping[str, Any]) -> str:
 
 
 def _tiles(ladder: Mapping[str, Any]) -> str:
-    target, best, flat = ladder["target"], ladder["best"], ladder["flat"]
+    target = ladder["target"]
+    best = ladder["best"]
+    flat = ladder["flat"]
     facts = {
         "loss, nats per token": interval_text(target["loss"]),
         "bits per byte": interval_text(target["bits_per_byte"]) if target["bits_per_byte"] else "",
@@ -169,7 +173,8 @@ def _cautions(ladder: Mapping[str, Any]) -> str:
 
 def _losses(ladder: Mapping[str, Any], law: Law) -> str:
     """Loss over tokens, with a line of the law for each size."""
-    target, curves = ladder["target"], []
+    target = ladder["target"]
+    curves = []
     most = max(target["tokens"], *(point["tokens"] for point in ladder["points"]))
     for number, size in enumerate(sorted({point["parameters"] for point in ladder["points"]})):
         points = [point for point in ladder["points"] if point["parameters"] == size]
@@ -229,7 +234,8 @@ def _curves(ladder: Mapping[str, Any]) -> str:
 
 
 def _residuals(ladder: Mapping[str, Any]) -> str:
-    points, noise = ladder["points"], 100 * ladder["noise"]
+    points = ladder["points"]
+    noise = 100 * ladder["noise"]
     dots = [
         (6 * point["parameters"] * point["tokens"], 100 * point["residual"]) for point in points
     ]
@@ -292,7 +298,8 @@ def _sizes(ladder: Mapping[str, Any]) -> str:
     best = ladder["best"]["loss"]["value"]
     rows = []
     for size in ladder["sizes"]:
-        times, tokens = size["same_loss_flops"], size["same_loss_tokens"]
+        times = size["same_loss_flops"]
+        tokens = size["same_loss_tokens"]
         costs = ("out of reach", "") if times is None else (f"{times:.2f}", short(tokens))
         above = f"{100 * (size['loss'] / best - 1):+.2f} %"
         ratio = f"{size['ratio']:.2g}" + (", the target" if size["is_target"] else "")

@@ -16,7 +16,9 @@ from lmforge.lab.ladder.rungs import Trial, scaled_parameters, shapes, tokens_pe
 # Points of the curve that is predicted for a run; the part of a run before which its loss says
 # little, and the part in which a rung was first validated, if how its loss falls is to be known
 # from it.
-CURVE_POINTS, CURVE_FROM, FIRST_BEFORE = 20, 0.2, 0.5
+CURVE_POINTS = 20
+CURVE_FROM = 0.2
+FIRST_BEFORE = 0.5
 
 
 def predict_curve(

@@ -26,7 +26,8 @@ LEAST_RUNGS = 5
 LEAST_USED = 2 / 3  # of a budget: where a ladder costs less, a line says why
 # Where a model has fewer heads, those of its rungs are narrower, down to LEAST_HEAD_DIM: widths
 # would be too far apart.
-FEW_HEADS, LEAST_HEAD_DIM = 8, 16
+FEW_HEADS = 8
+LEAST_HEAD_DIM = 16
 # Validations of a rung: how the loss of the big run falls before its learning rate has decayed is
 # known from them.
 VALIDATIONS = 5
@@ -94,9 +95,11 @@ def shapes(model: ModelConfig, times: float = 1.0) -> list[ModelConfig]:
     """Models in the proportions of this one, each with more parameters than the one before, up to
     `times` its width.
     """
-    heads, head_dim = model.num_attention_heads, model.head_dim
+    heads = model.num_attention_heads
+    head_dim = model.head_dim
     while heads < FEW_HEADS and head_dim >= 2 * LEAST_HEAD_DIM and model.family.grouped_heads:
-        heads, head_dim = 2 * heads, head_dim // 2
+        heads *= 2
+        head_dim //= 2
     found: dict[int, ModelConfig] = {}
     for count in range(1, math.floor(heads * times) + 1):
         width = model.hidden_size * count / heads
@@ -118,7 +121,8 @@ def reshape(
 
     `changes`: further options by section.
     """
-    big, model = target.model, target.config.model
+    big = target.model
+    model = target.config.model
     options = {name: getattr(shape, name) for name in SHAPE if getattr(shape, name)}
     if not big.family.grouped_heads:
         options = {
@@ -163,7 +167,8 @@ def in_length(config: PretrainConfig, steps: int) -> dict[str, dict[str, Any]]:
     decay, phases, validation.
     """
     share = steps / config.train.steps
-    decay, every = config.schedule.decay_steps, config.validation.every_steps
+    decay = config.schedule.decay_steps
+    every = config.validation.every_steps
     phases = config.data.model_dump(mode="json")["phases"]
     for phase in phases:
         phase["steps"] = phase["steps"] and max(1, round(phase["steps"] * share))
@@ -206,7 +211,8 @@ def make_rung(
     """A rung: this model, trained on so many tokens with a schedule of its own to its end; a run in
     `folder`.
     """
-    config, steps = target.config, math.ceil(tokens / tokens_per_step(target.config))
+    config = target.config
+    steps = math.ceil(tokens / tokens_per_step(target.config))
     sizes = [
         f"{round(count / 1e6, 3):g}M"
         for count in (scaled_parameters(shape), steps * tokens_per_step(config))
@@ -317,7 +323,8 @@ def _grid(
     """(model, tokens per parameter) for the largest of the models, and those with about a half, a
     quarter, … of its size.
     """
-    largest, left = models[-1], list(models[:-1])
+    largest = models[-1]
+    left = list(models[:-1])
     yield largest, lengths[:-1]
     for number in range(1, sizes):
         wanted = math.log(scaled_parameters(largest)) - number * math.log(2)

@@ -35,7 +35,8 @@ from lmforge.ops.jobs.job import read_job
 from lmforge.ops.jobs.launchers import job_state
 from lmforge.ops.report.run_data import read_events
 
-POLL_SECONDS, JOB_SECONDS = 0.2, 5.0
+POLL_SECONDS = 0.2
+JOB_SECONDS = 5.0
 # A rung whose process was killed is started again so often.
 MOST_RESTARTS = 3
 # What makes the points of a fit comparable: what rungs are trained and validated on, and how. Steps
@@ -187,7 +188,9 @@ class RungRunner:
 
     def __init__(self, recipes: Path, parallel: int, tell: Callable[[str], None]) -> None:
         """recipes: folder of NAME.toml and NAME.log of each rung."""
-        self._recipes, self._parallel, self._tell = recipes, parallel, tell
+        self._recipes = recipes
+        self._parallel = parallel
+        self._tell = tell
         self._signals = list[int]()
         self._restarts = Counter[str]()
 
@@ -201,7 +204,9 @@ class RungRunner:
         """
         for rung in rungs:  # each is refused before one is trained
             check_options(rung, Run.from_config(rung.config))
-        waiting, active, slots = deque(rungs), dict[str, _Active](), list(range(self._parallel))
+        waiting = deque(rungs)
+        active = dict[str, _Active]()
+        slots = list(range(self._parallel))
         previous = handle_signals(STOP_SIGNALS, lambda number, frame: self._signals.append(number))
         try:
             while active or (waiting and not self._signals):
@@ -251,7 +256,8 @@ class RungRunner:
         return active.process is not None
 
     def _start(self, rung: Trial, run: Run, slot: int) -> "_Active":
-        recipe, launch = self._recipes / f"{rung.name}.toml", rung.config.launch
+        recipe = self._recipes / f"{rung.name}.toml"
+        launch = rung.config.launch
         if run.path.exists():
             lock = try_lock(run.path / ".lock")
             if lock is None:
@@ -290,7 +296,8 @@ class RungRunner:
 
         Raises for any other end.
         """
-        run, rung = active.run, active.rung
+        run = active.run
+        rung = active.rung
         if is_over(run, rung):
             return True
         log = self._recipes / f"{rung.name}.log"

@@ -21,7 +21,8 @@ def adopt(paths: Sequence[Path], rungs: Sequence[Trial]) -> list[Reached]:
     Raises UserError.
     """
     taken = [rung.name for rung in rungs] + [path.name for path in paths]
-    own, found = {Run.from_config(rung.config).path.resolve() for rung in rungs}, []
+    own = {Run.from_config(rung.config).path.resolve() for rung in rungs}
+    found = []
     for path in paths:
         if path.resolve() not in own:
             reached = read_reached(path)
@@ -70,7 +71,8 @@ def most_epochs(trial: Trial, sources: TokenSources) -> tuple[str, float]:
     Raises UserError where its data does not suffice.
     """
     size = _sequences_per_step(trial)
-    epochs, left = dict.fromkeys(sources.names, 0.0), trial.config.train.steps * size
+    epochs = dict.fromkeys(sources.names, 0.0)
+    left = trial.config.train.steps * size
     for phase in TokenSources(trial.config, sources.folders).training(size).phases:
         samples = left if phase.num_samples is None else min(left, phase.num_samples)
         left -= samples

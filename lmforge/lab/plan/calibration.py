@@ -87,7 +87,8 @@ class RateTable:
     """
 
     def __init__(self, values: Mapping[tuple[int, ...], float]) -> None:
-        self._values, self._known = values, dict[tuple[float, ...], float]()
+        self._values = values
+        self._known = dict[tuple[float, ...], float]()
         self._axes = [sorted(set(axis)) for axis in zip(*values, strict=True)]
         if any(corner not in values for corner in product(*self._axes)):
             raise ValueError("a size that was measured in one row is missing in another")
@@ -107,11 +108,13 @@ class RateTable:
     def _between(self, sizes: tuple[float, ...], chosen: tuple[int, ...]) -> float:
         if len(chosen) == len(sizes):
             return self._values[chosen]
-        axis, size = self._axes[len(chosen)], sizes[len(chosen)]
+        axis = self._axes[len(chosen)]
+        size = sizes[len(chosen)]
         above = bisect_right(axis, size)
         if above in (0, len(axis)):
             return self._between(sizes, (*chosen, axis[min(above, len(axis) - 1)]))
-        low, high = axis[above - 1], axis[above]
+        low = axis[above - 1]
+        high = axis[above]
         weight = math.log(size / low) / math.log(high / low)
         return (1 - weight) * self._between(sizes, (*chosen, low)) + weight * self._between(
             sizes, (*chosen, high)

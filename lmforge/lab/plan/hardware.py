@@ -152,7 +152,8 @@ def read_hardware(path: Path | None) -> Hardware:
     networks = tuple(
         network.model_copy(update={"name": network.name.lower()}) for network in own.networks
     )
-    own_gpus, own_networks = {gpu.name for gpu in gpus}, {network.name for network in networks}
+    own_gpus = {gpu.name for gpu in gpus}
+    own_networks = {network.name for network in networks}
     return Hardware(
         gpus=(*gpus, *(each for each in data_sheets().gpus if each.name not in own_gpus)),
         networks=(

@@ -61,8 +61,11 @@ class PredictionCheck:
         log: Callable[[str], None],
     ) -> None:
         """`prediction` is a string with the reason where there is no prediction."""
-        self._prediction, self._tokens, self._log = prediction, tokens_per_step, log
-        self._due_step, self._seconds = start_step + PREDICTED_STEPS, list[float]()
+        self._prediction = prediction
+        self._tokens = tokens_per_step
+        self._log = log
+        self._due_step = start_step + PREDICTED_STEPS
+        self._seconds = list[float]()
 
     def add_step(self, seconds: float) -> None:
         """Record the seconds of a step, which is neither the first nor one that compiled."""

@@ -90,10 +90,13 @@ class Work:
 
         The masked half of causal attention is not computed.
         """
-        tensors, name = _tensors(arguments), str(operator)
+        tensors = _tensors(arguments)
+        name = str(operator)
         if operator in PRODUCTS | BATCHED_PRODUCTS:
             left, right = tensors[-2:]
-            rows, inner, columns = left.shape[-2], left.shape[-1], right.shape[-1]
+            rows = left.shape[-2]
+            inner = left.shape[-1]
+            columns = right.shape[-1]
             if operator in PRODUCTS:
                 self.products.append(Product(rows, inner, columns, left.itemsize))
             else:
@@ -107,12 +110,12 @@ class Work:
                 Product(left.shape[0], left.shape[1], columns, left.itemsize, ends.shape[0])
             )
         elif operator in QUANTIZED_PRODUCTS:
-            left, last, shape = tensors[0], tensors[-1], arguments[-3]
+            left = tensors[0]
+            last = tensors[-1]
+            shape = arguments[-3]
             columns = shape[-2 if operator is torch.ops.lmforge.quantized_product.default else -1]
-            rows, experts = (
-                left.numel() // left.shape[-1],
-                last.shape[0] if last.dtype == torch.int32 else 1,
-            )
+            rows = left.numel() // left.shape[-1]
+            experts = last.shape[0] if last.dtype == torch.int32 else 1
             self.products.append(Product(rows, left.shape[-1], columns, left.itemsize, experts))
         elif "scaled_dot_product" not in name:
             return "c10d" in getattr(operator, "namespace", "")
@@ -128,10 +131,8 @@ class Work:
     def beyond(self, other: "Work") -> "Work":
         """What this does that `other` does not."""
         products = Counter(self.products) - Counter(other.products)
-        flops, moved = (
-            self.attention_flops - other.attention_flops,
-            self.moved_bytes - other.moved_bytes,
-        )
+        flops = self.attention_flops - other.attention_flops
+        moved = self.moved_bytes - other.moved_bytes
         return Work([*products.elements()], flops, max(0.0, moved))
 
     def scaled(self, sequences: float, span: float) -> "Work":
@@ -172,7 +173,8 @@ def _tensors(values: Any) -> list[Tensor]:
 
 def graph_work(graph: torch.fx.Graph) -> Work:
     """The work of a compiled graph."""
-    work, cheap = Work(), list[torch.fx.Node]()
+    work = Work()
+    cheap = list[torch.fx.Node]()
     level: dict[torch.fx.Node, int] = {}
     for node in graph.nodes:
         level[node] = max((level[source_node(each)] for each in node.all_input_nodes), default=0)
@@ -189,7 +191,8 @@ def graph_work(graph: torch.fx.Graph) -> Work:
                 for number, each in enumerate(arguments)
                 if isinstance(each, torch._ops.OpOverload)
             )
-            operator, arguments = arguments[at], arguments[at + 1 :]
+            operator = arguments[at]
+            arguments = arguments[at + 1 :]
         if work.add_expensive(operator, arguments, named):
             level[node] += 1
         elif _is_tensor(node):
@@ -230,11 +233,9 @@ def _fused_bytes(cheap: list[torch.fx.Node], level: dict[torch.fx.Node, int]) ->
     kernel where they read the same; sums over all tokens, such as the gradients of norms, are
     kernels of their own. A kernel that reduces long rows reads them twice.
     """
-    members, reads, kernels = (
-        set(cheap),
-        dict[torch.fx.Node, frozenset[torch.fx.Node]](),
-        list[_Kernel](),
-    )
+    members = set(cheap)
+    reads = dict[torch.fx.Node, frozenset[torch.fx.Node]]()
+    kernels = list[_Kernel]()
     for node in cheap:
         sources = [source_node(each) for each in node.all_input_nodes]
         written_before = {

@@ -109,7 +109,8 @@ def find_machine(options: MachineOptions) -> Machine:
         near = options.gpus // per_host * per_host
         way = f"use {near} or {near + per_host}, or another --gpus_per_host"
         raise UserError(f"--gpus {options.gpus} do not fill hosts of {per_host}; {way}")
-    gpu, calibration = hardware.gpu(options.gpu_type), None
+    gpu = hardware.gpu(options.gpu_type)
+    calibration = None
     if options.calibration is not None:
         calibration = read_calibration(options.calibration)
         gpu = calibrated_gpu(gpu, calibration, hardware, options.calibration, per_host)
@@ -159,7 +160,8 @@ def calibrated_gpu(
 def _check_peaks(gpu: GPU, calibration: Calibration, path: Path) -> None:
     """Raise UserError where measured products were faster than the data sheet permits."""
     for dtype in ("fp32", "bf16", "fp8"):
-        table, peak = calibration.table("product", dtype), gpu.peak_flops(dtype)
+        table = calibration.table("product", dtype)
+        peak = gpu.peak_flops(dtype)
         if table is not None and peak is not None and table.largest > MOST_OF_PEAK * peak:
             raise UserError(
                 f"--calibration: {path}: products in {dtype} at {table.largest / 1e12:,.0f}"
@@ -279,7 +281,8 @@ def with_default_batch(config: AnyPlanConfig) -> tuple[AnyPlanConfig, list[str]]
     """The recipe with a sequence for each GPU, where it gives no global batch and the default has
     fewer; and a line that says so.
     """
-    train, gpus = config.train, config.plan.gpus
+    train = config.train
+    gpus = config.plan.gpus
     if train.global_batch_size or train.global_batch_tokens or gpus <= DEFAULT_GLOBAL_BATCH_SIZE:
         return config, []
     note = (
@@ -363,17 +366,14 @@ def predict_phases(
     """(steps, prediction) of each phase of the run, whose sequences may be shorter than those of
     `prediction`, the longest.
     """
-    step_config, steps = prediction.step_config, config.train.steps
+    step_config = prediction.step_config
+    steps = config.train.steps
     if not isinstance(config, PretrainConfig) or not config.data.phases:
         return [(steps, prediction)]
-    size, known = (
-        plan_batches(config, step_config.world_size).global_batch_size,
-        {step_config.sequence_length: prediction},
-    )
-    by_length, rates = (
-        tokens_by_length(config.data.phases, steps, size, step_config.sequence_length),
-        machine.rates(step_config.dtype),
-    )
+    size = plan_batches(config, step_config.world_size).global_batch_size
+    known = {step_config.sequence_length: prediction}
+    by_length = tokens_by_length(config.data.phases, steps, size, step_config.sequence_length)
+    rates = machine.rates(step_config.dtype)
     for length, _ in by_length:
         if length not in known:
             known[length] = predict(
@@ -456,12 +456,14 @@ def predict_run(
     interval = memory * MEMORY_INTERVAL[0], memory * MEMORY_INTERVAL[1]
     if not step_config.on_gpu:
         before, most = resident
-        memory, interval = memory + before, (interval[0] + before, most)
+        memory += before
+        interval = (interval[0] + before, most)
     try:
         machine = _find_machine(step_config, config, device_name)
     except UserError as problem:
         return RunPrediction(memory, interval, None, None, str(problem))
-    prediction, ranks = predict_step(step_config, machine), step_config.world_size
+    prediction = predict_step(step_config, machine)
+    ranks = step_config.world_size
     slow, fast = prediction.speed_interval
     source = machine.describe_constants(step_config.dtype)
     return RunPrediction(
@@ -473,7 +475,8 @@ def _find_machine(step_config: StepConfig, config: StageConfig, device_name: str
     """Raises UserError where a constant would be a guess."""
     if len(set(getattr(config.data, "sequence_lengths", ()))) > 1:
         raise UserError("data.phases has several sequence lengths")
-    path, per_host = config.log.calibration, step_config.gpus_per_host
+    path = config.log.calibration
+    per_host = step_config.gpus_per_host
     gpu = data_sheets().gpu("cpu") if device_name is None else data_sheets().find(device_name)
     if gpu is None:
         raise UserError(f"{device_name} is not in the hardware file")

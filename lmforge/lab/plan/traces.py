@@ -230,7 +230,8 @@ def _block_inputs(
         reached.update(args=[*args], kwargs=kwargs)
         raise _Reached
 
-    tracker, tokens = ActivationTracker(), torch.zeros(1, length, dtype=torch.long)
+    tracker = ActivationTracker()
+    tokens = torch.zeros(1, length, dtype=torch.long)
     batch = (tokens, tokens.clone(), tokens.int())  # made before, so that it does not count
     keys = tokens.clone() if has_dropout else None
     hook = model.blocks[0].register_forward_pre_hook(stop, with_kwargs=True)
@@ -240,10 +241,12 @@ def _block_inputs(
     except _Reached:
         pass
     hook.remove()
-    args, kwargs = reached["args"], reached["kwargs"]
+    args = reached["args"]
+    kwargs = reached["kwargs"]
     if not args:  # all by name
         args = [kwargs.pop("hidden_states")]
-    hidden, masks = args[0], [each.dense_mask for each in args if isinstance(each, AttentionMask)]
+    hidden = args[0]
+    masks = [each.dense_mask for each in args if isinstance(each, AttentionMask)]
     of_block = [hidden, *masks, *(each.rng_keys for each in args if isinstance(each, TokenRng))]
     embedded = tracker.live_bytes() - sum(each.nbytes for each in of_block if each is not None)
     if on_gpu:
@@ -284,7 +287,9 @@ def _split_sequence(block: nn.Module, ranks: int) -> None:
 def _trace_eager(
     block: nn.Module, args: list[Any], kwargs: dict[str, Any]
 ) -> tuple[Work, Work, int, int]:
-    tracker, forward, backward = ActivationTracker(), WorkCounter(), WorkCounter()
+    tracker = ActivationTracker()
+    forward = WorkCounter()
+    backward = WorkCounter()
     with tracker:
         hidden = args[0] + 0  # made in this context, so that it counts where it is kept
         block_args = [
@@ -312,7 +317,9 @@ def _trace_compiled(
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
 
-    works, saved, fixed = list[Work](), 0, 0
+    works = list[Work]()
+    saved = 0
+    fixed = 0
 
     def partition(joint: Any, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
         nonlocal saved, fixed
@@ -399,7 +406,8 @@ class HeadTrace:
 @cache
 def trace_head(traced: TracedModel, loss: LossKind, *, is_trained: bool) -> HeadTrace:
     """`is_trained`: whether the head's weights are."""
-    norm, whole = list[int](), list[int]()
+    norm = list[int]()
+    whole = list[int]()
     with fake_model(traced) as model:
         model.set_submodule(model.blocks_name, nn.ModuleList())
         for embedding in model.embeddings:

@@ -44,10 +44,8 @@ NO_STEP = (
 )
 OF_SPLIT = ("parallel.", "train.micro_batch_size", "train.compile", "train.threads")
 # They matter where the learning rate that was used differs, or the plan of the data.
-OF_LR, OF_PLAN = (
-    ("schedule.", "train.steps", "train.epochs"),
-    ("data.folder", "data.files", "data.sources", "data.phases"),
-)
+OF_LR = ("schedule.", "train.steps", "train.epochs")
+OF_PLAN = ("data.folder", "data.files", "data.sources", "data.phases")
 # What decides the last bits: of environment.json, and of each start in events.jsonl.
 VERSIONS = ("packages", "python", "processor", "cores", "git_commit")
 HARDWARE = {"threads": int, "gpu": str}
@@ -103,7 +101,8 @@ class ComparedRun:
     def __init__(self, run: Run) -> None:
         if not run.exists():
             raise UserError(f"{run.path}: not a run (it has no recipe.toml)")
-        self.run, self.config = run, run.load_config()
+        self.run = run
+        self.config = run.load_config()
         self.options = dict(flat_options(self.config)) | {"stage": self.config.of_stage}
         self.environment = read_environment(run)
         starts = [event for event in read_events(run)[0] if event["kind"] == "start"]
@@ -181,9 +180,11 @@ def compare_runs(first: ComparedRun, other: ComparedRun, *, weights: bool = Fals
     """
     differs = dict(_differences(first, other))
     bound, reason = _choose_bound(first, other, differs)
-    limits, compared = bound or EQUAL_BITS, {}
+    limits = bound or EQUAL_BITS
+    compared = {}
     for metric, field in METRICS.items():
-        theirs, ours = first.values(metric), other.values(metric)
+        theirs = first.values(metric)
+        ours = other.values(metric)
         if metric == "val/loss" and any(name.startswith("validation.") for name in differs):
             continue
         rows = [_row(*key, theirs[key], ours[key]) for key in sorted(theirs.keys() & ours.keys())]
@@ -279,7 +280,8 @@ def _choose_bound(
     keeps_bf16 = not {"bf16", "8bit"}.isdisjoint(
         (options["train.master_dtype"], options["optimizer.state_dtype"])
     )
-    optimizer, epsilon = options["optimizer.name"], options["optimizer.eps"]
+    optimizer = options["optimizer.name"]
+    epsilon = options["optimizer.eps"]
     bound = bound_of_splits(options["train.dtype"], first.device, optimizer, epsilon, keeps_bf16)
     return (
         bound,
@@ -388,7 +390,8 @@ def _describe(
     compared: dict[str, Compared],
 ) -> str:
     """The verdict in one line."""
-    theirs, ours = first.run.path, other.run.path
+    theirs = first.run.path
+    ours = other.run.path
     beyond = [(each.first, each.bound, name) for name, each in compared.items() if each.first]
     if not beyond:
         within = "bit for bit" if bound in (None, EQUAL_BITS) else "to rounding"

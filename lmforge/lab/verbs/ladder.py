@@ -44,7 +44,10 @@ from lmforge.serve.validation import open_validation_tasks
 
 # The FLOPs of ladder.target over the recipe's, or the reverse: proportions are kept from there.
 MOST_TIMES = 1000
-RECIPES, RECORD, TARGET, PREDICTION = "recipes", "ladder.json", "target.toml", "prediction.json"
+RECIPES = "recipes"
+RECORD = "ladder.json"
+TARGET = "target.toml"
+PREDICTION = "prediction.json"
 
 
 @dataclass(frozen=True)
@@ -146,7 +149,9 @@ def _plan(
     vocab_size = sources.tokenizer.vocab_size
     target = check_target(recipe, vocab_size)
     open_validation_tasks(recipe, sources.tokenizer, target.model)
-    options, rungs, unused = config.ladder, list[Trial](), ""
+    options = config.ladder
+    rungs = list[Trial]()
+    unused = ""
     big = costs.of(target, config.plan.gpus)
     flops = _flops_paid(options.target, costs, big)
     paid = replace(big, flops=flops or big.flops)
@@ -242,7 +247,9 @@ def _choose_rate(
 
 
 def _print_plan(ladder: Ladder, config: LadderConfig, costs: Costs) -> None:
-    target, rungs, big = ladder.target, ladder.rungs, ladder.cost
+    target = ladder.target
+    rungs = ladder.rungs
+    big = ladder.cost
     flops = ladder.flops or big.flops
     if ladder.mixture:
         print(f"mixture    {ladder.mixture}")
@@ -371,7 +378,8 @@ def _write_page(fitted: Sequence[Fitted], config: LadderConfig, folder: Path) ->
 
 
 def _print_prediction(fitted: Fitted, trial: Trial) -> None:
-    numbers, best = fitted.numbers, fitted.numbers["best"]
+    numbers = fitted.numbers
+    best = fitted.numbers["best"]
     for line in numbers["cautions"]:
         print(f"caution    {line}")
     loss, bits = (
@@ -401,7 +409,8 @@ def _print_prediction(fitted: Fitted, trial: Trial) -> None:
     print(
         f"           the predicted run has {own['ratio']:.2g} times that size: {100 * above:+.2f} %"
     )
-    lr, kind = trial.config.optimizer.lr, trial.config.model.parametrization
+    lr = trial.config.optimizer.lr
+    kind = trial.config.model.parametrization
     print(
         f"           learning rate {lr:g}"
         + (f", with the factors of {kind}" if kind != "standard" else "")

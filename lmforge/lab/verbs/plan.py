@@ -68,7 +68,8 @@ CHOICES = (
     "cpu_offload",
 )
 # Characters of the picture of a step.
-PICTURE_WIDTH, PICTURE_HEIGHT = 72, 8
+PICTURE_WIDTH = 72
+PICTURE_HEIGHT = 8
 
 
 def run_plan(config: AnyPlanConfig) -> int:
@@ -479,7 +480,8 @@ def other_choices(result: SearchResult) -> list[tuple[str, Candidate, str]]:
     """For each value of an option that the winner does not have: the best candidate with it, and
     why it is slower.
     """
-    winner, rows = result.best[0], list[tuple[str, Candidate, str]]()
+    winner = result.best[0]
+    rows = list[tuple[str, Candidate, str]]()
     seen: set[tuple[str, Any]] = {
         (name, getattr(winner.step_config.options, name)) for name in CHOICES
     }

@@ -72,7 +72,9 @@ STEPS_CONTINUED = 50
 # With so few steps the purpose is to try all stages, so the batches of rollouts and the
 # measurements are small.
 TRIAL_STEPS = 10
-TRIAL_SEQUENCES, TRIAL_SFT_BATCH_SIZE, TRIAL_MAX_TOKENS = 8, 2, 16
+TRIAL_SEQUENCES = 8
+TRIAL_SFT_BATCH_SIZE = 2
+TRIAL_MAX_TOKENS = 16
 
 
 def quickstart(options: QuickstartOptions) -> int:
@@ -83,7 +85,8 @@ def quickstart(options: QuickstartOptions) -> int:
     Raises UserError and RunFailed as its parts do.
     """
     start = time.perf_counter()
-    tokens, functions = options.folder / "data" / "stdlib", options.folder / "data" / "functions"
+    tokens = options.folder / "data" / "stdlib"
+    functions = options.folder / "data" / "functions"
     _print_title("1 of 7  text → tokenizer → token shards", "prepare", "stdlib", tokens)
     run_prepare(PrepareOptions(source="stdlib", out=tokens, overwrite=options.overwrite))
     _print_title(
@@ -190,7 +193,8 @@ def _continue_sharded(
 
     Returns the copy and the step of that checkpoint.
     """
-    run, copy = Run(base), Run(base.with_name(f"{base.name}-fsdp2"))
+    run = Run(base)
+    copy = Run(base.with_name(f"{base.name}-fsdp2"))
     if options.overwrite:
         copy.delete()
     # That of an earlier copy: the run may have been trained further since.
@@ -255,7 +259,8 @@ def _comparison_table(base: Path, sharded: Path, begun: int, processes: str) -> 
     """The losses of both runs after their common checkpoint, and whether they differ by less than
     the bound of splits.
     """
-    config, device_type = Run(base).load_config(), "cuda" if torch.cuda.is_available() else "cpu"
+    config = Run(base).load_config()
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
     bound = bound_of_splits(config.train.dtype, device_type).loss
     table = Table("step", "measured", processes, "FSDP2", "difference", "")
     metrics = {
@@ -267,7 +272,8 @@ def _comparison_table(base: Path, sharded: Path, begun: int, processes: str) -> 
             continue
         for name in ("loss", "val/loss"):
             if name in record:
-                ours, theirs = record[name], metrics[sharded][step][name]
+                ours = record[name]
+                theirs = metrics[sharded][step][name]
                 difference = relative_difference(theirs, ours)
                 verdict = f"equal within {bound:g}" if difference <= bound else "NOT EQUAL"
                 table.add_row(
@@ -283,7 +289,8 @@ def _results_table(runs: list[Path]) -> Table:
         values = [
             record[stage.metric] for record in Run(run).read_metrics() if stage.metric in record
         ]
-        before, after = values[0], values[-1]
+        before = values[0]
+        after = values[-1]
         improved = after < before if stage.direction == "lower" else after > before
         table.add_row(
             stage.verb,

@@ -109,7 +109,8 @@ class Engine:
         # In mixed precision sharded weights are stored in fp32 and gathered in bf16, so the dtype
         # is that of the gathered embedding.
         weight = model.embeddings[0].weight
-        self._device, dtype = weight.device, weight.dtype
+        self._device = weight.device
+        dtype = weight.dtype
         if torch.is_autocast_enabled(self._device.type):
             dtype = torch.get_autocast_dtype(self._device.type)
         self._model = model

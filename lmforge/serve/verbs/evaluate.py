@@ -98,7 +98,8 @@ def _score_tasks(options: EvaluateOptions, dist_ctx: DistributedContext) -> list
             options.max_tokens,
             options.stop,
         )
-        results, answers = [], []
+        results = []
+        answers = []
         for task in tasks:
             result = run_task(task, loaded, dist_ctx, settings)
             answers += [{"task": task.name, **answer} for answer in result.pop("answers")]
@@ -146,7 +147,8 @@ def _print_scores(results: list[dict[str, Any]]) -> None:
         "task", "metric", "score", "± standard error", "questions", title=results[0]["model"]
     )
     for result in results:
-        errors, questions = result.get("standard_errors", {}), result.get("questions", "")
+        errors = result.get("standard_errors", {})
+        questions = result.get("questions", "")
         for name, score in result["metrics"].items():
             if isinstance(score, int | float):
                 error = f"{errors[name]:.4f}" if name in errors else ""

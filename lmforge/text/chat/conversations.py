@@ -119,10 +119,8 @@ class RecordEncoder:
         if any(self._specials.pattern.search(text) for text, _ in texts):
             layout = self._parse(texts) if self.parse_special_tokens else layout
             self.unusable.with_special_text += not self.parse_special_tokens
-        prefix, eos = (
-            [(id, False) for id in self.tokenizer.prefix_ids],
-            [(self.tokenizer.eos_token_id, True)],
-        )
+        prefix = [(id, False) for id in self.tokenizer.prefix_ids]
+        eos = [(self.tokenizer.eos_token_id, True)]
         ids = [part[0] if isinstance(part, tuple) else None for part in layout]
         layout = layout if ids[: len(prefix)] == self.tokenizer.prefix_ids else [*prefix, *layout]
         return (
@@ -238,7 +236,8 @@ def read_renamed_records(
     """`read_records`, with {our name: theirs} fields under our names; one that is empty is left
     out, of messages too. Raises UserError naming a record that cannot be used.
     """
-    fields, unusable = fields or {}, unusable or UnusableRecords()
+    fields = fields or {}
+    unusable = unusable or UnusableRecords()
     renamed = {theirs: ours for ours, theirs in fields.items() if theirs}
     left_out = {ours for ours, theirs in fields.items() if not theirs}
     for place, record in read_records(path, unusable=unusable):
@@ -464,7 +463,8 @@ def _decode_tool(tool: Any, source: str) -> Any:
 
 
 def _sharegpt_message(entry: dict[str, Any]) -> dict[str, Any]:
-    speaker, value = entry["from"], entry.get("value")
+    speaker = entry["from"]
+    value = entry.get("value")
     others = {name: each for name, each in entry.items() if name not in ("from", "value")}
     if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
         raise UserError(

@@ -117,7 +117,8 @@ def _drop_or_truncate(
                 counts["overlong"] += 1
                 continue
             counts["truncated"] += 1
-            [full], size = group.sequences, sequence_length + 1
+            [full] = group.sequences
+            size = sequence_length + 1
             group = replace(
                 group,
                 sequences=(
@@ -205,10 +206,8 @@ class ExampleFolder:
 
         Raises UserError if a file does not match its checksum or its manifest.
         """
-        described, hint = (
-            self.manifest["splits"][name],
-            f"delete {self.path}, and it is created again",
-        )
+        described = self.manifest["splits"][name]
+        hint = f"delete {self.path}, and it is created again"
         arrays = {}
         for array_name, digest in described["xxh3"].items():
             file = self.path / f"{name}-{array_name}.npy"
@@ -248,7 +247,9 @@ def _are_examples(arrays: dict[str, np.ndarray], described: ExampleSplit, vocab_
         array.ndim != 1 for array in arrays.values()
     ):
         return False
-    tokens, scored, starts = arrays["tokens"], arrays["scored"], arrays["starts"]
+    tokens = arrays["tokens"]
+    scored = arrays["scored"]
+    starts = arrays["starts"]
     return bool(
         (tokens.dtype, scored.dtype, starts.dtype) == (np.int32, np.bool_, np.int64)
         and len(scored) == len(tokens) == starts[-1]
@@ -292,7 +293,8 @@ class ExamplePacking(Packing):
                 2 * sizes if with_mismatched else sizes, sequence_length
             )
         else:
-            self._order, self._starts = np.arange(len(examples)), np.arange(len(examples) + 1)
+            self._order = np.arange(len(examples))
+            self._starts = np.arange(len(examples) + 1)
 
     @property
     def num_sequences(self) -> int:
@@ -315,7 +317,8 @@ class ExamplePacking(Packing):
 
     def read(self, index: int, out: PackedSequence) -> None:
         out.pad()
-        at, document = 0, 0
+        at = 0
+        document = 0
         members = self.example_indices(index).tolist()
         for number, example in enumerate(members):
             sequences = list(self._examples.sequences(example))
@@ -336,17 +339,16 @@ class ExamplePacking(Packing):
                 out.document_ids[at:end] = document
                 for name, values in self._examples.scalars.items():
                     out.extras[name][at:end] = values[example]
-                at, document = end, document + 1
+                at = end
+                document += 1
 
 
 def _with_completion_of(one: TokenizedExample, other: TokenizedExample) -> TokenizedExample:
     """The prompt of one with the completion of the other; a completion begins with the first scored
     token.
     """
-    prompt, completion = (
-        slice(int(one.loss_mask.argmax())),
-        slice(int(other.loss_mask.argmax()), None),
-    )
+    prompt = slice(int(one.loss_mask.argmax()))
+    completion = slice(int(other.loss_mask.argmax()), None)
     tokens = np.concatenate([one.tokens[prompt], other.tokens[completion]])
     return TokenizedExample(
         tokens, np.concatenate([one.loss_mask[prompt], other.loss_mask[completion]])

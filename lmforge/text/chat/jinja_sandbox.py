@@ -19,7 +19,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from lmforge.core.errors import UserError
 
 # Markers around what the template tags as generated. Texts that contain one must be escaped first.
-GENERATION_START, GENERATION_END = "\U0010fff0", "\U0010fff1"
+GENERATION_START = "\U0010fff0"
+GENERATION_END = "\U0010fff1"
 
 # Far above any conversation that a model can read.
 MAX_RENDERED_CHARACTERS = 1 << 23
@@ -122,7 +123,8 @@ class JinjaTemplate:
 
 def common_prefix_length(one: str, other: str) -> int:
     """How many characters the beginnings of two texts share."""
-    low, high = 0, min(len(one), len(other))
+    low = 0
+    high = min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if other.startswith(one[low:middle], low) else (low, middle - 1)

@@ -21,7 +21,8 @@ import xxhash
 from lmforge.core.files.atomic_files import atomic_write, check_output
 from lmforge.text.sources.text_sources import open_text_source
 
-TRAIN_FILE, VALIDATION_FILE = "train.jsonl", "validation.jsonl"
+TRAIN_FILE = "train.jsonl"
+VALIDATION_FILE = "validation.jsonl"
 MAX_SOURCE_CHARACTERS = 2000
 MAX_DOCSTRING_CHARACTERS = 1000
 MIN_DOCSTRING_WORDS = 4
@@ -133,7 +134,8 @@ def _split_function(node: ast.FunctionDef, lines: list[str]) -> tuple[str, str, 
         or not _has_literal_defaults(node)
     ):
         return None
-    first, docstring = node.body[1], node.body[0]
+    first = node.body[1]
+    docstring = node.body[0]
     assert docstring.end_lineno is not None
     if docstring.lineno == node.lineno or first.lineno <= docstring.end_lineno:
         return None  # on one line: the parts cannot be separated by lines

@@ -145,11 +145,9 @@ def decode_json_text(value: Any, source: str) -> Any:
 def _validate_message(message: Any, form: MessageForm) -> Message:
     if not isinstance(message, dict) or "role" not in message:
         raise UserError("expected an object with role and content")
-    role, content, calls = (
-        message["role"],
-        message.get("content"),
-        message.get("tool_calls") or None,
-    )
+    role = message["role"]
+    content = message.get("content")
+    calls = message.get("tool_calls") or None
     if role not in get_args(Role):
         raise UserError(f"role {cut(repr(role))}: expected one of {', '.join(get_args(Role))}")
     calls = decode_json_text(calls, "tool_calls")

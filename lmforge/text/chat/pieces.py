@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 from lmforge.core.errors import UserError
 
 PRIVATE_USE_CHARACTERS = "[\U000f0000-\U0010ffff]"
-FIRST_PLACEHOLDER, MAX_PLACEHOLDERS = 0xF0000, 0xFFFF
-FIRST_MARK, MAX_MARKS = 0x100000, 0xFFF0  # up to the marks of generation tags
+FIRST_PLACEHOLDER = 0xF0000
+MAX_PLACEHOLDERS = 0xFFFF
+FIRST_MARK = 0x100000
+MAX_MARKS = 0xFFF0  # up to the marks of generation tags
 MARK = re.compile("[\U00100000-\U0010ffef]")
 # Where marks are put: at the end of a text, else at its beginning or in it, as some templates ask
 # how texts begin or end.
@@ -93,7 +95,8 @@ class MarkedConversation:
             self.variables["documents"] = [_mark_document(each, mark) for each in documents]
 
     def _mark_message(self, number: int, message: dict[str, Any]) -> dict[str, Any]:
-        marked, content = dict(message), message["content"]
+        marked = dict(message)
+        content = message["content"]
         mark = self._marker(number, "content")
         marked["content"] = (
             mark(content)

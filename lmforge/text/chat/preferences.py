@@ -165,7 +165,8 @@ def read_prompts(
 
     Raises UserError naming the record without a prompt.
     """
-    counts, unusable = counts or PromptCounts(), unusable or UnusableRecords()
+    counts = counts or PromptCounts()
+    unusable = unusable or UnusableRecords()
     encoder = RecordEncoder(tokenizer, unusable=unusable, parse_special_tokens=parse_special_tokens)
     for place, record in read_renamed_records(path, fields, unusable):
         counts.records += 1
@@ -251,7 +252,9 @@ def _pair_layouts(record: Record, encoder: RecordEncoder) -> list[Layout | ChatE
         if any(validate_messages(side)[0]["role"] != "assistant" for side in sides):
             # Both sides are whole conversations, whether or not the prompt has a field of its own.
             shared = sum(takewhile(bool, map(eq, *sides)))
-            beside, prompt, sides = prompt, sides[0][:shared], [side[shared:] for side in sides]
+            beside = prompt
+            prompt = sides[0][:shared]
+            sides = [side[shared:] for side in sides]
             if not shared or any(
                 not side or validate_messages(side)[0]["role"] != "assistant" for side in sides
             ):

@@ -106,7 +106,8 @@ class SpillBuffer(ExitStack):
         }
 
     def _blocks(self, name: str, spans: Sequence[tuple[int, int]]) -> Iterator[bytes]:
-        file, size = self._files[name], ARRAY_DTYPES[name].itemsize
+        file = self._files[name]
+        size = ARRAY_DTYPES[name].itemsize
         for start, stop in spans:
             file.seek(start * size)
             for at in range(start * size, stop * size, BLOCK_BYTES):

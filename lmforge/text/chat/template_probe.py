@@ -19,7 +19,8 @@ from lmforge.text.chat.jinja_sandbox import (
 from lmforge.text.chat.layout import Span
 from lmforge.text.chat.messages import check_encodable, message_forms, validate_messages
 
-QUESTION, ANSWER = "Well?", "Yes."
+QUESTION = "Well?"
+ANSWER = "Yes."
 PROBE_TOOLS = [
     {
         "type": "function",
@@ -130,7 +131,8 @@ def probe_template(
     ends_others = specials.findall(turn, max(0, turn.rfind(QUESTION)))
 
     def answer_end(text: str, followed: str) -> AnswerEnd:
-        rest, more = text[text.rfind(ANSWER) :], followed[followed.rfind(ANSWER) :]
+        rest = text[text.rfind(ANSWER) :]
+        more = followed[followed.rfind(ANSWER) :]
         found, kept, there = _compare(specials, rest, 0, more)
         if not found or rest[found[-1].end() :].strip():
             return AnswerEnd()

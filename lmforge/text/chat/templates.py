@@ -91,7 +91,8 @@ class _Draft:
         form = form._replace(rename_roles=form.rename_roles or example.template.is_own)
         messages = validate_messages(example.messages, form)
         # The last for tools.
-        self.example, self.roles = example, [*(message["role"] for message in messages), ""]
+        self.example = example
+        self.roles = [*(message["role"] for message in messages), ""]
         self.escaper = TextEscaper(example.template.escaped_pattern)
         prefixes = [(len(messages), example.is_prompt and not example.continues)]
         if not example.template.is_own:
@@ -115,7 +116,8 @@ class _Draft:
 
     def layout(self, text: str, spans: list[Span]) -> Layout:
         """The text that was rendered, with its scored spans."""
-        parts, unescape = self.example.template.specials.cut(text, spans), self.escaper.unescape
+        parts = self.example.template.specials.cut(text, spans)
+        unescape = self.escaper.unescape
         return [
             (
                 part
@@ -147,11 +149,9 @@ class ChatTemplate:
         Raises UserError where a template cannot be compiled, or refuses the small conversations of
         `probe_template`.
         """
-        self.tokenizer, self.jinja_source, self.files = (
-            tokenizer,
-            source,
-            {"chat_template.jinja": source},
-        )
+        self.tokenizer = tokenizer
+        self.jinja_source = source
+        self.files = {"chat_template.jinja": source}
         self._location = location
         self.is_own = source == LMFORGE_TEMPLATE
         self._template = JinjaTemplate(source, template_variables(tokenizer), location)
@@ -245,7 +245,8 @@ class ChatTemplate:
         return one_layout(next(example.template.build([example])))
 
     def _prompt_text(self, example: ChatExample) -> tuple[str, _Draft]:
-        last, continues = validate_messages(example.messages)[-1], example.continues
+        last = validate_messages(example.messages)[-1]
+        continues = example.continues
         if (last["role"] == "assistant") != continues:
             reason = "the last message is the assistant's: a prompt ends with another role's"
             raise UserError(
@@ -419,7 +420,8 @@ class ChatTemplate:
         """Raises UserError unless all pieces are in the text: those of the scored `answers` in
         these, others not.
         """
-        example, rewritten = draft.example, []
+        example = draft.example
+        rewritten = []
         for piece, places in found:
             own = answers.get(piece.message)
             if piece.field == "name" and (places or example.is_request):

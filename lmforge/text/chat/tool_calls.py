@@ -211,7 +211,8 @@ def _read_llama(text: str) -> list[ToolCall]:
 
 
 def _json_values(text: str) -> Iterator[Any]:
-    decoder, at = json.JSONDecoder(), 0
+    decoder = json.JSONDecoder()
+    at = 0
     while found := NEXT_VALUE.match(text, at):
         try:
             _, at = decoder.raw_decode(text, found.end())

@@ -18,7 +18,8 @@ import xxhash
 from lmforge.core.files.atomic_files import atomic_write
 from lmforge.text.prepare.ngrams import ngram_hashes, word_hashes
 
-NGRAM_WORDS, MIN_NGRAM_WORDS = 13, 8
+NGRAM_WORDS = 13
+MIN_NGRAM_WORDS = 8
 
 
 @dataclass(frozen=True)

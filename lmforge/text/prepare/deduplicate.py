@@ -16,7 +16,8 @@ import numpy as np
 from lmforge.text.prepare.ngrams import mix, ngram_hashes, word_hashes
 
 SHINGLE_WORDS = 5
-BANDS, HASHES_PER_BAND = 14, 8
+BANDS = 14
+HASHES_PER_BAND = 8
 # Runs of words whose hashes are compared at once: 112 × 8 bytes each.
 CHUNK_SHINGLES = 4096
 _KEYS = mix(np.arange(BANDS * HASHES_PER_BAND, dtype=np.uint64))

@@ -60,7 +60,8 @@ def divide_units(files: Sequence[str], sizes: Sequence[int], world_size: int) ->
     for numbers in of_file.values():
         is_small = sum(sizes[number] for number in numbers) <= target_size
         groups += [numbers] if is_small else [[number] for number in numbers]
-    loads, units = [0] * world_size, [list[int]() for _ in range(world_size)]
+    loads = [0] * world_size
+    units = [list[int]() for _ in range(world_size)]
     for numbers in sorted(groups, key=lambda numbers: -sum(sizes[number] for number in numbers)):
         rank = loads.index(min(loads))
         # Empty files are distributed too.

@@ -78,14 +78,17 @@ def write_best_fit_index(
 ) -> BestFitIndex:
     """As `pack_folder`, for a locked folder."""
     with dist_ctx.raise_on_all():
-        folder, info = TokenFolder.open(path), dist_ctx.rank_info
-        split, shards = folder.split(TRAIN_SPLIT), folder.manifest.splits[TRAIN_SPLIT]
+        folder = TokenFolder.open(path)
+        info = dist_ctx.rank_info
+        split = folder.split(TRAIN_SPLIT)
+        shards = folder.manifest.splits[TRAIN_SPLIT]
         mine = shards[info.rank :: info.world_size]
         useful = 1 + split.num_documents // MIN_DOCUMENTS_PER_WORKER
         _open_cached.cache_clear()  # the file may have been restored since
         pack = partial(_pack_shard, path, split.digest, sequence_length)
         num_workers = workers or min(threads_per_rank(info.local_world_size), useful)
-        entries, show = [], progress if info.is_rank0 else lambda *step: None
+        entries = []
+        show = progress if info.is_rank0 else lambda *step: None
         show("packing", 0, len(mine), 0, 0)
         with WorkerPool(num_workers) as pool:
             for _, entry in pool.map_unordered(pack, mine):

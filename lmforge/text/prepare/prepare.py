@@ -223,11 +223,9 @@ def prepare(
     nothing but say so. Raises UserError for invalid input, for a folder that holds another plan
     (unless `overwrite`), and for a full disk; RunFailed when one of its processes was killed.
     """
-    out, dist_ctx, chosen = (
-        Path(out),
-        dist_ctx or SingleProcessContext(),
-        PreparationOptions(**options),
-    )
+    out = Path(out)
+    dist_ctx = dist_ctx or SingleProcessContext()
+    chosen = PreparationOptions(**options)
     show = progress if progress and dist_ctx.rank_info.is_rank0 else lambda *step: None
     with dist_ctx.raise_on_all():
         preparation = chosen.open(source, out, show, dist_ctx)

@@ -201,11 +201,9 @@ def _copy_tokens(
     reader: UnitReader, tokenizer: Tokenizer, file: BinaryIO, listed: _PartList, report: Report
 ) -> None:
     """Write the documents of a tokenized unit, each with the end-of-text token."""
-    progress, dtype, sizes = (
-        ReadProgress(),
-        token_dtype(tokenizer.vocab_size),
-        tokenizer.token_byte_lengths(),
-    )
+    progress = ReadProgress()
+    dtype = token_dtype(tokenizer.vocab_size)
+    sizes = tokenizer.token_byte_lengths()
     for ids, digest in reader.hashed_tokens(progress):
         file.write(np.append(ids, tokenizer.eos_token_id).astype(dtype).data)
         listed.add(len(ids) + 1, digest, int(sizes[ids].sum()))
@@ -216,13 +214,14 @@ def _tokenize(
     reader: UnitReader, tokenizer: Tokenizer, file: BinaryIO, listed: _PartList, report: Report
 ) -> None:
     """Tokenize the documents of a unit and write them, each with the end-of-text token."""
-    progress, dtype, tokens = ReadProgress(), token_dtype(tokenizer.vocab_size), 0
-    texts, settings, special = (
-        reader.hashed_texts(progress),
-        listed.settings,
-        SpecialTokens(tokenizer).pattern,
-    )
-    parse, listed.unusable = settings.parse_special_tokens, progress.unusable
+    progress = ReadProgress()
+    dtype = token_dtype(tokenizer.vocab_size)
+    tokens = 0
+    texts = reader.hashed_texts(progress)
+    settings = listed.settings
+    special = SpecialTokens(tokenizer).pattern
+    parse = settings.parse_special_tokens
+    listed.unusable = progress.unusable
     if settings.evaluation_digest is not None:
         ngrams = EvaluationNgrams.load(
             settings.out / UNFINISHED / EVALUATION_NGRAMS, settings.evaluation_digest
@@ -279,15 +278,18 @@ def _batch_pieces(
     size = position = 0
     for text, digest in texts:
         *others, last = tokenizer.split_long_text(text, parse_special_tokens=parse_special_tokens)
-        start, step = position, (progress.bytes - position) / (len(others) + 1)
+        start = position
+        step = (progress.bytes - position) / (len(others) + 1)
         for number, (piece, document) in enumerate(
             [*zip(others, repeat(None)), (last, (text, digest))], start=1
         ):
             batch.append((piece, document))
-            size, position = size + len(piece), start + int(number * step)
+            size += len(piece)
+            position = start + int(number * step)
             if size >= ENCODE_BATCH_CHARACTERS:
                 yield batch, position
-                batch, size = [], 0
+                batch = []
+                size = 0
     yield batch, position
 
 
@@ -307,7 +309,9 @@ class DocumentIndex:
     @classmethod
     def load(cls, out: Path, num_parts: int) -> Self:
         """The lists of all parts, which must be complete."""
-        parts, removed, unusable = [], Counter[str](), ""
+        parts = []
+        removed = Counter[str]()
+        unusable = ""
         for number in range(num_parts):
             with np.load(part_path(out, number, ".npz")) as part:
                 parts.append({name: part[name] for name in ("lengths", "hashes", "text_bytes")})
@@ -344,11 +348,13 @@ class DocumentIndex:
     def split_into_shards(self, order: np.ndarray, shard_tokens: int) -> Iterator[np.ndarray]:
         """Documents in an order, cut after each document that fills a shard to `shard_tokens`."""
         stops = np.cumsum(self.lengths[order])
-        first, tokens = 0, 0
+        first = 0
+        tokens = 0
         while first < len(order):
             last = min(int(np.searchsorted(stops, tokens + shard_tokens)), len(order) - 1)
             yield order[first : last + 1]
-            first, tokens = last + 1, int(stops[last])
+            first = last + 1
+            tokens = int(stops[last])
 
 
 class ShardJob(NamedTuple):

@@ -84,8 +84,10 @@ class _UnitProgress:
     """
 
     def __init__(self, sizes: list[int], update: Callable[[int, int, int, int], None]) -> None:
-        self._sizes, self._update = sizes, update
-        self._finished, self._read = [False] * len(sizes), [0] * len(sizes)
+        self._sizes = sizes
+        self._update = update
+        self._finished = [False] * len(sizes)
+        self._read = [0] * len(sizes)
         self._show()
 
     def report(self, unit: int, read: int) -> None:
@@ -94,7 +96,8 @@ class _UnitProgress:
             self._show()
 
     def finish(self, unit: int) -> None:
-        self._read[unit], self._finished[unit] = self._sizes[unit], True
+        self._read[unit] = self._sizes[unit]
+        self._finished[unit] = True
         self._show()
 
     def _show(self) -> None:
@@ -129,12 +132,10 @@ class Preparation:
         """Write tokenizer, parts and shards, and return the manifest to write; None on ranks other
         than 0.
         """
-        corpus, plan, dist_ctx, info = (
-            self.corpus,
-            self.plan,
-            self.dist_ctx,
-            self.dist_ctx.rank_info,
-        )
+        corpus = self.corpus
+        plan = self.plan
+        dist_ctx = self.dist_ctx
+        info = self.dist_ctx.rank_info
         with dist_ctx.raise_on_all():
             readers = [
                 UnitReader(unit, self.hook, skip_invalid=bool(plan.skip_invalid))
@@ -158,7 +159,8 @@ class Preparation:
             splits = self._write_shards(selection, tokenizer, pool)
         if selection is None:
             return None
-        index, members = selection.index, selection.members
+        index = selection.index
+        members = selection.members
         if index.unusable:
             atomic_write_text(self.out / UNUSABLE, index.unusable)
         return TokenFolderManifest(
@@ -181,7 +183,8 @@ class Preparation:
         )
 
     def _write_tokenizer(self, readers: list[UnitReader], pool: WorkerPool) -> Tokenizer:
-        folder, size = self.out / "tokenizer", sum(reader.unit.size for reader in readers)
+        folder = self.out / "tokenizer"
+        size = sum(reader.unit.size for reader in readers)
         if not self.dist_ctx.decide_on_rank0(lambda: (folder / "tokenizer.json").exists()):
             self.progress("tokenizer", 0, 1, 0, size)
             tokenizer = self.given or self._learn_tokenizer(readers, pool)
@@ -194,7 +197,8 @@ class Preparation:
 
     def _learn_tokenizer(self, readers: list[UnitReader], pool: WorkerPool) -> Tokenizer | None:
         """The tokenizer made from the documents, on rank 0."""
-        plan, dist_ctx = self.plan, self.dist_ctx
+        plan = self.plan
+        dist_ctx = self.dist_ctx
         mine = [readers[number] for number in self._my_units(readers, range(len(readers)))]
         sizes = [reader.unit.size for reader in mine]
         read = _UnitProgress(
@@ -218,7 +222,8 @@ class Preparation:
 
     def _my_units(self, readers: Sequence[UnitReader], numbers: Iterable[int]) -> list[int]:
         """The units among these that this rank reads."""
-        numbers, info = list(numbers), self.dist_ctx.rank_info
+        numbers = list(numbers)
+        info = self.dist_ctx.rank_info
         units = [readers[number].unit for number in numbers]
         by_rank = divide_units(
             [unit.file for unit in units], [unit.size for unit in units], info.world_size
@@ -228,7 +233,8 @@ class Preparation:
     def _write_parts(
         self, readers: list[UnitReader], tokenizer_hash: str, pool: WorkerPool
     ) -> None:
-        unfinished, ngrams = self.out / UNFINISHED, self.ngrams
+        unfinished = self.out / UNFINISHED
+        ngrams = self.ngrams
         self.dist_ctx.decide_on_rank0(
             lambda: ngrams.save(unfinished / EVALUATION_NGRAMS) if ngrams else None
         )
@@ -246,7 +252,8 @@ class Preparation:
         done = _UnitProgress(
             [readers[number].unit.size for number in mine], partial(self.progress, "tokens")
         )
-        plan, parse = self.plan, bool(self.plan.parse_special_tokens)
+        plan = self.plan
+        parse = bool(self.plan.parse_special_tokens)
         settings = PartSettings(
             self.out, tokenizer_hash, plan.deduplicate == "near", plan.decontaminate, parse
         )
@@ -282,7 +289,8 @@ class Preparation:
         """Write the documents of each split, and return the shards' entries in the manifest by
         split, on rank 0.
         """
-        dist_ctx, size = self.dist_ctx, self.dist_ctx.rank_info.world_size
+        dist_ctx = self.dist_ctx
+        size = self.dist_ctx.rank_info.world_size
         jobs = [] if selection is None else self._shard_jobs(selection)
         mine = dist_ctx.scatter([jobs[rank::size] for rank in range(size)])
         dtype = token_dtype(tokenizer.vocab_size)
@@ -305,7 +313,8 @@ class Preparation:
 
     def _shard_jobs(self, selection: Selection) -> list[ShardJob]:
         """The shards of each split, with their documents in the order of a keyed permutation."""
-        index, jobs = selection.index, []
+        index = selection.index
+        jobs = []
         for split, documents in selection.members.items():
             order = permutation(len(documents), derive_key(self.plan.seed, "documents", split))(
                 np.arange(len(documents))

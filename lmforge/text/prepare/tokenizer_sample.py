@@ -21,14 +21,16 @@ SAMPLE_CHARACTERS = 16_000_000  # more than the standard library has; training o
 PIECE_CHARACTERS = 1 << 14
 # Processes return pieces that may be in the sample: at first a few times its size, counting one
 # byte as a character.
-OVERSAMPLING, NEXT_OVERSAMPLING = 4, 64
+OVERSAMPLING = 4
+NEXT_OVERSAMPLING = 64
 
 
 class LeastTexts:
     """Keeps the added texts with the smallest keys: as few as have `limit` characters together."""
 
     def __init__(self, limit: int) -> None:
-        self.characters, self._limit = 0, limit
+        self.characters = 0
+        self._limit = limit
         self._heap: list[tuple[int, str]] = []  # keys negated: the greatest is on top
 
     def add(self, key: int, text: str) -> None:
@@ -64,10 +66,8 @@ def sample_texts(
     Each rank has its own `readers`. Rank 0 gets the texts of all ranks, other ranks those of their
     readers.
     """
-    least, fraction = (
-        LeastTexts(SAMPLE_CHARACTERS),
-        min(1.0, OVERSAMPLING * SAMPLE_CHARACTERS / max(1, source_bytes)),
-    )
+    least = LeastTexts(SAMPLE_CHARACTERS)
+    fraction = min(1.0, OVERSAMPLING * SAMPLE_CHARACTERS / max(1, source_bytes))
     while True:
         read = partial(
             sample_unit, ratio=ratio, key=derive_key(seed, "sample"), below=int(fraction * 2**64)
@@ -80,7 +80,8 @@ def sample_texts(
         characters = dist_ctx.broadcast(least.characters)
         if characters >= SAMPLE_CHARACTERS or fraction == 1.0:
             break
-        least, fraction = LeastTexts(SAMPLE_CHARACTERS), min(1.0, NEXT_OVERSAMPLING * fraction)
+        least = LeastTexts(SAMPLE_CHARACTERS)
+        fraction = min(1.0, NEXT_OVERSAMPLING * fraction)
     if not characters and ratio:
         return sample_texts(
             readers,
@@ -113,7 +114,8 @@ def find_characters(
 
 
 def _characters_of_unit(reader: UnitReader, report: Report) -> set[str]:
-    result, progress = set[str](), ReadProgress()
+    result = set[str]()
+    progress = ReadProgress()
     for text, _ in reader.hashed_texts(progress):
         result.update(text)
         report(progress.bytes)
@@ -126,7 +128,8 @@ def sample_unit(
     """(hash, text) of the pieces of a unit that may be in the sample: with hashes below `below`,
     and no more than fill it.
     """
-    least, progress = LeastTexts(SAMPLE_CHARACTERS), ReadProgress()
+    least = LeastTexts(SAMPLE_CHARACTERS)
+    progress = ReadProgress()
     for text, digest in reader.hashed_texts(progress):
         if digest >= validation_threshold(ratio):
             for piece in _split_into_pieces(text):

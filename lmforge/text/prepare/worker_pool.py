@@ -149,7 +149,8 @@ class _Throttled:
     """A function of one argument, called at most once in REPORT_SECONDS; other calls do nothing."""
 
     def __init__(self, function: Report) -> None:
-        self._function, self._called_at = function, 0.0
+        self._function = function
+        self._called_at = 0.0
 
     def __call__(self, amount: int) -> None:
         now = time.monotonic()

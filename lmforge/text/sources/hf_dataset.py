@@ -29,7 +29,8 @@ from lmforge.text.sources.text_sources import FileSource, SourceFile, stat_files
 from lmforge.text.sources.units import TEXT_FIELD_HINT, Document, SourceUnit, record_documents
 
 # Files that `Dataset.save_to_disk` and `DatasetDict.save_to_disk` write.
-SAVED_DATASET, SAVED_DATASETS = "state.json", "dataset_dict.json"
+SAVED_DATASET = "state.json"
+SAVED_DATASETS = "dataset_dict.json"
 DEFAULT_SPLIT = "train"
 UNIT_BYTES = 16 << 20
 
@@ -187,7 +188,8 @@ def open_dataset_source(
             f"{spec}: a Hugging Face dataset needs the package datasets: {how_to_install('hf')}"
         )
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    path, revision = expand_home(spec), None
+    path = expand_home(spec)
+    revision = None
     files: tuple[SourceFile, ...] = ()
     if path.is_dir():
         files = stat_files(list_files(path), path)

@@ -84,7 +84,8 @@ def describe_folders(
     """For folders among these paths what is left out of them, and which folders within them are
     read, and what is both for training and for validation: each after `; `.
     """
-    notes, files = [], []
+    notes = []
+    files = []
     named: tuple[tuple[Iterable[Path], FileSplit], ...] = (
         (paths, split),
         (validation_paths, "validation"),
@@ -232,9 +233,12 @@ def json_lines(
             file.seek(start - 1)
             offset += _skip_line(file) - 1
         # Once, however many lines have to be named.
-        first, number = cache(partial(_line_number, path, offset)), -1
+        first = cache(partial(_line_number, path, offset))
+        number = -1
         while (stop is None or offset < stop) and (line := file.readline(MAX_LINE_BYTES + 1)):
-            size, content, number = len(line), line.removeprefix(BYTE_ORDER_MARK), number + 1
+            size = len(line)
+            content = line.removeprefix(BYTE_ORDER_MARK)
+            number += 1
             place = partial(_line_place, path, first, number)
             if size > MAX_LINE_BYTES:
                 limit = (
@@ -286,9 +290,11 @@ def _line_number(path: str | Path, offset: int) -> int:
     if not offset:
         return 1
     with open_decompressed(path) as file:
-        seen, line = 0, 1
+        seen = 0
+        line = 1
         while seen < offset:
-            seen, line = seen + _skip_line(file), line + 1
+            seen += _skip_line(file)
+            line += 1
     return line
 
 

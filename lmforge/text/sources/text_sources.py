@@ -171,7 +171,8 @@ class TextSource(FileSource):
         """All units of work, in a fixed order."""
         units: list[SourceUnit] = []
         texts: list[SourceFile] = []
-        size, unit_bytes = 0, min(JSONL_UNIT_BYTES, max(TEXT_UNIT_BYTES, self.size // MANY_UNITS))
+        size = 0
+        unit_bytes = min(JSONL_UNIT_BYTES, max(TEXT_UNIT_BYTES, self.size // MANY_UNITS))
         for file in self.files:
             suffix = content_suffix(file.name)
             if self.readers.reads(suffix):
@@ -185,7 +186,8 @@ class TextSource(FileSource):
             elif suffix not in JSON_SUFFIXES:
                 if texts and size + file.size > TEXT_UNIT_BYTES:
                     units.append(self._text_unit(texts))
-                    texts, size = [], 0
+                    texts = []
+                    size = 0
                 texts.append(file)
                 size += file.size
             elif Path(file.name).suffix in COMPRESSION_SUFFIXES:
@@ -226,7 +228,8 @@ def open_text_source(
     there is nothing to read, or for a single file of another kind.
     """
     suffixes = {suffix.lower() for suffix in text_suffixes}
-    left_out, known = Counter[str](), known_suffixes() | suffixes
+    left_out = Counter[str]()
+    known = known_suffixes() | suffixes
     if spec == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
         paths = [
@@ -254,7 +257,8 @@ def open_text_source(
     elif root.is_file():
         if content_suffix(root.name) not in known:
             _check_is_text(root)
-        root, paths = root.parent, [root]
+        paths = [root]
+        root = root.parent
     else:
         raise UserError(f'{spec}: no such file or folder: give a path, or "stdlib"')
     files = stat_files(paths, root)
@@ -324,7 +328,8 @@ def _parquet_units(file: SourceFile, name: str) -> list[SourceUnit]:
     import pyarrow
 
     with open_parquet(file.path) as parquet:
-        schema, metadata = parquet.schema_arrow, parquet.metadata
+        schema = parquet.schema_arrow
+        metadata = parquet.metadata
     if name not in schema.names:
         raise UserError(
             f"{file.path}: no field {name!r}: there are {list_names(schema.names)}{TEXT_FIELD_HINT}"

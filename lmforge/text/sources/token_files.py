@@ -130,7 +130,9 @@ class FlatUnit(TokenUnit):
                             np.concatenate([*pieces, ids[first:end]]),
                             min(1.0, (at + end - self.start) / (self.stop - self.start)),
                         )
-                    pieces, begins, first = [], True, end + 1
+                    pieces = []
+                    begins = True
+                    first = end + 1
                     if at + first >= self.stop:
                         return
                 if begins:
@@ -314,7 +316,8 @@ def open_token_source(
             f" {tokenizer.vocab_size - 1:,}"
         )
     separators = sorted({*tokenizer.named_ids, *([] if separator_id is None else [separator_id])})
-    root, left_out = expand_home(spec), Counter[str]()
+    root = expand_home(spec)
+    left_out = Counter[str]()
     if root.is_dir():
         paths, left_out = choose_split(paths, root, "train")
     files = stat_files(paths, root if root.is_dir() else root.parent)

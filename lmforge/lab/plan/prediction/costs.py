@@ -90,7 +90,8 @@ def count_block(
     plain, trace = (
         block_trace(step_config, checkpointed=each, sparse=sparse) for each in (False, checkpointed)
     )
-    sequences, length = step_config.tokens / traced_length(step_config), step_config.sequence_length
+    sequences = step_config.tokens / traced_length(step_config)
+    length = step_config.sequence_length
     # On a GPU the trace has the causal half, which a window may shorten.
     keys = min(length, 2 * window) if window is not None and step_config.on_gpu else length
     span = keys / traced_length(step_config)
@@ -98,7 +99,8 @@ def count_block(
         each.scaled(sequences, span) for each in (plain.forward, plain.backward, trace.backward)
     )
     saved, unchecked = (sequences * each.saved_bytes + each.fixed_bytes for each in (trace, plain))
-    number_bytes, input_bytes = step_config.dtype_bytes, sequences * trace.input_bytes
+    number_bytes = step_config.dtype_bytes
+    input_bytes = sequences * trace.input_bytes
     for work in (forward, backward, again):  # each rank has as many rows of fewer experts
         work.products = [
             each._replace(experts=max(1, each.experts // step_config.expert))
@@ -130,7 +132,8 @@ def count_block(
         *,
         backward: bool = False,
     ) -> Parts:
-        head_dim, colon = step_config.model.head_dim, ":" * backward
+        head_dim = step_config.model.head_dim
+        colon = ":" * backward
         attention = rates.attention_seconds(attention_flops, head_dim, length, backward=backward)
         element_wise = rates.element_wise_seconds(work.moved_bytes, input_bytes)
         return [
@@ -171,8 +174,12 @@ def dispatched_rows(step_config: StepConfig) -> float:
 
 def _collectives(step_config: StepConfig, rates: Rates, sparse: bool, backward: bool) -> Parts:
     """The collectives that a block's forward or backward pass waits for."""
-    parts, tensor, context = Parts(), step_config.tensor, step_config.context
-    tokens, number_bytes, model = step_config.tokens, step_config.dtype_bytes, step_config.model
+    parts = Parts()
+    tensor = step_config.tensor
+    context = step_config.context
+    tokens = step_config.tokens
+    number_bytes = step_config.dtype_bytes
+    model = step_config.model
     if tensor > 1:
         group = make_group(tensor, 1, step_config.gpus_per_host)
         hidden_bytes = float(tokens * model.hidden_size * number_bytes)
@@ -254,12 +261,12 @@ class HeadCost:
 
 def count_head(step_config: StepConfig, rates: Rates, parameters: int) -> HeadCost:
     """For a head with this number of parameters on this rank."""
-    tokens, width, number_bytes = (
-        step_config.tokens,
-        step_config.model.hidden_size,
-        step_config.dtype_bytes,
-    )
-    on_gpu, compiled, vocabulary = step_config.on_gpu, step_config.compiled, parameters // width
+    tokens = step_config.tokens
+    width = step_config.model.hidden_size
+    number_bytes = step_config.dtype_bytes
+    on_gpu = step_config.on_gpu
+    compiled = step_config.compiled
+    vocabulary = parameters // width
     traced = step_config.traced_model(sparse=step_config.model.sparse_layers[0])
     trace = trace_head(traced, step_config.loss, is_trained=step_config.trains_head)
     norm = tokens * trace.norm_bytes / step_config.tensor
@@ -270,7 +277,8 @@ def count_head(step_config: StepConfig, rates: Rates, parameters: int) -> HeadCo
         else 0
     )
     distilled = step_config.distillation
-    fused, logits = on_gpu and compiled and distilled is None, float(tokens * vocabulary)
+    fused = on_gpu and compiled and distilled is None
+    logits = float(tokens * vocabulary)
     chunk = tokens
     if step_config.logit_bytes is None:
         chunk = min(tokens, loss_chunk_tokens(vocabulary, number_bytes, on_gpu=on_gpu, fused=fused))
@@ -333,12 +341,14 @@ def count_head(step_config: StepConfig, rates: Rates, parameters: int) -> HeadCo
         product = Product(chunk, distilled.teacher.hidden_size, vocabulary, number_bytes)
         forward += tokens / chunk * rates.product_seconds(product)
     gradient = float(FP32_BYTES * parameters * step_config.trains_head)
-    loss_bytes, scoring = tokens * trace.loss_bytes + trace.gradient_bytes, forward + seconds / 2
+    loss_bytes = tokens * trace.loss_bytes + trace.gradient_bytes
+    scoring = forward + seconds / 2
     if step_config.loss == "tokens":
         update = 4 * gradient / rates.memory
         return HeadCost(
             norm, loss_bytes, transient, gradient, forward + backward, seconds, update, scoring
         )
     # The backward pass computes the logits of each chunk again, and then the gradients.
-    held, again = transient + gradient + tokens * width * number_bytes, forward + backward + seconds
+    held = transient + gradient + tokens * width * number_bytes
+    again = forward + backward + seconds
     return HeadCost(norm, loss_bytes, transient, held, forward, seconds / 2, again, scoring)

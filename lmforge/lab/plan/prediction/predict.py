@@ -28,7 +28,8 @@ from lmforge.lab.plan.prediction.units import Stage
 ROUNDING_FRACTION = 0.03
 # The memory of CUDA's context and the libraries' workspaces, and of NCCL's buffers per
 # communicator.
-CONTEXT_BYTES, COMMUNICATOR_BYTES = int(0.6 * 2**30), int(0.35 * 2**30)
+CONTEXT_BYTES = int(0.6 * 2**30)
+COMMUNICATOR_BYTES = int(0.35 * 2**30)
 # The memory of any training process on a CPU, with the pages that the C library keeps.
 HOST_BYTES = 320 * 2**20
 # How far the true value may be below and above a prediction with constants from data sheets.
@@ -44,7 +45,8 @@ OVERHEAD = "context and libraries"
 CALIBRATED_SPEED_INTERVAL = (0.85, 1.15)
 # The average fraction of its power limit that a GPU uses in training, and what the rest of a host
 # adds to its GPUs.
-POWER_FRACTION, HOST_POWER = 0.9, 1.35
+POWER_FRACTION = 0.9
+HOST_POWER = 1.35
 # Micro-batches that are simulated one by one; all between the first and the last are alike.
 SIMULATED = 3
 
@@ -84,7 +86,8 @@ class Prediction:
     @property
     def speed_interval(self) -> tuple[float, float]:
         """Narrower in proportion to the part of the step whose constants were measured."""
-        part, speed = self.calibrated_fraction, self.tokens_per_second
+        part = self.calibrated_fraction
+        speed = self.tokens_per_second
         low, high = (
             part * measured + (1 - part) * sheet
             for measured, sheet in zip(CALIBRATED_SPEED_INTERVAL, SPEED_INTERVAL, strict=True)
@@ -100,9 +103,11 @@ class Prediction:
         """What offload keeps on a host: activations, or master weights, gradients and optimizer
         states, of its ranks.
         """
-        step_config, of_a_rank = self.step_config, self.offloaded_bytes * PAGE_LOCKED_ROUNDING
+        step_config = self.step_config
+        of_a_rank = self.offloaded_bytes * PAGE_LOCKED_ROUNDING
         if step_config.options.cpu_offload:
-            counts, master = step_config.parameters, step_config.master_dtype
+            counts = step_config.parameters
+            master = step_config.master_dtype
             nbytes = (
                 checkpoint_bytes(step_config.optimizer, master, counts)
                 + counts.trained * DTYPE_BYTES[master]
@@ -145,11 +150,14 @@ def predict(step_config: StepConfig, gpu: GPU, rates: Rates) -> Prediction:
     simulated = [_simulate(step_config, rates, stage) for stage in stages]
     simulation = max(simulated, key=lambda each: each.reserved)
     slowest = max(simulated, key=lambda each: each.seconds)
-    seconds, busy, exposed = slowest.seconds, slowest.busy, slowest.exposed
+    seconds = slowest.seconds
+    busy = slowest.busy
+    exposed = slowest.exposed
     network = busy.get(NETWORK, 0.0)
     hidden = max(0.0, network - exposed)
     if rates.is_cpu:  # collectives compute on the cores that the ranks have
-        seconds, exposed = seconds + hidden, network
+        seconds += hidden
+        exposed = network
     else:  # they use a part of the device while other kernels run
         seconds += hidden * COLLECTIVE_SMS / rates.sms
     bubble = 0.0
@@ -170,11 +178,10 @@ def predict(step_config: StepConfig, gpu: GPU, rates: Rates) -> Prediction:
         bubble = (step_config.pipeline - 1) / hops * per_micro_batch
         seconds += bubble + 2 * hop * hops * step_config.accumulation
     memory = _memory_by_kind(step_config, simulation)
-    live, device_bytes = sum(simulation.live_peak.values()), sum(memory.values())
-    counts, per_token = (
-        step_config.parameters,
-        flops_per_token(step_config.model, step_config.sequence_length),
-    )
+    live = sum(simulation.live_peak.values())
+    device_bytes = sum(memory.values())
+    counts = step_config.parameters
+    per_token = flops_per_token(step_config.model, step_config.sequence_length)
     if not step_config.trains_all:
         per_token = adapted_flops_per_token(
             step_config.model, step_config.sequence_length, counts.total, counts.trained
@@ -228,10 +235,8 @@ def _offloaded_bytes(step_config: StepConfig, rates: Rates, stages: Sequence[Sta
 
 def peak_memory(step_config: StepConfig) -> dict[str, float]:
     """`Prediction.memory`, the fullest rank's bytes by kind, which does not depend on speeds."""
-    gpu, network = (
-        data_sheets().gpu("h100-80" if step_config.on_gpu else "cpu"),
-        data_sheets().network("infiniband-ndr"),
-    )
+    gpu = data_sheets().gpu("h100-80" if step_config.on_gpu else "cpu")
+    network = data_sheets().network("infiniband-ndr")
     rates = Rates.of_data_sheets(gpu, network, step_config.gpus_per_host, step_config.dtype)
     simulation = max(
         (_simulate(step_config, rates, stage) for stage in _stages(step_config)),
@@ -244,10 +249,8 @@ def _memory_by_kind(step_config: StepConfig, simulation: Simulation) -> dict[str
     """Live tensors at the peak, and memory that belongs to no operation."""
     if not step_config.on_gpu:
         return {**simulation.live_peak, "allocator": 0.0, OVERHEAD: float(HOST_BYTES)}
-    live, reserved = (
-        sum(simulation.live_peak.values()),
-        simulation.reserved * (1 + ROUNDING_FRACTION),
-    )
+    live = sum(simulation.live_peak.values())
+    reserved = simulation.reserved * (1 + ROUNDING_FRACTION)
     groups = sum(
         size > 1
         for size in (
@@ -278,7 +281,8 @@ def can_reduce_once(step_config: StepConfig) -> bool:
 
 def _stages(step_config: StepConfig) -> list[Stage]:
     """The parts of the model that may need most memory or most time."""
-    layers, degree = step_config.model.num_hidden_layers, step_config.pipeline
+    layers = step_config.model.num_hidden_layers
+    degree = step_config.pipeline
     if degree == 1:
         return [Stage(layers)]
     most = -(-layers // degree)

@@ -40,10 +40,12 @@ FP32 = 4
 # Bytes of a number while it is dequantized: its codes, their indices, and fp32.
 DEQUANTIZE_BYTES = 6.5
 # Kernels that a block launches in its forward pass.
-EAGER_KERNELS, COMPILED_KERNELS = 60, 20
+EAGER_KERNELS = 60
+COMPILED_KERNELS = 20
 # Arrays [tokens, width] and [tokens, intermediate_size] that the backward pass of half a block
 # holds besides what was kept.
-BACKWARD_WIDE, BACKWARD_STREAM = 2.0, 3.0
+BACKWARD_WIDE = 2.0
+BACKWARD_STREAM = 3.0
 
 
 class StepProgram:
@@ -53,13 +55,14 @@ class StepProgram:
     """
 
     def __init__(self, step_config: StepConfig, rates: Rates, stage: Stage) -> None:
-        self.step_config, self.rates, self.stage = step_config, rates, stage
-        options, model = step_config.options, step_config.model
+        self.step_config = step_config
+        self.rates = rates
+        self.stage = stage
+        options = step_config.options
+        model = step_config.model
         self.operations: list[Operation] = []
-        self.number_bytes, self.master_bytes = (
-            step_config.dtype_bytes,
-            DTYPE_BYTES[step_config.master_dtype],
-        )
+        self.number_bytes = step_config.dtype_bytes
+        self.master_bytes = DTYPE_BYTES[step_config.master_dtype]
         self.shard_group = make_group(
             step_config.shards, step_config.tensor, step_config.gpus_per_host
         )
@@ -237,7 +240,8 @@ class StepProgram:
         self._gathered.add(unit.name)
         nbytes = self._full_bytes(unit)
         buffer = self._buffer(unit, "gather buffers", nbytes)
-        before, self._buffered = self._buffered, buffer if in_forward else {}
+        before = self._buffered
+        self._buffered = buffer if in_forward else {}
         if before:
             self._add("free a buffer", free=before)
         copied = self._add(
@@ -264,7 +268,8 @@ class StepProgram:
         return {"gathered weights": self._full_bytes(unit)}
 
     def _forward(self) -> None:
-        step_config, residual = self.step_config, self.residual_bytes
+        step_config = self.step_config
+        residual = self.residual_bytes
         self._gather(self.units.root, after=())
         self._wait(self.units.root, in_forward=True)
         if self.stage.has_embedding:
@@ -335,7 +340,8 @@ class StepProgram:
         the one that is trained and keeps nothing.
         """
         for unit, cost in zip(scorer.units.blocks, scorer.costs, strict=True):
-            gathered, after = dict[str, float](), tuple[int, ...]()
+            gathered = dict[str, float]()
+            after = tuple[int, ...]()
             if self.step_config.is_fsdp:
                 gathered = {"gathered weights": float(unit.padded * self.number_bytes)}
                 seconds = self.rates.gather_seconds(gathered["gathered weights"], self.shard_group)
@@ -384,7 +390,8 @@ class StepProgram:
             self._head_backward(is_first, is_last)
         pairs = list(zip(self.units.blocks, self.costs, strict=True))
         # Those of the last block are still on the device.
-        self._leaving, copied = None, tuple[int, ...]()
+        self._leaving = None
+        copied = tuple[int, ...]()
         for number in range(len(pairs) - 1, -1, -1):
             unit, cost = pairs[number]
             for each in self.units.with_experts(unit):
@@ -472,7 +479,8 @@ class StepProgram:
 
     def _reduce(self, unit: Unit, *, is_first: bool, is_last: bool) -> None:
         """Reduce a unit's gradients and free what is no longer needed of it."""
-        step_config, rates = self.step_config, self.rates
+        step_config = self.step_config
+        rates = self.rates
         if not unit.parameters:
             return
         unreduced = self._unreduced(unit)
@@ -554,7 +562,8 @@ class StepProgram:
             )
 
     def _optimizer(self) -> None:
-        step_config, rates = self.step_config, self.rates
+        step_config = self.step_config
+        rates = self.rates
         count = self.trained
         ends = tuple(
             number for number, each in enumerate(self.operations) if each.stream == NETWORK
@@ -565,7 +574,8 @@ class StepProgram:
         seconds = nbytes / rates.memory
         if step_config.options.cpu_offload and step_config.on_gpu:
             seconds = nbytes / HOST_OPTIMIZER_BYTES + count * self.master_bytes / rates.host_copy
-        optimizer, transient = step_config.optimizer, 0.0
+        optimizer = step_config.optimizer
+        transient = 0.0
         # Two states of a part of the numbers.
         if optimizer.uses_state_dtype and optimizer.state_dtype != "fp32":
             transient = 2 * min(count, UPDATE_CHUNK_NUMEL) * FP32

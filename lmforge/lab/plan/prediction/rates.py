@@ -21,21 +21,26 @@ from lmforge.lab.plan.operators import Product
 MEMORY_FRACTION = 0.87
 # The fraction of a link's bandwidth that NCCL's collectives reach for large messages (nccl-tests'
 # busbw over NVLink 3 and 4; and RDMA).
-LINK_FRACTION, NETWORK_FRACTION = 0.80, 0.90
+LINK_FRACTION = 0.80
+NETWORK_FRACTION = 0.90
 # Seconds until the first byte of a collective has arrived, and for each further host of its ring.
 LINK_LATENCY = 15e-6
 # Seconds of the products of experts, which are one kernel, over those of a dense product with as
 # many rows, by dtype. On a GPU: 16 experts on an H200 at 705 TFLOP/s (pytorch/pytorch#156203), over
 # what dense products reach there; on a CPU: measured here, with 8 experts.
-GROUPED_RATIO, CPU_GROUPED_RATIO = 1.13, {"fp32": 1.13, "bf16": 1.66}
+GROUPED_RATIO = 1.13
+CPU_GROUPED_RATIO = {"fp32": 1.13, "bf16": 1.66}
 # Streaming multiprocessors that a collective occupies while it runs beside kernels (NCCL's channels
 # on NVLink).
 COLLECTIVE_SMS = 16
 # Seconds of the host for a kernel, and for the hooks of an FSDP unit.
-LAUNCH_SECONDS, UNIT_SECONDS = 5e-6, 400e-6
+LAUNCH_SECONDS = 5e-6
+UNIT_SECONDS = 400e-6
 # Tiles of matrix products, and the length of a product's inner dimension that costs as much as
 # filling its pipeline.
-TILE_ROWS, TILE_COLUMNS, PIPELINE_FILL = 128, 256, 128
+TILE_ROWS = 128
+TILE_COLUMNS = 256
+PIPELINE_FILL = 128
 # The fraction of the float8 peak that products with scaling reach; bf16 inputs are read twice and
 # written once to be scaled and cast.
 FLOAT8_FRACTION = 0.65
@@ -132,7 +137,8 @@ class Rates:
     ) -> "Rates":
         peak = gpu.peak_flops(dtype)
         assert peak is not None, "check_dtype refuses what has none"
-        (forward, backward), clock = gpu.attention_fractions, gpu.power_factor
+        forward, backward = gpu.attention_fractions
+        clock = gpu.power_factor
         return cls(
             product_flops=peak * gpu.product_fraction * clock,
             float8_flops=(gpu.peak_flops("fp8") or peak) * FLOAT8_FRACTION * clock,
@@ -156,13 +162,15 @@ class Rates:
 
         For a dtype that was not measured, only those that do not depend on it.
         """
-        c, calibrated = calibration, ["memory"]
+        c = calibration
+        calibrated = ["memory"]
         rates = replace(self, memory=c.required("memory", None).at())
         copies = [rate for name in ("host to device", "device to host") if (rate := c.value(name))]
         if len(copies) == 2:
             rates = replace(rates, host_copy=min(copies))
             calibrated.append("host copies")
-        products, float8 = c.table("product", dtype), c.table("product", "fp8")
+        products = c.table("product", dtype)
+        float8 = c.table("product", "fp8")
         if products is not None:
             rates = replace(
                 rates,
@@ -216,7 +224,8 @@ class Rates:
 
     def _beside_dense(self, flops: RateTable, dtype: str, backward: bool) -> float:
         """Measured seconds of experts' products over those of dense ones."""
-        ungrouped, ratios = replace(self, grouped_ratios=(1.0, 1.0)), list[float]()
+        ungrouped = replace(self, grouped_ratios=(1.0, 1.0))
+        ratios = list[float]()
         for (rows, inner, columns, experts), rate in flops.items():
             product = Product(rows, inner, columns, DTYPE_BYTES[dtype], experts)
             seconds = (4.0 if backward else 2.0) * rows * inner * columns / rate

@@ -40,7 +40,8 @@ from lmforge.lab.plan.prediction.step_config import StepConfig
 SHARDINGS = ("full-shard", "grad-shard", "hybrid-full-shard", "hybrid-grad-shard")
 # Blocks of a pipeline stage in the two estimates.
 FEW_BLOCKS = (2, 4)
-MAX_DEGREE, MAX_MICRO_BATCH = 16, 64
+MAX_DEGREE = 16
+MAX_MICRO_BATCH = 64
 # The options that advice may change.
 CHANGED = (
     "engine",
@@ -105,7 +106,11 @@ def search(
     def fits(candidate: Candidate | Prediction) -> bool:
         return candidate.device_bytes <= budget and candidate.host_bytes <= on_host
 
-    fitting, too_large, refused, tried, left_out = list[Candidate](), list[Candidate](), 0, 0, 0
+    fitting = list[Candidate]()
+    too_large = list[Candidate]()
+    refused = 0
+    tried = 0
+    left_out = 0
     for step_config in candidates(base, global_batch_size, float8):
         if tried == most:
             left_out += 1
@@ -215,10 +220,8 @@ def _engines(base: StepConfig, splits: int) -> Iterator[tuple[str, str | None, b
 
 def check_step_config(step_config: StepConfig) -> None:
     """Raise UserError where a run with this StepConfig would be refused."""
-    data_parallel, size = (
-        step_config.world_size // step_config.options.model_parallel_size,
-        step_config.micro_batch_size,
-    )
+    data_parallel = step_config.world_size // step_config.options.model_parallel_size
+    size = step_config.micro_batch_size
     global_batch_size = data_parallel * size * step_config.accumulation
     plan = BatchPlan(
         global_batch_size,
@@ -278,7 +281,10 @@ def _on_straight_line(step_config: StepConfig, gpu: GPU, rates: Rates) -> Candid
     def line(below: float, above: float) -> float:
         return above + (layers - more) / (more - few) * (above - below)
 
-    memory, host, seconds, parts = 0.0, 0.0, 0.0, dict[str, float]()
+    memory = 0.0
+    host = 0.0
+    seconds = 0.0
+    parts = dict[str, float]()
     for kind, count in Counter(step_config.model.layer_kinds).items():
         low, high = (
             predict(
@@ -286,7 +292,8 @@ def _on_straight_line(step_config: StepConfig, gpu: GPU, rates: Rates) -> Candid
             )
             for blocks in (few, more)
         )
-        share, low_parts = count / layers, low.parts
+        share = count / layers
+        low_parts = low.parts
         memory += share * line(low.device_bytes, high.device_bytes)
         host += share * line(low.host_bytes, high.host_bytes)
         seconds += share * line(low.step_seconds, high.step_seconds)
@@ -436,7 +443,8 @@ def _describe_changes(current: StepConfig, suggested: StepConfig) -> str:
             f"train.micro_batch_size = {suggested.micro_batch_size} (it was"
             f" {current.micro_batch_size})"
         )
-    before, after = current.options.model_dump(), suggested.options.model_dump()
+    before = current.options.model_dump()
+    after = suggested.options.model_dump()
     for name in CHANGED:
         if after[name] != before[name]:
             words.append(f"parallel.{name} = {'true' if after[name] is True else after[name]}")

@@ -80,7 +80,8 @@ class StepConfig:
 
     def describe(self) -> str:
         """What a search chooses, in options."""
-        options, words = self.options, [str(self.options.engine)]
+        options = self.options
+        words = [str(self.options.engine)]
         if self.is_fsdp and options.sharding:
             words.append(options.sharding)
         degrees = {
@@ -107,7 +108,8 @@ class StepConfig:
         """The options that store optimizer states or frozen matrices in few bits, and their
         values.
         """
-        states, base = self.optimizer.state_dtype, self.lora.base_dtype if self.lora else None
+        states = self.optimizer.state_dtype
+        base = self.lora.base_dtype if self.lora else None
         chosen = {
             "optimizer.state_dtype": states if states == "8bit" else None,
             "lora.base_dtype": base,

@@ -67,18 +67,14 @@ class Units:
 
 def rank_units(step_config: StepConfig, stage: Stage, sparse_layers: Sequence[bool]) -> Units:
     """The units of a rank with this stage, whose blocks are mixtures or not."""
-    shards, group = (
-        step_config.shards,
-        make_group(step_config.shards, step_config.tensor, step_config.gpus_per_host),
-    )
+    shards = step_config.shards
+    group = make_group(step_config.shards, step_config.tensor, step_config.gpus_per_host)
     # FSDP1 puts the tensors of a unit into a flat one, which needs no padding.
     multiple = 1 if step_config.options.engine == "fsdp1" else shards
 
     def unit(name: str, trained: Shapes, frozen: Shapes = (), quantized: Shapes = ()) -> Unit:
-        (count, padded), (others, padded_others) = (
-            _counts(trained, multiple),
-            _counts(frozen, multiple),
-        )
+        count, padded = _counts(trained, multiple)
+        others, padded_others = _counts(frozen, multiple)
         stored = _counts(quantized, multiple)[1]
         return Unit(name, count + others, padded + padded_others, count, padded, group, stored)
 
@@ -142,10 +138,8 @@ def _split_experts(
             others.remove(each)
         return tuple(others), sum(rows * columns for rows, columns in experts) // ranks
 
-    (others, trained), (frozen, kept) = (
-        part(shapes.trained, shapes.experts),
-        part(shapes.frozen, shapes.frozen_experts),
-    )
+    others, trained = part(shapes.trained, shapes.experts)
+    frozen, kept = part(shapes.frozen, shapes.frozen_experts)
     group = make_group(
         step_config.shards * step_config.tensor // ranks, ranks, step_config.gpus_per_host
     )
