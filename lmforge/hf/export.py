@@ -171,11 +171,9 @@ def new_folder(folder: Path, overwrite: bool, *, marker: str, content: str) -> I
     """
 
     def is_replaceable(path: Path) -> bool:
-        others = (
-            [each for each in path.iterdir() if not _OF_A_MODEL.fullmatch(each.name)]
-            if path.is_dir()
-            else []
-        )
+        others = []
+        if path.is_dir():
+            others = [each for each in path.iterdir() if not _OF_A_MODEL.fullmatch(each.name)]
         return (path / marker).is_file() and any(path.glob("*.safetensors")) and not others
 
     if overwrite:

@@ -160,11 +160,10 @@ def download(
         with hub_errors_as_user_errors(name, revision, kind):
             info = ask(name, revision=revision, files_metadata=True, timeout=LOOKUP_SECONDS)
             listed = {each.rfilename: each.size or 0 for each in info.siblings or ()}
-            chosen = (
-                _data_files(name, listed)
-                if kind == "dataset"
-                else _model_files(name, listed, include_weights)
-            )
+            if kind == "dataset":
+                chosen = _data_files(name, listed)
+            else:
+                chosen = _model_files(name, listed, include_weights)
             if folder is not None and not (folder / LIBRARY_FOLDER).is_dir():
                 for file in chosen:
                     check_output(folder / file, other="folder")
@@ -198,11 +197,9 @@ def download(
         if kind == "dataset" and folder is None:
             (downloaded / COMPLETE_MARK).touch()
     except OSError as problem:
-        what = (
-            "no space to download into it"
-            if problem.errno in DISK_FULL_ERRNOS
-            else "cannot be written"
-        )
+        what = "cannot be written"
+        if problem.errno in DISK_FULL_ERRNOS:
+            what = "no space to download into it"
         raise UserError(
             f"{folder or cache_folder()}: {what} ({problem.strerror}); run it again"
         ) from None

@@ -127,11 +127,9 @@ def convert_checkpoint(
 
     def read(name: str) -> Tensor:
         part = parts[name]
-        return (
-            torch.zeros_like(tensors[name], device="cpu")
-            if part is None
-            else part.extract(source.read(part.stored_name))
-        )
+        if part is None:
+            return torch.zeros_like(tensors[name], device="cpu")
+        return part.extract(source.read(part.stored_name))
 
     return ConvertedCheckpoint(layout.name, config, tensors, read)
 
@@ -185,9 +183,10 @@ def _check_tensors(
                 f"{path}: has nothing that could be {name}; it is incomplete, or of another layout"
             )
         part = parts[name]
-        tensor = (
-            parameter.to(dtype) if part is None else part.extract(source.tensors[part.stored_name])
-        )
+        if part is None:
+            tensor = parameter.to(dtype)
+        else:
+            tensor = part.extract(source.tensors[part.stored_name])
         if tensor.shape != parameter.shape:
             raise UserError(
                 f"{path}: {name} would be {list(tensor.shape)} and should be"

@@ -290,11 +290,10 @@ def _as_peft_has_it(name: str, tensor: Tensor, tensors: Mapping[str, Tensor]) ->
     inside = [each for each in _STACKS if f"{owner}.adapters.{each}.{end}" in tensors]
     depth = len(inside) - 1 - inside.index(parameter) if parameter in inside else 0
     if tensor.ndim == 3:
-        tensor = (
-            tensor.flatten(0, 1)
-            if f".{end}" == LORA_SUFFIXES[0]
-            else tensor.permute(1, 2, 0).flatten(1)
-        )
+        if f".{end}" == LORA_SUFFIXES[0]:
+            tensor = tensor.flatten(0, 1)
+        else:
+            tensor = tensor.permute(1, 2, 0).flatten(1)
     return f"{_PREFIX}{owner}{depth * _NESTED}.{end}", tensor
 
 

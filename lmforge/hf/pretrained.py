@@ -100,11 +100,9 @@ class Pretrained:
         if self.manifest is None:
             return describe_folder(self.folder)
         lora = checkpoint.stored_lora_config(self.manifest)
-        return (
-            [f"dequantized from {lora.stored.describe()}"]
-            if lora is not None and lora.stored is not None
-            else []
-        )
+        if lora is not None and lora.stored is not None:
+            return [f"dequantized from {lora.stored.describe()}"]
+        return []
 
     @property
     def tokenizer_folder(self) -> Path:
@@ -189,11 +187,9 @@ def find_pretrained(
     if kind in (Kind.HUB_NAME, Kind.HF_FOLDER):
         return Pretrained(resolve_model_folder(source, required_file), None)
     if kind not in MODELS:
-        hint = (
-            f"; the preset of this name is --model.preset {source}"
-            if str(source) in PRESETS
-            else ""
-        )
+        hint = ""
+        if str(source) in PRESETS:
+            hint = f"; the preset of this name is --model.preset {source}"
         raise unexpected(source, MODELS, hint)
     (folder, manifest), _ = checkpoint.open_checkpoint(
         source, lambda folder, manifest: (folder, manifest)

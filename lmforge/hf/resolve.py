@@ -52,9 +52,9 @@ def resolve_model_config(
         path = folder / "config.json" if folder.is_dir() else None
         source = str(folder)
     if implementation == "auto" and path is not None:
-        implementation = (
-            "lmforge" if is_supported_family(read_config_json(path)) else "transformers"
-        )
+        implementation = "transformers"
+        if is_supported_family(read_config_json(path)):
+            implementation = "lmforge"
     if implementation == "transformers":
         if path is None:
             raise UserError(

@@ -55,11 +55,9 @@ class _HeaderEntry(TypedDict):
 
 
 def _without_metadata(header: Any) -> Any:
-    return (
-        {name: entry for name, entry in header.items() if name != "__metadata__"}
-        if isinstance(header, dict)
-        else header
-    )
+    if isinstance(header, dict):
+        return {name: entry for name, entry in header.items() if name != "__metadata__"}
+    return header
 
 
 _Header = Annotated[dict[str, _HeaderEntry], BeforeValidator(_without_metadata)]
@@ -168,9 +166,9 @@ class _StoredPart:
         self._dtype = entry.dtype
         self.begin = entry.offset + rows.start * self._row_bytes
         # The bytes of full rows; no readahead for a choice of columns.
-        self.readahead = (
-            len(self._target) * self._row_bytes if self._columns == slice(0, self._width) else 0
-        )
+        self.readahead = 0
+        if self._columns == slice(0, self._width):
+            self.readahead = len(self._target) * self._row_bytes
 
     def read(self, file: BufferedReader) -> None:
         target = self._target

@@ -50,11 +50,9 @@ def open_tensor_source(path: Path) -> TensorSource:
         return _open_dcp(path)
     if path.is_file():
         return _open_torch_save(path)
-    what = (
-        "no such file or folder"
-        if not path.exists()
-        else "holds no .metadata, so it is not a Distributed Checkpoint"
-    )
+    what = "holds no .metadata, so it is not a Distributed Checkpoint"
+    if not path.exists():
+        what = "no such file or folder"
     raise UserError(f"{path}: {what}; give a checkpoint's folder or file")
 
 

@@ -70,11 +70,9 @@ def read_pretrained_config(content: dict[str, Any], source: str) -> Any:
             " unquantized model"
         )
     if model_type not in transformers.CONFIG_MAPPING:
-        why = (
-            "its code comes with the folder, and such code is not run"
-            if "auto_map" in content
-            else "it is unknown to it"
-        )
+        why = "it is unknown to it"
+        if "auto_map" in content:
+            why = "its code comes with the folder, and such code is not run"
         raise UserError(
             f'{source}: model_type: transformers {transformers.__version__} has no "{model_type}"'
             f" ({why}); use another model"

@@ -203,11 +203,9 @@ def _unread_layers(content: dict[str, Any]) -> range:
     field, default = load_family(base_model_type(str(content["model_type"]))).unread_layers
     layers = content.get("num_hidden_layers")
     count = content.get(field, default)
-    return (
-        range(layers, layers + count)
-        if isinstance(layers, int) and isinstance(count, int)
-        else range(0)
-    )
+    if isinstance(layers, int) and isinstance(count, int):
+        return range(layers, layers + count)
+    return range(0)
 
 
 def _dequantize(
@@ -348,11 +346,9 @@ def _check_converted(
     for name, value in converted.items():
         parameter = expected.pop(name, None)
         if parameter is None or parameter.shape != value.shape:
-            should = (
-                "is not in this model"
-                if parameter is None
-                else f"should be {list(parameter.shape)}"
-            )
+            should = "is not in this model"
+            if parameter is not None:
+                should = f"should be {list(parameter.shape)}"
             raise _mismatch(folder, f"{name} is {list(value.shape)} and {should}")
 
 

@@ -352,11 +352,9 @@ class _Reply:
         )
 
     def _logprobs(self, deltas: list[TextDelta]) -> list[TokenLogprob] | None:
-        return (
-            None
-            if self._body.num_top_logprobs is None
-            else [each for delta in deltas for each in delta.logprobs]
-        )
+        if self._body.num_top_logprobs is None:
+            return None
+        return [each for delta in deltas for each in delta.logprobs]
 
     async def collect_deltas(self) -> list[list[TextDelta]]:
         """What comes of each choice."""

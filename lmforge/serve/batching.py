@@ -300,9 +300,10 @@ class GenerationStream:
                 continue  # generated before a stop string cancelled the request
             add = self._choices[index].add
             # What a prompt's tokens become takes long.
-            delta = (
-                await asyncio.to_thread(add, index, token) if token.prompt else add(index, token)
-            )
+            if token.prompt:
+                delta = await asyncio.to_thread(add, index, token)
+            else:
+                delta = add(index, token)
             if delta.finish_reason:
                 self._unfinished.discard(index)
                 if token.finish_reason is None:

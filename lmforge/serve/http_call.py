@@ -51,9 +51,10 @@ def call(
         )
         answer = connection.getresponse()
         stream = cast(BinaryIO, answer)
-        content = (
-            _read_refusal(stream) if answer.status >= 400 else read_stream(stream, url, max_bytes)
-        )
+        if answer.status >= 400:
+            content = _read_refusal(stream)
+        else:
+            content = read_stream(stream, url, max_bytes)
         return HttpAnswer(answer.status, content, answer.getheader("location", ""))
 
 

@@ -230,8 +230,6 @@ def _model_name(path: Path, folder: Path) -> str:
     if path != folder:
         return str(path)
     resolved = folder.resolve()
-    return (
-        f"{resolved.parents[1].name}/{resolved.name}"
-        if resolved.name.startswith(STEP_PREFIX)
-        else resolved.name
-    )
+    if resolved.name.startswith(STEP_PREFIX):
+        return f"{resolved.parents[1].name}/{resolved.name}"
+    return resolved.name

@@ -354,11 +354,9 @@ def _parts_without_effect(request: BaseCompletionRequest) -> Iterator[tuple[str,
         yield "enable_thinking", "another value than in chat_template_kwargs; give one of them"
     for number, message in enumerate(request.messages, start=1):
         content = message.get("content")
-        parts = (
-            [part for part in content if isinstance(part, dict)]
-            if isinstance(content, list)
-            else []
-        )
+        parts = []
+        if isinstance(content, list):
+            parts = [part for part in content if isinstance(part, dict)]
         for known, each in [(MESSAGE_KEYS, message), *((PART_KEYS, part) for part in parts)]:
             for name in (name for name, value in each.items() if value and name not in known):
                 yield (

@@ -83,11 +83,9 @@ class AuthMiddleware:
             key.strip().encode(), self._api_key.encode()
         ):
             return None
-        message = (
-            "not the API key of this server"
-            if key
-            else "no API key: send it as `Authorization: Bearer KEY`"
-        )
+        message = "no API key: send it as `Authorization: Bearer KEY`"
+        if key:
+            message = "not the API key of this server"
         return ApiError(401, message, code="invalid_api_key")
 
 

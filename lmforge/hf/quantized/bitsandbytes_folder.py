@@ -49,9 +49,9 @@ class StoredMatrix:
     def read(self) -> Tensor:
         """Its bytes, as quantization/blocks.py has them, on the CPU."""
         codes, scales = (self._read(end).contiguous() for end in ("", ".absmax"))
-        nested = (
-            (self._read(".nested_absmax").float(), self._mean) if self.stored.double_quant else None
-        )
+        nested = None
+        if self.stored.double_quant:
+            nested = (self._read(".nested_absmax").float(), self._mean)
         return pack_nf4(codes.view(torch.uint8), scales if nested else scales.float(), nested)
 
     def dequantize(self) -> Tensor:

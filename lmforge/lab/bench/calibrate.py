@@ -152,11 +152,10 @@ def measure_calibration(dist_ctx: DistributedContext, config: BenchConfig) -> Ca
         ]
     disk = dist_ctx.decide_on_rank0(lambda: _measure_disk(config))
     measured += [_measurement(name, rate) for name, rate in disk.items()]
-    memory = (
-        torch.cuda.mem_get_info()[1]
-        if on_gpu
-        else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    )
+    if on_gpu:
+        memory = torch.cuda.mem_get_info()[1]
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     environment = describe_environment()
     calibration = Calibration(
         version=VERSION,

@@ -162,11 +162,9 @@ def _summary_line(row: dict[str, Any]) -> str:
         return f"{_words(row['swept'])}: {row['failed']}"
     step = row["step_seconds"]["median"]
     mfu = f", MFU {row['mfu']:.0%}" if row["mfu"] else ""
-    beside = (
-        f" (predicted {_interval(speeds)})"
-        if (speeds := row["predicted"].get("tokens_per_second_interval"))
-        else ""
-    )
+    beside = ""
+    if speeds := row["predicted"].get("tokens_per_second_interval"):
+        beside = f" (predicted {_interval(speeds)})"
     rates = (
         f"{row['tokens_per_second']:,.0f} tokens/s{beside}, {1e3 * step:.0f} ms per step{mfu},"
         f" {row['memory_gib']:.2f} GiB"

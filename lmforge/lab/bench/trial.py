@@ -242,11 +242,10 @@ class _Trial:
             if event.name.startswith(COLLECTIVE_NAMES)
         ]
         results = profiled.profiler.kineto_results
-        live = (
-            torch.cuda.max_memory_allocated()
-            if on_gpu
-            else _peak_bytes(results.events(), live_before)
-        )
+        if on_gpu:
+            live = torch.cuda.max_memory_allocated()
+        else:
+            live = _peak_bytes(results.events(), live_before)
         communication_seconds = _union_length([(span.start, span.end) for span in spans]) / 1e6
         return {"communication_seconds": communication_seconds, "live_gib": live / 2**30}
 

@@ -54,9 +54,9 @@ class Costs:
         given = {"gpu_type", "gpus", "calibration"} & options.model_fields_set
         if not given and device != "cpu" and torch.cuda.is_available():
             known = data_sheets().find(torch.cuda.get_device_name())
-            self._options = (
-                options.model_copy(update={"gpu_type": known.name}) if known else options
-            )
+            self._options = options
+            if known:
+                self._options = options.model_copy(update={"gpu_type": known.name})
             given = {"gpu_type"} if known else given
         if given:
             self._machine = find_machine(self._options)

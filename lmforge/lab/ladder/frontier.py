@@ -96,11 +96,9 @@ def flops_ratio(law: Law, target: Target, flops: float, size_ratio: float) -> fl
     """
     parameters = size_ratio * best_size(law, target, flops)
     left = loss_at(law, target, flops) - law.loss(parameters, float("inf"))
-    return (
-        target.flops_of(parameters, (law.B / left) ** (1 / law.beta)) / flops
-        if left > 0
-        else float("inf")
-    )
+    if left > 0:
+        return target.flops_of(parameters, (law.B / left) ** (1 / law.beta)) / flops
+    return float("inf")
 
 
 def flat_range(law: Law, target: Target, flops: float) -> tuple[float, float]:

@@ -191,11 +191,10 @@ class Losses:
     def search(self, huber: float, start: Array | None = None) -> Array:
         """The best exponents [1, 2], from a grid or `start`, by ever finer grids about the best."""
         low, high = np.log(EXPONENTS)
-        grid = (
-            np.array(list(product(np.linspace(low, high, 21), repeat=2)))
-            if start is None
-            else np.log(start)
-        )
+        if start is None:
+            grid = np.array(list(product(np.linspace(low, high, 21), repeat=2)))
+        else:
+            grid = np.log(start)
         near = np.array([(0, 0), *product((-2, -1, 0, 1, 2), repeat=2)])
         best = 0
         step = (high - low) / 20

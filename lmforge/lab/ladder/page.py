@@ -98,11 +98,9 @@ def _comparison(pairs: Sequence[Mapping[str, Any]]) -> str:
     rows = []
     for pair in pairs:
         better = pair["first"] if pair["value"] < 0 else pair["second"]
-        words = (
-            f"{better} is better"
-            if pair["decided"]
-            else "not decided: more rungs, or a larger budget, would"
-        )
+        words = "not decided: more rungs, or a larger budget, would"
+        if pair["decided"]:
+            words = f"{better} is better"
         rows.append((pair["first"], pair["second"], interval_text(pair), words))
     return _section(
         "Mixtures at the target", _table(("mixture", "against", "difference of losses", ""), rows)

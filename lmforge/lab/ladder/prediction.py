@@ -46,9 +46,10 @@ def predict_curve(
     for part in np.linspace(begin, 1.0, CURVE_POINTS).tolist() if known else [1.0]:
         factors = [float(np.interp(part, ats, values)) for ats, values in known]
         # At the end they are the residuals of the fit, which its interval has already.
-        low, middle, high = (
-            np.quantile(factors, [0.05, 0.5, 0.95]).tolist() if part < 1.0 else (1.0, 1.0, 1.0)
-        )
+        if part < 1.0:
+            low, middle, high = np.quantile(factors, [0.05, 0.5, 0.95]).tolist()
+        else:
+            low, middle, high = (1.0, 1.0, 1.0)
         tokens = target.tokens * part
         loss = predicted_loss(fit, target.parameters, tokens)
         points.append(

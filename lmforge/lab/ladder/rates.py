@@ -38,8 +38,6 @@ def best_rate(rates: Sequence[float], losses: Sequence[float]) -> tuple[float, b
     square, slope, _ = np.polyfit(
         [log(rate) for rate, _ in around], [loss for _, loss in around], 2
     )
-    return (
-        (float(f"{exp(-slope / (2 * square)):.3g}"), False)
-        if square > 0
-        else (pairs[lowest][0], False)
-    )
+    if square > 0:
+        return (float(f"{exp(-slope / (2 * square)):.3g}"), False)
+    return (pairs[lowest][0], False)

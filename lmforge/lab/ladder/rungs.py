@@ -308,11 +308,9 @@ def _unused(used: float, larger: float) -> str:
     """
     if used > LEAST_USED:
         return ""
-    reason = (
-        f"the next larger size takes {larger:.2g} times the budget"
-        if larger < math.inf
-        else "no larger size is below it"
-    )
+    reason = "no larger size is below it"
+    if larger < math.inf:
+        reason = f"the next larger size takes {larger:.2g} times the budget"
     way = "more --ladder.tokens_per_parameter or --ladder.sizes use more"
     return f"{1 - used:.0%} of the budget: {reason}; {way}"
 

@@ -318,9 +318,9 @@ def _visible_gpus(slot: int, count: int) -> dict[str, str]:
 
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = given.split(",") if given else [str(each) for each in range(torch.cuda.device_count())]
-    chosen = (
-        [names[(slot * count + number) % len(names)] for number in range(count)] if names else []
-    )
+    chosen = []
+    if names:
+        chosen = [names[(slot * count + number) % len(names)] for number in range(count)]
     return {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(chosen))}
 
 

@@ -353,9 +353,9 @@ def _weight_rows(first: ComparedRun, other: ComparedRun, limit: float) -> Iterat
             # whose norm is the weight's for inputs of size 1.
             weight = name.removesuffix("bias") + "weight"
             is_bias = name.endswith(".bias") and weight in models[0].tensors
-            scale = (
-                float(torch.linalg.vector_norm(models[0].read(weight).float())) if is_bias else 0.0
-            )
+            scale = 0.0
+            if is_bias:
+                scale = float(torch.linalg.vector_norm(models[0].read(weight).float()))
             difference = weights_difference(name, ours, theirs, order=2, at_least=max(scale, 1e-12))
             yield Row(step, difference if same_bits else max(1e-300, difference), tensor=name)
 

@@ -169,16 +169,15 @@ def _train(title: str, stage: QuickstartStage, words: list[str]) -> Path:
     config = parse_config(STAGES[stage.verb], words)
     _print_title(title, stage.verb, *words)
     processes = config.launch.processes
-    status = (
-        launch_local(processes, [stage.verb, *words])
-        if processes > 1
-        else VERBS[stage.verb].load()(config)
-    )
+    if processes > 1:
+        status = launch_local(processes, [stage.verb, *words])
+    else:
+        status = VERBS[stage.verb].load()(config)
     path: Path = config.run.folder / config.run.name
     if status:
-        reason = (
-            "the lines above say why" if status < 128 else "lmforge quickstart continues from here"
-        )
+        reason = "lmforge quickstart continues from here"
+        if status < 128:
+            reason = "the lines above say why"
         failure = RunFailed(f"{path}: training ended with status {status}; {reason}")
         failure.exit_status = status
         raise failure

@@ -256,9 +256,9 @@ class Engine:
         sampled = torch.zeros(len(params), 2 + 2 * top, dtype=torch.float64, device=self._device)
         for sampling in dict.fromkeys(params):
             rows = [row for row, each in enumerate(params) if each == sampling]
-            index = (
-                slice(None) if len(rows) == len(params) else torch.tensor(rows, device=self._device)
-            )
+            index: slice | Tensor = slice(None)
+            if len(rows) < len(params):
+                index = torch.tensor(rows, device=self._device)
             seen = [
                 each.seen
                 for each in self._running
@@ -294,13 +294,9 @@ class Engine:
         pairs = list(zip(map(int, likeliest[:half]), likeliest[half:], strict=True))[
             : request.top_logprobs
         ]
-        reason = (
-            "stop"
-            if id in request.stop_token_ids
-            else "length"
-            if running.num_generated >= request.max_tokens
-            else None
-        )
+        reason = "length" if running.num_generated >= request.max_tokens else None
+        if id in request.stop_token_ids:
+            reason = "stop"
         likely = [pair for pair in pairs if pair[1] > -torch.inf]
         prompt = running.prompt if running.num_generated == 1 else []
         if request.num_resumed and experts is not None:

@@ -165,9 +165,9 @@ def load_model(
             base_model_overrides(path),
         )
         merge_adapters(base.model, *load_peft_folder(path), str(path))
-        tokenizer = (
-            Tokenizer.open(path) if tokenizer_folder(base.path, path) == path else base.tokenizer
-        )
+        tokenizer = base.tokenizer
+        if tokenizer_folder(base.path, path) == path:
+            tokenizer = Tokenizer.open(path)
         return replace(base, model=base.model.to(dtype), tokenizer=tokenizer, path=path)
     if kind == Kind.HF_FOLDER:
         loaded = _from_folder(path, device, dtype, reward_model, overrides or {})
@@ -223,9 +223,9 @@ def _from_checkpoint(
     sources = manifest.written_by.get("sources") or ({data: data} if data else {})
     # GRPO has prompts without answers, so there is no data to measure a loss on.
     has_text = recipe.get("align", {}).get("method") != "grpo"
-    training_data = (
-        {name: parse_location(source) for name, source in sources.items()} if has_text else {}
-    )
+    training_data = {}
+    if has_text:
+        training_data = {name: parse_location(source) for name, source in sources.items()}
     stop_ids |= config.end_token_ids
     return LoadedModel(
         model.to(dtype).eval(),

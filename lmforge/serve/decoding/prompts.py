@@ -61,11 +61,9 @@ def check_room(num_prompt_tokens: int, max_length: int, max_tokens: int | None =
     """
     room = max_length - num_prompt_tokens
     if room < (1 if max_tokens is None else max_tokens):
-        requested = (
-            ", which leaves no room for an answer"
-            if max_tokens is None
-            else f" and max_tokens = {max_tokens}"
-        )
+        requested = ", which leaves no room for an answer"
+        if max_tokens is not None:
+            requested = f" and max_tokens = {max_tokens}"
         raise PromptTooLong(
             f"this model takes at most {max_length} tokens, and got {num_prompt_tokens} in the"
             f" prompt{requested}"

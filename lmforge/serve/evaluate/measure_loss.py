@@ -192,11 +192,9 @@ def _open_prepared(loaded: LoadedModel, data: Path) -> ExampleFolder | TokenFold
 
 
 def _has_split(folder: ExampleFolder | TokenFolder, split: str) -> bool:
-    return (
-        split in folder.splits
-        if isinstance(folder, TokenFolder)
-        else folder.num_examples(split) > 0
-    )
+    if isinstance(folder, TokenFolder):
+        return split in folder.splits
+    return folder.num_examples(split) > 0
 
 
 def _open_split(

@@ -181,9 +181,9 @@ class ChatSession:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        system = (
-            [{"role": "system", "content": self._options.system}] if self._options.system else []
-        )
+        system = []
+        if self._options.system:
+            system = [{"role": "system", "content": self._options.system}]
         return system + self.turns
 
     def _answer(self) -> None:

@@ -123,9 +123,9 @@ class RecordEncoder:
         eos = [(self.tokenizer.eos_token_id, True)]
         ids = [part[0] if isinstance(part, tuple) else None for part in layout]
         layout = layout if ids[: len(prefix)] == self.tokenizer.prefix_ids else [*prefix, *layout]
-        return (
-            layout if not add_eos or ids[-1:] == [self.tokenizer.eos_token_id] else [*layout, *eos]
-        )
+        if not add_eos or ids[-1:] == [self.tokenizer.eos_token_id]:
+            return layout
+        return [*layout, *eos]
 
     @cached_property
     def _specials(self) -> SpecialTokens:
@@ -369,9 +369,10 @@ def _media_field(fields: Mapping[str, Any]) -> str | None:
     """The first field that holds media by its name; lists of nothing are empty."""
     for name, value in fields.items():
         # A number of them.
-        given = (
-            any(value) if isinstance(value, list) else value and not isinstance(value, int | float)
-        )
+        if isinstance(value, list):
+            given = any(value)
+        else:
+            given = value and not isinstance(value, int | float)
         if given and MEDIA_FIELD.fullmatch(name):
             return name
     return None
@@ -400,11 +401,9 @@ def _is_media(part: Any) -> bool:
 
 def _without_media(message: dict[str, Any]) -> dict[str, Any]:
     content = message.get("content")
-    return (
-        message | {"content": [each for each in content if not _is_media(each)]}
-        if isinstance(content, list)
-        else message
-    )
+    if isinstance(content, list):
+        return message | {"content": [each for each in content if not _is_media(each)]}
+    return message
 
 
 def record_variables(record: Record, template: ChatTemplate) -> dict[str, Any]:

@@ -37,15 +37,10 @@ def format_example(example: TokenizedExample, tokenizer: Tokenizer, *, ansi: boo
             # line.
             pieces.append(shade + shown.replace("\n", f"{RESET}\n{shade}") + RESET)
         else:
-            bound = (
-                ""
-                if number == 0 and not scored
-                else "|"
-                if scored == before
-                else "["
-                if scored
-                else "]"
-            )
+            if number == 0 and not scored:
+                bound = ""
+            else:
+                bound = "|" if scored == before else "[" if scored else "]"
             pieces.append(bound + shown)
         before = scored
     rest = _escape_control_characters(stream.finish())

@@ -141,11 +141,9 @@ def first_difference(one: str, other: str) -> str:
 def _one_line(error: object) -> str:
     """The text of an error on one line, cut where it is long: a template can raise any text."""
     text = " ".join(str(error).split()) or repr(error)
-    return (
-        text
-        if len(text) <= MAX_MESSAGE_CHARACTERS
-        else f"{text[:MAX_MESSAGE_CHARACTERS]}… ({len(text):,} characters)"
-    )
+    if len(text) <= MAX_MESSAGE_CHARACTERS:
+        return text
+    return f"{text[:MAX_MESSAGE_CHARACTERS]}… ({len(text):,} characters)"
 
 
 def _tojson(

@@ -143,12 +143,12 @@ def encode_layouts(tokenizer: Tokenizer, layouts: Sequence[Layout]) -> list[Toke
         tokens: list[int] = []
         mask: list[bool] = []
         for part in layout:
-            pieces = (
-                zip(piece_ids[id(part)], part, strict=True)
-                if isinstance(part, list)
-                else [([part[0]], part)]
-            )
-            for ids, (_, scored) in pieces:
+            if isinstance(part, tuple):
+                pieces = [([part[0]], part[1])]
+            else:
+                flags = [scored for _, scored in part]
+                pieces = [*zip(piece_ids[id(part)], flags, strict=True)]
+            for ids, scored in pieces:
                 tokens += ids
                 mask += [scored] * len(ids)
         if mask:

@@ -90,11 +90,10 @@ def _conversations_of_file(path: Path, module: str) -> Iterator[tuple[str, dict[
         for node in owner.body if owner else [statement]:
             if isinstance(node, ast.FunctionDef) and (parts := _split_function(node, lines)):
                 body = "\n".join(ast.dump(statement) for statement in node.body[1:])
-                what = (
-                    f"method `{node.name}` of a class `{owner.name}`"
-                    if owner
-                    else f"function `{node.name}`"
-                )
+                if owner:
+                    what = f"method `{node.name}` of a class `{owner.name}`"
+                else:
+                    what = f"function `{node.name}`"
                 yield body, _function_conversation(node, what, module, *parts)
 
 

@@ -200,11 +200,9 @@ def _validate_tool_call(call: Any, form: MessageForm) -> dict[str, Any]:
     function = None
     with suppress(UserError):  # it is said below what is expected
         call = decode_json_text(call, "a tool call")
-        function = (
-            decode_json_text(call.get("function", call), "a tool call")
-            if isinstance(call, dict)
-            else None
-        )
+        function = None
+        if isinstance(call, dict):
+            function = decode_json_text(call.get("function", call), "a tool call")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise UserError(
             'a tool call is an object such as {"function": {"name": "...", "arguments": {}}}'

@@ -98,11 +98,10 @@ class MarkedConversation:
         marked = dict(message)
         content = message["content"]
         mark = self._marker(number, "content")
-        marked["content"] = (
-            mark(content)
-            if isinstance(content, str)
-            else [{**part, "text": mark(part["text"])} for part in content]
-        )
+        if isinstance(content, str):
+            marked["content"] = mark(content)
+        else:
+            marked["content"] = [{**part, "text": mark(part["text"])} for part in content]
         if "reasoning_content" in message:
             marked["reasoning_content"] = reasoning = map_leaves(
                 message["reasoning_content"], self._marker(number, "reasoning")
@@ -143,11 +142,9 @@ class MarkedConversation:
             }
         if isinstance(value, list):
             return [self._mark_schema(item, key) for item in value]
-        return (
-            self._mark_known(value)
-            if isinstance(value, str) and key in ("name", "description", "enum", "required")
-            else value
-        )
+        if isinstance(value, str) and key in ("name", "description", "enum", "required"):
+            return self._mark_known(value)
+        return value
 
     def _mark_known(self, text: str) -> str:
         return self._known.get(text) or self._known.setdefault(
@@ -192,11 +189,9 @@ def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
     """
     if isinstance(value, dict):
         return {change(key): map_leaves(item, change) for key, item in value.items()}
-    return (
-        [map_leaves(item, change) for item in value]
-        if isinstance(value, list | tuple)
-        else change(value)
-    )
+    if isinstance(value, list | tuple):
+        return [map_leaves(item, change) for item in value]
+    return change(value)
 
 
 def find_pieces(pieces: Sequence[Piece], marked: str) -> list[list[int]]:

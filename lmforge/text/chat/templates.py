@@ -383,11 +383,10 @@ class ChatTemplate:
             for at in scored:
                 answer, limit = self._answer_span(draft, at, text, found, prefixes)
                 # Tags may begin before the answer, with its header, and there may be several.
-                parts = (
-                    [(max(a, answer[0]), min(b, limit)) for a, b in tagged]
-                    if is_tagged
-                    else [answer]
-                )
+                if is_tagged:
+                    parts = [(max(a, answer[0]), min(b, limit)) for a, b in tagged]
+                else:
+                    parts = [answer]
                 if not any(a < answer[1] <= b for a, b in parts):
                     raise self._endless()
                 answers.append(answer)
@@ -463,11 +462,9 @@ class ChatTemplate:
                     )
 
     def _refusal(self, draft: _Draft, piece: Piece, does: str, advice: str) -> UserError:
-        of = (
-            f" of message {piece.message + 1} ({draft.roles[piece.message]})"
-            if piece.message >= 0
-            else ""
-        )
+        of = ""
+        if piece.message >= 0:
+            of = f" of message {piece.message + 1} ({draft.roles[piece.message]})"
         advice = "it knows no tools" if piece.field.startswith("tool") else advice
         if piece.field in ("name", "documents") and not draft.example.is_request:
             advice = f'data.fields = ["{piece.field}="] does without it'

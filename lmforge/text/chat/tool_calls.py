@@ -71,9 +71,9 @@ class ToolCallFormat:
         """An answer as its content and its calls; without calls where one cannot be read."""
         start = self.find(text, begun=begun)
         try:
-            calls = (
-                self.read(text[start : start + MAX_CALL_CHARACTERS]) if start < len(text) else []
-            )
+            calls = []
+            if start < len(text):
+                calls = self.read(text[start : start + MAX_CALL_CHARACTERS])
         except UnreadableCall:
             calls = []
         return (text[:start].rstrip(), calls) if calls else (text, [])

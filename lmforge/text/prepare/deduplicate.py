@@ -29,11 +29,10 @@ def near_duplicate_keys(text: str, digest: int) -> np.ndarray:
     `digest` is the hash of the text, which stands for a document without words.
     """
     words = word_hashes(text)
-    shingles = (
-        ngram_hashes(words, min(SHINGLE_WORDS, len(words)))
-        if len(words)
-        else np.array([digest], np.uint64)
-    )
+    if len(words):
+        shingles = ngram_hashes(words, min(SHINGLE_WORDS, len(words)))
+    else:
+        shingles = np.array([digest], np.uint64)
     least = np.full(len(_KEYS), np.iinfo(np.uint64).max)
     for start in range(0, len(shingles), CHUNK_SHINGLES):
         hashes = mix(shingles[start : start + CHUNK_SHINGLES, None] ^ _KEYS)

@@ -85,11 +85,10 @@ def _open_plan(out: Path, plan: dict[str, Any], overwrite: bool) -> bool:
         if set(os.listdir(out)) - LOCKS:
             check_output(out, kind="a preparation", other="folder")
     if begun:
-        written = (
-            TokenFolder.open(out).manifest.plan
-            if finished
-            else read_json(path, dict[str, Any], hint=RESTORE_HINT)
-        )
+        if finished:
+            written = TokenFolder.open(out).manifest.plan
+        else:
+            written = read_json(path, dict[str, Any], hint=RESTORE_HINT)
         changed = [name for name in plan if written.get(name) != plan[name]]
         if changed:
             names = ", ".join(changed)

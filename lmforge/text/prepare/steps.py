@@ -333,11 +333,9 @@ def _is_one_document(source: str, readers: Sequence[UnitReader]) -> bool:
         islice((document for reader in readers for document in reader.documents(progress)), 2)
     )
     if not first:
-        reason = (
-            "no document is left: the hook leaves out all"
-            if readers and readers[0].hook
-            else "empty: there is no text in it"
-        )
+        reason = "empty: there is no text in it"
+        if readers and readers[0].hook:
+            reason = "no document is left: the hook leaves out all"
         raise UserError(f"{source}: {reason}{progress.unusable}")
     return len(first) == 1
 

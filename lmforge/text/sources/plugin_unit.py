@@ -70,11 +70,9 @@ class PluginReaders:
         """
         load_plugins(self.plugins)  # a worker process has not loaded it yet
         entry = registry.get("document_source", name)
-        options = (
-            entry.options(**json.loads(dict(self.options).get(name, "{}")))
-            if entry.options is not None
-            else None
-        )
+        options = None
+        if entry.options is not None:
+            options = entry.options(**json.loads(dict(self.options).get(name, "{}")))
         yield from entry.build(file, options)
 
 

@@ -140,11 +140,9 @@ class UnusableRecords:
     def __str__(self) -> str:
         """Their number and the first, after `; `; empty if there are none."""
         number = len(self.problems)
-        return (
-            f"; {number:,} left out that cannot be used, such as {self.problems[0]}"
-            if number
-            else ""
-        )
+        if number:
+            return f"; {number:,} left out that cannot be used, such as {self.problems[0]}"
+        return ""
 
 
 @dataclass
@@ -181,11 +179,10 @@ def read_records(
     """
     unusable = unusable or UnusableRecords()
     for file in find_record_files(path, split):
-        records = (
-            parquet_rows(file)
-            if content_suffix(file.name) == ".parquet"
-            else _json_list_or_lines(file)
-        )
+        if content_suffix(file.name) == ".parquet":
+            records = parquet_rows(file)
+        else:
+            records = _json_list_or_lines(file)
         for number, record in enumerate(records, start=1):
             if isinstance(record, UserError):
                 unusable.add(record)
@@ -273,11 +270,9 @@ def _parse_line(
             decode_utf8(line, path, offset)  # names the byte, for an encoding error
         except UserError as not_utf8:
             return not_utf8
-        surrogate = (
-            ": half of a surrogate pair, which UTF-8 cannot encode"
-            if "of hex escape" in str(problem)
-            else ""
-        )
+        surrogate = ""
+        if "of hex escape" in str(problem):
+            surrogate = ": half of a surrogate pair, which UTF-8 cannot encode"
         return UserError(f"{place()}{problem}{surrogate}")
 
 

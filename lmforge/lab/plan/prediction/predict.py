@@ -1,6 +1,8 @@
-"""Memory and time of a step: `predict` simulates the step's operations and adds memory that belongs
-to no operation. `run_cost` goes from there to the whole run: days, GPU-hours, energy, money,
-checkpoints and the cost of failures.
+"""Memory and time of a step, and the cost of a run.
+
+`predict` simulates the step's operations and adds memory that belongs to no operation. `run_cost`
+goes from there to the whole run: days, GPU-hours, energy, money, checkpoints and the cost of
+failures.
 """
 
 import math
@@ -53,13 +55,16 @@ SIMULATED = 3
 
 @dataclass(frozen=True)
 class Prediction:
-    """The requirements of a step. memory: bytes by kind at the peak of the fullest rank, of live
-    tensors; `peak_at` says where in the step that is. live_bytes, reserved_bytes, device_bytes: of
-    live tensors, with what the allocator keeps, and with context and libraries. step_seconds;
-    seconds: by kind of operation, overlapping ones too; exposed_seconds: exposed communication and
-    copies of activations. timeline: (operation, live bytes) in order of issue. offloaded_bytes:
-    activations in host memory. calibrated_fraction: of the time of all operations, what comes from
-    measured constants.
+    """The requirements of a step.
+
+    memory: bytes by kind at the peak of the fullest rank, of live tensors; `peak_at` says where in
+    the step that is.
+    live_bytes, reserved_bytes, device_bytes: of live tensors, with what the allocator keeps, and
+    with context and libraries.
+    seconds: by kind of operation, overlapping ones too. exposed_seconds: exposed communication and
+    copies of activations. timeline: (operation, live bytes) in order of issue.
+    offloaded_bytes: activations in host memory. calibrated_fraction: of the time of all operations,
+    what comes from measured constants.
     """
 
     step_config: StepConfig
@@ -80,12 +85,15 @@ class Prediction:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of one rank."""
+        """The speed of one rank."""
         return self.step_config.tokens_per_step / self.step_seconds / self.step_config.world_size
 
     @property
     def speed_interval(self) -> tuple[float, float]:
-        """Narrower in proportion to the part of the step whose constants were measured."""
+        """The interval of `tokens_per_second`.
+
+        It is narrower in proportion to the part of the step whose constants were measured.
+        """
         part = self.calibrated_fraction
         speed = self.tokens_per_second
         low, high = (
@@ -100,8 +108,9 @@ class Prediction:
 
     @property
     def host_bytes(self) -> float:
-        """What offload keeps on a host: activations, or master weights, gradients and optimizer
-        states, of its ranks.
+        """The bytes that offload keeps on a host, for all its ranks.
+
+        They are activations, or master weights, gradients and optimizer states.
         """
         step_config = self.step_config
         of_a_rank = self.offloaded_bytes * PAGE_LOCKED_ROUNDING
@@ -128,11 +137,11 @@ class Prediction:
             HOST_COPIES,
         )
         parts = {name: seconds for name, seconds in self.seconds.items() if name not in beside}
-        parts |= {
+        return parts | {
             "exposed communication": self.exposed_seconds,
             "pipeline bubble": self.bubble_seconds,
+            "waiting for the host": self.host_seconds,
         }
-        return parts | {"waiting for the host": self.host_seconds}
 
     @property
     def bottleneck(self) -> str:
@@ -217,11 +226,9 @@ def _calibrated_fraction(busy: dict[str, float], rates: Rates) -> float:
     }
     measured = {kind for name in rates.calibrated for kind in CONSTANTS[name]}
     total = sum(kinds.values())
-    return (
-        sum(seconds for kind, seconds in kinds.items() if kind in measured) / total
-        if total
-        else 0.0
-    )
+    if total:
+        return sum(seconds for kind, seconds in kinds.items() if kind in measured) / total
+    return 0.0
 
 
 def _offloaded_bytes(step_config: StepConfig, rates: Rates, stages: Sequence[Stage]) -> float:
@@ -251,25 +258,20 @@ def _memory_by_kind(step_config: StepConfig, simulation: Simulation) -> dict[str
         return {**simulation.live_peak, "allocator": 0.0, OVERHEAD: float(HOST_BYTES)}
     live = sum(simulation.live_peak.values())
     reserved = simulation.reserved * (1 + ROUNDING_FRACTION)
-    groups = sum(
-        size > 1
-        for size in (
-            *(
-                step_config.shards,
-                step_config.replicas,
-                step_config.tensor,
-                step_config.context,
-                step_config.pipeline,
-            ),
-            step_config.expert,
-        )
+    sizes = (
+        step_config.shards,
+        step_config.replicas,
+        step_config.tensor,
+        step_config.context,
+        step_config.pipeline,
+        step_config.expert,
     )
-    overhead = CONTEXT_BYTES + groups * COMMUNICATOR_BYTES
+    overhead = CONTEXT_BYTES + sum(size > 1 for size in sizes) * COMMUNICATOR_BYTES
     return {**simulation.live_peak, "allocator": reserved - live, OVERHEAD: float(overhead)}
 
 
 def can_reduce_once(step_config: StepConfig) -> bool:
-    """Whether there is a choice of when gradients are reduced."""
+    """Return True where gradients can be reduced once per step instead of every micro-batch."""
     return (
         step_config.on_gpu
         and step_config.is_fsdp
@@ -298,12 +300,11 @@ def _simulate(step_config: StepConfig, rates: Rates, stage: Stage) -> Simulation
     """The step of a rank with this part of the model."""
     program = StepProgram(step_config, rates, stage)
     operations = program.build(min(step_config.accumulation, SIMULATED))
-    repeated = (
-        (program.starts[1], program.starts[2]) if len(program.starts) == SIMULATED else (0, 0)
-    )
-    return simulate(
-        operations, program.held(), repeated, max(0, step_config.accumulation - SIMULATED)
-    )
+    held = program.held()
+    if len(program.starts) < SIMULATED:
+        return simulate(operations, held)
+    repeated = (program.starts[1], program.starts[2])
+    return simulate(operations, held, repeated, step_config.accumulation - SIMULATED)
 
 
 @dataclass(frozen=True)
@@ -344,11 +345,9 @@ def run_cost(
     cost = writing
     if async_save:
         hosts = math.ceil(step_config.world_size / step_config.gpus_per_host)
-        writers = (
-            step_config.shards * step_config.tensor * step_config.pipeline
-            if step_config.is_fsdp
-            else 1
-        )
+        writers = 1
+        if step_config.is_fsdp:
+            writers = step_config.shards * step_config.tensor * step_config.pipeline
         cost = min(writing, size / writers / (gpu.pcie_gb_s * GB) + 0.1 * hosts**0.5)
     between = options.failure_gpu_hours * 3600 / step_config.world_size
     # A save cannot begin before the one before it is written.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 COMPUTE = "compute"
 NETWORK = "network"
 HOST_COPIES = "host copies"
-# Whose buffers are allocated on streams of their own.
+# The pools of kinds of memory whose buffers are allocated on streams of their own.
 POOLS = {"gather buffers": "gather", "reduce buffers": "reduce", "gradients": "reduce"}
 
 
@@ -102,7 +102,7 @@ class _Memory:
 
 
 class _Clock:
-    """When each stream becomes free, and the time by kind of operation."""
+    """The times at which streams become free, and the seconds by kind of operation."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
