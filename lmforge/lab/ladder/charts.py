@@ -38,7 +38,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Axis:
-    """Where values of `low` to `high` lie, from `first` to `last` of the drawing."""
+    """Maps values from `low` to `high` to places from `first` to `last` of the drawing."""
 
     low: float
     high: float
@@ -47,9 +47,10 @@ class Axis:
     logarithmic: bool
 
     def __call__(self, value: float) -> float:
-        low, high, value = (
-            log10(each) if self.logarithmic else each for each in (self.low, self.high, value)
-        )
+        low = self.low
+        high = self.high
+        if self.logarithmic:
+            low, high, value = map(log10, (low, high, value))
         return self.first + (value - low) / (high - low) * (self.last - self.first)
 
     def ticks(self, most: int) -> list[float]:
@@ -76,9 +77,9 @@ class Axis:
 
 def short(value: float) -> str:
     """A number in four digits, with a unit of large ones: 1.2M."""
-    for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
-        if 1e15 > abs(value) >= unit:
-            return f"{value / (1e3 if name == 'k' else unit):.4g}{name}"
+    for least, unit, name in ((1e12, 1e12, "T"), (1e9, 1e9, "B"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if 1e15 > abs(value) >= least:
+            return f"{value / unit:.4g}{name}"
     return f"{value:.4g}"
 
 
@@ -96,15 +97,9 @@ def chart(
     if not curves:
         return ""
     xs = [point[0] for curve in curves for point in curve.points]
+    ys = [value for curve in curves for point in curve.points for value in point[1:]]
     x = Axis(*_bounds(xs, x_log), LEFT, width - RIGHT, x_log)
-    y = Axis(
-        *_bounds(
-            [value for curve in curves for point in curve.points for value in point[1:]], y_log
-        ),
-        HEIGHT - BOTTOM,
-        TOP,
-        y_log,
-    )
+    y = Axis(*_bounds(ys, y_log), HEIGHT - BOTTOM, TOP, y_log)
     drawn = []
     for tick in y.ticks(6):
         drawn.append(
@@ -143,7 +138,7 @@ def chart(
 
 
 def _label(x_name: str, value: float) -> str:
-    """FLOPs as a power of ten; a T of other numbers is a trillion."""
+    """A tick's label: FLOPs as a power of ten, other numbers with a unit."""
     return f"{value:.0e}".replace("e+", "e") if "FLOPs" in x_name else short(value)
 
 

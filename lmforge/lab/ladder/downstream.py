@@ -1,5 +1,6 @@
-"""The scores of tasks that the big run will have, in two steps (arXiv 2412.04403): a law gives its
-loss, a sigmoid the score.
+"""The scores of tasks that the big run will have, in two steps (arXiv 2412.04403).
+
+A law gives its loss, a sigmoid the score.
 
 The sigmoid is fitted to the losses and scores of the runs. The loss is the bits per byte of the
 task's correct answers, which have a law of their own; where runs lack them, as for answers that the
@@ -28,7 +29,7 @@ OF_ANSWERS = "bits_per_byte"  # of run_task
 def predict_scores(
     fit: Fit, scores: Mapping[str, Mapping[str, float]], target: Target, seed: int = 0
 ) -> list[dict[str, Any]]:
-    """For each score of tasks, what the target will have.
+    """The predicted scores of the target, for each score of tasks that the runs have.
 
     `scores` has those of runs, by name; a run may lack some.
 
@@ -47,8 +48,10 @@ def predict_scores(
         if law and metric == OF_ANSWERS:
             bits = estimate(law, lambda each: each.loss(target.parameters, target.tokens))
             found.append({"name": name, "score": asdict(bits), "caution": ""})
-        elif metric != OF_ANSWERS and (score := _predict(law or fit, scores, name, target, seed)):
-            found.append({"name": name, **score})
+        elif metric != OF_ANSWERS:
+            score = _predict(law or fit, scores, name, target, seed)
+            if score:
+                found.append({"name": name, **score})
     return found
 
 
@@ -94,9 +97,11 @@ def _predict(
 
 
 def _sigmoids(losses: Array, scores: Array, weights: Array, at: Array) -> tuple[Array, float]:
-    """(for each row of weights [fits, runs], the value at a loss `at` [fits] of the sigmoid that
-    fits the scores [runs] best; the standard deviation of scores about the first). Floor and height
-    follow in closed form for each of a grid of shapes.
+    """The values [fits] of sigmoids that fit the scores [runs] best, and a standard deviation.
+
+    There is a sigmoid for each row of weights [fits, runs], with its value at a loss `at` [fits];
+    the deviation is that of scores about the first. Floor and height follow in closed form for each
+    of a grid of shapes.
     """
     lowest = losses.min()
     span = np.ptp(losses)

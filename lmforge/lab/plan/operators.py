@@ -1,6 +1,6 @@
-"""The work of operators, and the memory that they leave: matrix products, attention, and the bytes
-that all others move.
+"""The work of operators, and the memory that they leave.
 
+Work is matrix products, attention, and the bytes that all others move.
 `WorkCounter` counts operators as they run, one kernel each. `graph_work` counts those of a compiled
 graph, whose cheap operators are fused: what a kernel reads and writes is what enters and leaves a
 group of them. `ActivationTracker` measures what a forward pass saves for its backward pass.
@@ -22,7 +22,7 @@ from lmforge.core.model.mixture import grouped_mm  # noqa: F401  (its operators)
 from lmforge.core.model.quantization import matrices  # noqa: F401  (its operators)
 
 aten: Any = torch.ops.aten
-# Whose last two tensors are multiplied.
+# Products of their last two tensors.
 PRODUCTS = {aten.mm.default, aten.addmm.default}
 BATCHED_PRODUCTS = {aten.bmm.default, aten.baddbmm.default}
 GROUPED_PRODUCTS = {
@@ -59,8 +59,9 @@ VIEWS = (
 
 
 class Product(NamedTuple):
-    """[rows, inner] x [inner, columns] of numbers of `number_bytes`; each of several experts has
-    its own rows and matrix.
+    """A product [rows, inner] x [inner, columns] of numbers of `number_bytes`.
+
+    Each of several experts has its own rows and matrix.
     """
 
     rows: int
@@ -72,7 +73,9 @@ class Product(NamedTuple):
 
 @dataclass
 class Work:
-    """products: in order. attention_flops: of the forward pass of attention, also where a backward
+    """The work of a graph of operators.
+
+    products: in order. attention_flops: of the forward pass of attention, also where a backward
     pass computes that again.
     moved_bytes: read and written by all operators but products and attention.
     """
@@ -86,7 +89,7 @@ class Work:
         return sum(2.0 * each.rows * each.inner * each.columns for each in self.products)
 
     def add_expensive(self, operator: Any, arguments: Any, named: Any) -> bool:
-        """Whether an operator is a product, attention or a collective; the first two are counted.
+        """Count an operator if it is a product or attention. Returns True for collectives too.
 
         The masked half of causal attention is not computed.
         """
@@ -123,21 +126,21 @@ class Work:
             names = [argument.name for argument in operator._schema.arguments]
             is_causal = (dict(zip(names, arguments, strict=False)) | named).get("is_causal", False)
             queries, keys = tensors[:2]
-            self.attention_flops += (
-                4.0 * queries.numel() * keys.shape[-2] * (0.5 if is_causal else 1.0)
-            )
+            flops = 4.0 * queries.numel() * keys.shape[-2]
+            self.attention_flops += flops / 2 if is_causal else flops
         return True
 
     def beyond(self, other: "Work") -> "Work":
-        """What this does that `other` does not."""
+        """The work that this does and `other` does not."""
         products = Counter(self.products) - Counter(other.products)
         flops = self.attention_flops - other.attention_flops
         moved = self.moved_bytes - other.moved_bytes
         return Work([*products.elements()], flops, max(0.0, moved))
 
     def scaled(self, sequences: float, span: float) -> "Work":
-        """That of so many sequences, whose attention reaches over the fraction `span` of what was
-        traced.
+        """The work of so many sequences.
+
+        Their attention reaches over the fraction `span` of what was traced.
         """
         products = [each._replace(rows=round(each.rows * sequences)) for each in self.products]
         return Work(products, self.attention_flops * sequences * span, self.moved_bytes * sequences)
@@ -202,7 +205,7 @@ def graph_work(graph: torch.fx.Graph) -> Work:
 
 
 def is_passed_through(node: torch.fx.Node) -> bool:
-    """Whether a node only shows memory of its input."""
+    """Return True where a node only shows memory of its input."""
     return "getitem" in str(node.target) or is_view(node.target)
 
 
@@ -215,8 +218,9 @@ def source_node(node: torch.fx.Node) -> torch.fx.Node:
 
 @dataclass
 class _Kernel:
-    """Operators of one level that are fused: what is read, what is read once more, and what is
-    written.
+    """Operators of one level that are fused.
+
+    read, again, written: what is read, what is read once more, and what is written.
     """
 
     level: int
@@ -311,8 +315,10 @@ _COLLECTIVE_NAMESPACES = ("c10d", "fsdp")
 
 
 class ActivationTracker(TorchDispatchMode):
-    """Tracks the memory that operators allocate inside this context, without keeping it alive:
-    storages, since activation checkpointing keeps some where autograd's hooks do not look.
+    """Tracks the memory that operators allocate inside this context, without keeping it alive.
+
+    It tracks storages, since activation checkpointing keeps some where autograd's hooks do not
+    look.
 
     Parameters, batches and everything else that existed before do not count, nor do gathered
     parameters. Operators in compiled code are not seen: of FlexAttention, which is always compiled,
@@ -324,9 +330,8 @@ class ActivationTracker(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """FlexAttention is compiled where blocks are not, and under another mode torch refuses to
-        compile it.
-        """
+        # FlexAttention is compiled where blocks are not, and under another mode torch refuses to
+        # compile it.
         return True
 
     def __init__(self) -> None:
@@ -347,11 +352,9 @@ class ActivationTracker(TorchDispatchMode):
         result = function(*args, **kwargs)
         inputs = _tensors((args, kwargs))
         of_parameters = bool(inputs) and all(map(self._is_of_parameters, inputs))
+        into = self._ignored if function.namespace in _COLLECTIVE_NAMESPACES else self._created
         for tensor in _tensors(result):
-            self._track(
-                tensor,
-                self._ignored if function.namespace in _COLLECTIVE_NAMESPACES else self._created,
-            )
+            self._track(tensor, into)
             if of_parameters and not is_traceable_wrapper_subclass(tensor):
                 self._of_parameters.add(tensor.untyped_storage()._cdata)
         return result
@@ -377,8 +380,9 @@ class ActivationTracker(TorchDispatchMode):
             into[storage._cdata] = StorageWeakRef(storage)
 
     def live_bytes(self, *, only_of_parameters: bool = False) -> int:
-        """Bytes of the tracked storages that are still referenced; or of those computed from
-        parameters alone.
+        """Bytes of the tracked storages that are still referenced.
+
+        only_of_parameters: of those alone that are computed from parameters alone.
         """
         gc.collect()  # reference cycles do not count
         counted = (
