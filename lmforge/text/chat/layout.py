@@ -1,6 +1,6 @@
-"""Layouts, sequences of texts and special tokens, some of them scored, and how many layouts at once
-become token ids.
+"""Layouts, which are sequences of texts and special tokens, some of them scored.
 
+Many layouts at once become token ids here.
 Two pieces of a text of which only one is scored never share a token, so a prompt has the same ids
 with its answer as without.
 """
@@ -66,8 +66,9 @@ class SpecialTokens:
         return [each.tokens.tolist() for each in found] != expected
 
     def cut(self, text: str, spans: list[Span]) -> Layout:
-        """The text cut at special tokens, and the texts between them at the bounds of the scored
-        spans. Raises UserError for a token that the tokenizer would not find in every text, as
+        """The text cut at special tokens, and between them at the bounds of the scored spans.
+
+        Raises UserError for a token that the tokenizer would not find in every text, as
         transformers would not.
         """
         parts: Layout = []

@@ -1,4 +1,4 @@
-"""Which documents are copies of others, exactly or nearly.
+"""Finds documents that are copies of others, exactly or nearly.
 
 The first in the order of the source is kept, whichever process read it.
 
@@ -44,8 +44,9 @@ def near_duplicate_keys(text: str, digest: int) -> np.ndarray:
 
 
 def exact_duplicates(*columns: np.ndarray) -> np.ndarray:
-    """bool [documents]: whether an earlier document has the same values in all these columns, which
-    have equal lengths.
+    """A mask bool [documents] of those that have the values of an earlier one in all columns.
+
+    The columns have equal lengths.
     """
     order = np.lexsort(columns[::-1])  # stable: of equal documents the first comes first
     repeats = np.ones(len(order), bool)
@@ -58,7 +59,7 @@ def exact_duplicates(*columns: np.ndarray) -> np.ndarray:
 
 
 def near_duplicates(num_documents: int, load_band: Callable[[int], np.ndarray]) -> np.ndarray:
-    """bool [documents]: whether a document is in one group with an earlier one.
+    """A mask bool [documents] of those that are in one group with an earlier one.
 
     load_band(band) gives that key of each document, uint64 [documents]. At any time one band is in
     memory: about 50 bytes a document together with what is computed from it.
@@ -73,8 +74,9 @@ def near_duplicates(num_documents: int, load_band: Callable[[int], np.ndarray]) 
 
 
 def _join(groups: np.ndarray, first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """The groups, each named by its first document, after those of first[i] and second[i] were
-    joined for each i.
+    """The groups after those of first[i] and second[i] were joined for each i.
+
+    A group is named by its first document.
     """
     while True:
         least = np.minimum(groups[first], groups[second])

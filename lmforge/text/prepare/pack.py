@@ -1,6 +1,6 @@
-"""Best-fit packing of a finished folder: an index beside each training shard, by all processes and
-ranks, then the manifests.
+"""Best-fit packing of a finished folder: an index beside each training shard, then the manifests.
 
+All processes and ranks pack.
 Packing needs no tokens, only where documents end. It writes the same bytes again, whatever an
 interrupted packing left.
 """
@@ -36,9 +36,9 @@ def pack_folder(
     progress: ProgressCallback,
     dist_ctx: DistContext,
 ) -> BestFitIndex:
-    """Pack a token folder for sequences of `sequence_length` tokens, and return its index; see
-    `prepare` for the others.
+    """Pack a token folder for sequences of `sequence_length` tokens, and return its index.
 
+    See `prepare` for the other arguments.
     Raises UserError where it is no finished folder of this machine, one of its shards is damaged,
     or the disk is full.
     """
@@ -58,9 +58,7 @@ def pack_folder(
 
 
 def is_packed(path: Path, sequence_length: int) -> bool:
-    """Whether a folder is packed for this length, and no file of the index is missing or
-    truncated.
-    """
+    """Return True where a folder is packed for this length, and its index is complete."""
     folder = TokenFolder.open(path)
     with suppress(UserError):
         BestFitIndex.open(folder, sequence_length)
@@ -76,7 +74,7 @@ def write_best_fit_index(
     progress: ProgressCallback,
     dist_ctx: DistContext,
 ) -> BestFitIndex:
-    """As `pack_folder`, for a locked folder."""
+    """Pack a locked folder, as `pack_folder` does."""
     with dist_ctx.raise_on_all():
         folder = TokenFolder.open(path)
         info = dist_ctx.rank_info
@@ -104,7 +102,7 @@ def write_best_fit_index(
 
 @lru_cache(maxsize=1)
 def _open_cached(path: Path, digest: str) -> TokenFolder:
-    """Opened once in a process, and again if other tokens replaced them in the folder."""
+    """The folder, opened once in a process, and again if other tokens replaced those in it."""
     folder = TokenFolder.open(path, check_sizes=False)
     assert folder.split(TRAIN_SPLIT).digest == digest
     return folder

@@ -1,4 +1,4 @@
-"""What the processes of a preparation do: a unit of text into a part, parts into a shard.
+"""The jobs of the processes of a preparation: a unit of text into a part, parts into a shard.
 
 A part is the tokens of one unit, in its own order, with a list of its documents. It is kept in the
 unfinished folder until the shards are written, so a preparation that was stopped repeats at most
@@ -42,7 +42,7 @@ ENCODE_BATCH_CHARACTERS = 1 << 20
 
 @dataclass(frozen=True)
 class UnitReader:
-    """How a unit is read.
+    """Reads a unit.
 
     `tail_fraction` is cut off as a document of its own when the corpus has only one document; with
     `skip_invalid`, documents that cannot be used are left out.
@@ -94,13 +94,14 @@ class UnitReader:
 
 
 def validation_threshold(ratio: float) -> int:
-    """Documents with hashes below it are for validation."""
+    """The threshold below which the hashes of documents for validation are."""
     return int(ratio * 2**64)
 
 
 def _split_position(text: str, target: int) -> int:
-    """The position at which to cut a text in two, at the end of a line if possible, with text other
-    than blanks on both sides.
+    """The position at which to cut a text in two, at the end of a line if possible.
+
+    There is text other than blanks on both sides.
     """
     first = len(text) - len(text.lstrip()) + 1
     target = max(first, min(target, len(text.rstrip()) - 1))
@@ -118,7 +119,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 @lru_cache(maxsize=1)
 def _open_tokenizer_cached(folder: Path, tokenizer_hash: str) -> Tokenizer:
-    """Opened once in a process, and again if another tokenizer replaced it in the folder."""
+    """The tokenizer, opened once in a process, and again if another one replaced it."""
     tokenizer = Tokenizer.open(folder)
     assert tokenizer.hash == tokenizer_hash
     return tokenizer
@@ -126,7 +127,7 @@ def _open_tokenizer_cached(folder: Path, tokenizer_hash: str) -> Tokenizer:
 
 @dataclass(frozen=True)
 class PartSettings:
-    """What a part depends on besides its unit.
+    """Everything that a part depends on besides its unit.
 
     `evaluation_digest` is the digest of the evaluation texts for decontamination.
     """
@@ -166,9 +167,8 @@ class _PartList:
             # Each band is a separate column, so that it can be read without the others.
             keys = np.array(self._near_keys, np.uint64).reshape(-1, BANDS)
             columns |= {near_column(band): keys[:, band] for band in range(BANDS)}
-        columns["unusable"] = np.frombuffer(
-            "".join(f"{line}\n" for line in self.unusable.problems).encode(), np.uint8
-        )
+        lines = "".join(f"{line}\n" for line in self.unusable.problems)
+        columns["unusable"] = np.frombuffer(lines.encode(), np.uint8)
         columns["special_text"] = self.unusable.with_special_text
         with atomic_write(path) as file:
             np.savez(file, **columns, **self.removed)  # type: ignore[arg-type]
@@ -183,9 +183,9 @@ def near_column(band: int) -> str:
 
 
 def write_part(job: tuple[int, UnitReader], report: Report, *, settings: PartSettings) -> None:
-    """Write one unit, given with its number, as a part of that number, and report the bytes of it
-    that are done.
+    """Write one unit, given with its number, as a part of that number.
 
+    The bytes of it that are done are reported.
     The list of its documents is written last: its presence marks the part as complete.
     """
     number, reader = job
@@ -240,7 +240,8 @@ def _tokenize(
                 continue
             if not parse or ids[-1:] != [tokenizer.eos_token_id]:
                 ids.append(tokenizer.eos_token_id)
-            progress.unusable.with_special_text += not parse and special.search(text) is not None
+            if not parse and special.search(text):
+                progress.unusable.with_special_text += 1
             file.write(np.fromiter(ids, dtype, len(ids)).data)
             listed.add(tokens + len(ids), digest, len(text.encode()), text)
             tokens = 0
@@ -332,7 +333,7 @@ class DocumentIndex:
         )
 
     def mark_duplicates(self, out: Path, how: Literal["exact", "near"]) -> np.ndarray:
-        """bool [documents]: whether a document is a copy of an earlier one."""
+        """A mask bool [documents] of those that are copies of earlier ones."""
         if how == "exact":
             return exact_duplicates(self.hashes, self.text_bytes, self.lengths)
 
@@ -368,8 +369,9 @@ class ShardJob(NamedTuple):
 
 
 def assemble_shard(job: ShardJob, *, out: Path, dtype: np.dtype, tokenizer_hash: str) -> ShardEntry:
-    """Gather the documents of one shard, unless an earlier run did, and return its entry in the
-    manifest.
+    """Gather the documents of one shard, and return its entry in the manifest.
+
+    A shard that an earlier run wrote stays.
     """
     name = f"{job.split}-{job.number:05d}"
     finished = finished_shard_entry(out, name)

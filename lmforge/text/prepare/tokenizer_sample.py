@@ -1,6 +1,7 @@
-"""The texts that a tokenizer is trained on: the pieces with the smallest hashes of all training
-documents. So they depend only on the texts and the seed, not on the order of the documents, their
-files, or the number of processes.
+"""The texts that a tokenizer is trained on: the pieces of documents with the smallest hashes.
+
+So they depend only on the texts of all training documents and the seed, not on the order of the
+documents, their files, or the number of processes.
 """
 
 import heapq
@@ -60,9 +61,9 @@ def sample_texts(
     seed: int,
     on_progress: OnProgress,
 ) -> list[str]:
-    """Texts to learn merges from, of at most SAMPLE_CHARACTERS, without those for validation unless
-    there are no others.
+    """Texts to learn merges from, of at most SAMPLE_CHARACTERS.
 
+    Those for validation are left out unless there are no others.
     Each rank has its own `readers`. Rank 0 gets the texts of all ranks, other ranks those of their
     readers.
     """
@@ -93,7 +94,8 @@ def sample_texts(
             on_progress=on_progress,
         )
     texts = [text for _, text in least.items()]
-    if (excess := least.characters - SAMPLE_CHARACTERS) > 0:
+    excess = least.characters - SAMPLE_CHARACTERS
+    if excess > 0:
         texts[-1] = texts[-1][:-excess]
     return texts
 
@@ -125,23 +127,26 @@ def _characters_of_unit(reader: UnitReader, report: Report) -> set[str]:
 def sample_unit(
     reader: UnitReader, report: Report, *, ratio: float, key: int, below: int
 ) -> list[tuple[int, str]]:
-    """(hash, text) of the pieces of a unit that may be in the sample: with hashes below `below`,
-    and no more than fill it.
+    """(hash, text) of the pieces of a unit that may be in the sample.
+
+    Their hashes are below `below`, and there are no more than fill the sample.
     """
     least = LeastTexts(SAMPLE_CHARACTERS)
     progress = ReadProgress()
     for text, digest in reader.hashed_texts(progress):
         if digest >= validation_threshold(ratio):
             for piece in _split_into_pieces(text):
-                if (piece_hash := xxhash.xxh3_64_intdigest(piece.encode(), key)) < below:
+                piece_hash = xxhash.xxh3_64_intdigest(piece.encode(), key)
+                if piece_hash < below:
                     least.add(piece_hash, piece)
         report(progress.bytes)
     return least.items()
 
 
 def _split_into_pieces(text: str) -> Iterator[str]:
-    """A document in pieces of about PIECE_CHARACTERS that end with a line, if lines are no longer
-    than that.
+    """A document in pieces of about PIECE_CHARACTERS.
+
+    They end with a line, if lines are no longer than that.
     """
     start = 0
     while len(text) - start > 2 * PIECE_CHARACTERS:

@@ -123,16 +123,18 @@ class FileSource(ABC):
         return sum(file.size for file in self.files)
 
     def fingerprint(self) -> str:
-        """A hash that changes when a file is added, removed, resized or touched, or when it is read
-        in another way.
+        """A hash that changes with the files, or when they are read in another way.
+
+        It changes when a file is added, removed, resized or touched.
         """
         files = [(file.name, file.size, file.modified_ns) for file in self.files]
         return hash_json(self._identity(files))
 
     @abstractmethod
     def _identity(self, files: list[tuple[str, int, int]]) -> list[Any]:
-        """Everything that the documents depend on, as JSON; `files` say which version of each file
-        it is.
+        """Everything that the documents depend on, as JSON.
+
+        `files` tell the version of each file.
         """
 
 
@@ -144,17 +146,15 @@ class TextSource(FileSource):
     readers: PluginReaders = NO_READERS
 
     def _identity(self, files: list[tuple[str, int, int]]) -> list[Any]:
-        has_plugins = any(self.readers.reads(content_suffix(file.name)) for file in self.files)
-        has_pages = any(self._is_page(file) for file in self.files)
-        return [
-            self.text_field,
-            files,
-            *([self.readers.identity()] if has_plugins else []),
-            *([f"trafilatura {version('trafilatura')}"] if has_pages else []),
-        ]
+        identity: list[Any] = [self.text_field, files]
+        if any(self.readers.reads(content_suffix(file.name)) for file in self.files):
+            identity.append(self.readers.identity())
+        if any(self._is_page(file) for file in self.files):
+            identity.append(f"trafilatura {version('trafilatura')}")
+        return identity
 
     def _is_page(self, file: SourceFile) -> bool:
-        """Whether the text of a page of HTML is extracted from it."""
+        """Return True for a page of HTML, whose text is extracted."""
         suffix = content_suffix(file.name)
         return suffix in HTML_SUFFIXES and not self.readers.reads(suffix)
 
@@ -272,7 +272,7 @@ def open_text_source(
 def _documents_of_split(
     paths: list[Path], root: Path, split: FileSplit, plain_suffixes: Collection[str]
 ) -> tuple[list[Path], Counter[str]]:
-    """The files of a split, and how many others there are.
+    """The files of a split, and the numbers of others.
 
     Code and pages are of no split, and plain texts only where the names of all tell one:
     "test-drive.txt" may be a document of many.
@@ -297,9 +297,8 @@ def _check_is_text(path: Path) -> None:
     Without a suffix it is text, unless binary.
     """
     suffix = content_suffix(path.name)
-    way = next(
-        (way for way, suffixes in CONVERSIONS.items() if suffix in suffixes), OTHER_CONVERSION
-    )
+    ways = (way for way, suffixes in CONVERSIONS.items() if suffix in suffixes)
+    way = next(ways, OTHER_CONVERSION)
     if suffix:
         raise UserError(f"{path}: {suffix} files are not read; {way}")
     with open_decompressed(path) as file:

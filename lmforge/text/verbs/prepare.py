@@ -1,5 +1,6 @@
-"""`lmforge prepare`: text → tokenizer → token shards, with a progress bar and a summary;
-`--verify`: compare every block of a token folder with its checksum.
+"""`lmforge prepare`: text → tokenizer → token shards, with a progress bar and a summary.
+
+`--verify` compares every block of a token folder with its checksum.
 """
 
 import json
@@ -124,7 +125,8 @@ def _print_summary(summary: PreparationSummary, seconds: float) -> None:
     for reason, count in summary.removed_documents.items():
         print(f"left out  {format_count(count, 'document')}: {REASONS[reason]}")
     total = sum(summary.documents.values())
-    if words := describe_special_text(summary.special_text, total, "--parse_special_tokens"):
+    words = describe_special_text(summary.special_text, total, "--parse_special_tokens")
+    if words:
         print(f"as text   {words.removeprefix('; ')}")
     if summary.left_out:
         print(f"left out  {describe_left_out(summary.left_out)}")
@@ -158,8 +160,10 @@ def _progress() -> Iterator[ProgressCallback]:
         if not console.is_terminal and now - printed_at > PRINT_EVERY_SECONDS:
             printed_at = now
             since, before = began[step]
-            left = (total - done) * (now - since) / (done - before) if done > before else None
-            remaining = f", {timedelta(seconds=round(left))} left" if left else ""
+            remaining = ""
+            if total > done > before:
+                left = (total - done) * (now - since) / (done - before)
+                remaining = f", {timedelta(seconds=round(left))} left"
             print(f"{step}: {done / total:.0%}, {amount}{remaining}", flush=True)
 
     columns = (
