@@ -19,9 +19,9 @@ MAX_REFUSAL_BYTES = 2**16
 
 
 class HttpAnswer(NamedTuple):
-    """What a server answered; of a refusal (status 400 and above) the beginning.
+    """The answer of a server.
 
-    `location`: where a redirect points to.
+    content: of a refusal (status 400 and above) only the beginning. location: of a redirect.
     """
 
     status: int
@@ -46,9 +46,8 @@ def call(
     with cast(socket.socket, connection.sock) as connected:
         connection.sock = cast(Any, _UntilDeadline(connected, deadline))
         path = f"{parts.path}?{parts.query}" if parts.query else parts.path
-        connection.request(
-            "GET" if body is None else "POST", path, body, {"connection": "close", **headers}
-        )
+        method = "GET" if body is None else "POST"
+        connection.request(method, path, body, {"connection": "close", **headers})
         answer = connection.getresponse()
         stream = cast(BinaryIO, answer)
         if answer.status >= 400:

@@ -1,8 +1,7 @@
 """The comparison of every parallel strategy with one process, on a small model.
 
-It is trained a few steps with each.
-`lmforge doctor --parity` prints the comparison, and the tests of the strategies check it: losses,
-gradient norms, weights.
+It is trained a few steps with each. `lmforge doctor --parity` prints the comparison, and the tests
+of the strategies check it: losses, gradient norms, weights.
 """
 
 import time

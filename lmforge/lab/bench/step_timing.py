@@ -1,7 +1,7 @@
 """`lmforge bench`: the cost of a step of a recipe, or of a sweep over options or recipes.
 
-`trial.py` measures it.
-The prediction of `lmforge plan` for these ranks is printed beside the measurement.
+`trial.py` measures it. The prediction of `lmforge plan` for these ranks is printed beside the
+measurement.
 """
 
 import json

@@ -1,10 +1,10 @@
 """Draws laws that the losses of some runs allow, for the intervals of a fit.
 
-They are drawn by their probability.
-The noise is unknown, so the likelihood is Student's t; and for given exponents the law is linear in
-its other three parameters, so that these are drawn in closed form. The prior is Jeffreys', which
-depends on no parametrization: it gives equal volumes of predicted losses equal weight, so that an
-interval holds the truth as often as that of a linear model with unknown noise.
+They are drawn by their probability. The noise is unknown, so the likelihood is Student's t; and for
+given exponents the law is linear in its other three parameters, so that these are drawn in closed
+form. The prior is Jeffreys', which depends on no parametrization: it gives equal volumes of
+predicted losses equal weight, so that an interval holds the truth as often as that of a linear
+model with unknown noise.
 
 Not a bootstrap over runs: of nine runs a resample has six different ones on average, which five
 parameters fit nearly exactly. benchmarks/ladder_law.py measures how often intervals hold the truth.

@@ -166,9 +166,8 @@ class Losses:
     def solve(self, exponents: Array, huber: float) -> tuple[Array, Array]:
         """Exponents [laws, 2] → the best terms [laws, 3], and their sums of Huber's losses [laws].
 
-        No term is negative.
-        The problem is solved again with new weights, and with the logarithm taken as linear about
-        the last solution.
+        No term is negative. The problem is solved again with new weights, and with the logarithm
+        taken as linear about the last solution.
         """
         columns = self.columns(exponents)
         predicted = np.broadcast_to(np.exp(self.log_losses), columns.shape[:2])

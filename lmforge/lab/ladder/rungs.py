@@ -254,10 +254,10 @@ def plan_rungs(
 ) -> tuple[list[Trial], str]:
     """The rungs of the largest ladder whose cost is at most `most`, the cheapest first.
 
-    They come with a line that says why the ladder costs much less, if so.
-    Sizes are halves of each other, as far as there are models between; each is trained for every
-    length, but the largest not for the longest, which would cost as much as the others together.
-    Raises UserError where no ladder is so cheap.
+    They come with a line that says why the ladder costs much less, if so. Sizes are halves of each
+    other, as far as there are models between; each is trained for every length, but the largest not
+    for the longest, which would cost as much as the others together. Raises UserError where no
+    ladder is so cheap.
     """
     models = [each for each in shapes(target.model) if scaled_parameters(each) < target.parameters]
     known: dict[tuple[ModelConfig, float], Trial] = {}

@@ -1,9 +1,9 @@
 """The work of operators, and the memory that they leave.
 
-Work is matrix products, attention, and the bytes that all others move.
-`WorkCounter` counts operators as they run, one kernel each. `graph_work` counts those of a compiled
-graph, whose cheap operators are fused: what a kernel reads and writes is what enters and leaves a
-group of them. `ActivationTracker` measures what a forward pass saves for its backward pass.
+Work is matrix products, attention, and the bytes that all others move. `WorkCounter` counts
+operators as they run, one kernel each. `graph_work` counts those of a compiled graph, whose cheap
+operators are fused: what a kernel reads and writes is what enters and leaves a group of them.
+`ActivationTracker` measures what a forward pass saves for its backward pass.
 """
 
 import gc

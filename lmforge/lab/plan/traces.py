@@ -162,9 +162,9 @@ def trace_block(
 ) -> BlockTrace:
     """Trace a block that `mode` of activation checkpointing applies to.
 
-    length: of the sequence, in tokens.
-    On a GPU attention is causal and has no mask; on a CPU it has a dense one. Raises UserError
-    where a model cannot be traced, such as one whose work depends on its data.
+    length: of the sequence, in tokens. On a GPU attention is causal and has no mask; on a CPU it
+    has a dense one. Raises UserError where a model cannot be traced, such as one whose work depends
+    on its data.
     """
     with fake_model(traced) as model:
         is_stacked = any(parameter.dim() > 2 for parameter in model.blocks.parameters())

@@ -95,8 +95,8 @@ class JinjaTemplate:
     def render(self, conversation: Conversation) -> Iterator[str]:
         """The text of each prefix of a conversation.
 
-        It has GENERATION_START and GENERATION_END around what is tagged.
-        Raises UserError with the message of whatever the template raises.
+        It has GENERATION_START and GENERATION_END around what is tagged. Raises UserError with the
+        message of whatever the template raises.
         """
         messages, tools, prefixes, variables = conversation
         for count, add_generation_prompt in prefixes:

@@ -1,8 +1,7 @@
 """Layouts, which are sequences of texts and special tokens, some of them scored.
 
-Many layouts at once become token ids here.
-Two pieces of a text of which only one is scored never share a token, so a prompt has the same ids
-with its answer as without.
+Many layouts at once become token ids here. Two pieces of a text of which only one is scored never
+share a token, so a prompt has the same ids with its answer as without.
 """
 
 import re

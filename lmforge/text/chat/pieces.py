@@ -193,9 +193,8 @@ def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
 def find_pieces(pieces: Sequence[Piece], marked: str) -> list[list[int]]:
     """For each piece the places of its mark in the rendered text, counted without marks.
 
-    There are none if the piece is not there.
-    White space does not count, nor whether a piece is written as it is or within JSON. A piece
-    without a mark may be anywhere.
+    There are none if the piece is not there. White space does not count, nor whether a piece is
+    written as it is or within JSON. A piece without a mark may be anywhere.
     """
     compact = "".join(marked.split())
     places = defaultdict(list)

@@ -1,8 +1,8 @@
 """Examples on their way into a folder.
 
-They are written to the disk as they come, and divided into splits once all are known.
-Memory holds a few numbers for each example, so files of any size can be read. Which split an
-example belongs to is decided in `examples.py`.
+They are written to the disk as they come, and divided into splits once all are known. Memory holds
+a few numbers for each example, so files of any size can be read. Which split an example belongs to
+is decided in `examples.py`.
 """
 
 from array import array

@@ -78,9 +78,9 @@ class TemplateProbe(NamedTuple):
     def find_end(self, until: str, start: int, text: str, has_calls: bool) -> re.Match[str] | None:
         """The token in `text` that ends the answer which begins at `start`; None if none does.
 
-        `until` ends with the answer.
-        It is the last special token of the answer that both have, or the one of `text` that
-        replaces it. In `until` only white space and what closes the text comes after it.
+        `until` ends with the answer. It is the last special token of the answer that both have, or
+        the one of `text` that replaces it. In `until` only white space and what closes the text
+        comes after it.
         """
         found, kept, there = _compare(self.specials, until, start, text)
         closing = (self.calling if has_calls else self.plain).closing

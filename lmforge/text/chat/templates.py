@@ -1,10 +1,10 @@
 """Conversations as layouts by a tokenizer's chat template or lmforge's.
 
-A layout has texts, special tokens and what is scored of them.
-A template's text is cut at the special tokens that the template wrote, and the text between them is
-encoded as plain text: a message that spells a special token does not become one. A prompt and its
-answer never share a token. All that a conversation says must be in its text. Files of conversations
-are read in `conversations.py`.
+A layout has texts, special tokens and what is scored of them. A template's text is cut at the
+special tokens that the template wrote, and the text between them is encoded as plain text: a
+message that spells a special token does not become one. A prompt and its answer never share a
+token. All that a conversation says must be in its text. Files of conversations are read in
+`conversations.py`.
 """
 
 import re

@@ -1,9 +1,9 @@
 """Documents that contain a text of an evaluation, found by common runs of words.
 
-The method is that of Brown et al. (2020, arXiv 2005.14165).
-Case and punctuation are ignored. A document that has 13 words in a row with an evaluation text in
-common is contaminated; an evaluation text of 8 to 12 words must be contained completely. Shorter
-texts are ignored, since they occur in too many unrelated documents.
+The method is that of Brown et al. (2020, arXiv 2005.14165). Case and punctuation are ignored. A
+document that has 13 words in a row with an evaluation text in common is contaminated; an evaluation
+text of 8 to 12 words must be contained completely. Shorter texts are ignored, since they occur in
+too many unrelated documents.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,7 @@
 """Best-fit packing of a finished folder: an index beside each training shard, then the manifests.
 
-All processes and ranks pack.
-Packing needs no tokens, only where documents end. It writes the same bytes again, whatever an
-interrupted packing left.
+All processes and ranks pack. Packing needs no tokens, only where documents end. It writes the same
+bytes again, whatever an interrupted packing left.
 """
 
 from contextlib import ExitStack, suppress
@@ -38,9 +37,8 @@ def pack_folder(
 ) -> BestFitIndex:
     """Pack a token folder for sequences of `sequence_length` tokens, and return its index.
 
-    See `prepare` for the other arguments.
-    Raises UserError where it is no finished folder of this machine, one of its shards is damaged,
-    or the disk is full.
+    See `prepare` for the other arguments. Raises UserError where it is no finished folder of this
+    machine, one of its shards is damaged, or the disk is full.
     """
     path = parse_location(location)
     with dist_ctx.raise_on_all():

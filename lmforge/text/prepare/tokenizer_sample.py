@@ -63,9 +63,8 @@ def sample_texts(
 ) -> list[str]:
     """Texts to learn merges from, of at most SAMPLE_CHARACTERS.
 
-    Those for validation are left out unless there are no others.
-    Each rank has its own `readers`. Rank 0 gets the texts of all ranks, other ranks those of their
-    readers.
+    Those for validation are left out unless there are no others. Each rank has its own `readers`.
+    Rank 0 gets the texts of all ranks, other ranks those of their readers.
     """
     least = LeastTexts(SAMPLE_CHARACTERS)
     fraction = min(1.0, OVERSAMPLING * SAMPLE_CHARACTERS / max(1, source_bytes))

@@ -32,9 +32,8 @@ class WorkerPool:
     """`num_workers` processes, started when there is work for them.
 
     With one, the work is done in this process. They are spawned, since a fork would copy the locks
-    of the caller's threads. Use it in a `with`:
-    within, SIGTERM raises SystemExit where it would end this process at once and leave its
-    processes' semaphores behind.
+    of the caller's threads. Use it in a `with`: within, SIGTERM raises SystemExit where it would
+    end this process at once and leave its processes' semaphores behind.
     """
 
     def __init__(self, num_workers: int):

@@ -1,11 +1,10 @@
 """Documents of a file that a plugin reads.
 
-`register("document_source", "mbox", …)` reads files with the suffix .mbox.
-The implementation is called as `(file, options)`, with an open binary file (decompressed where its
-name ends in .gz or .zst) and the options of its own. It gives the documents in a fixed order, each
-as its text, or as a record with the text in `--text_field`. One that is registered with
-`gives="tokens"` is called as `(path, options)`, and gives arrays of ids, which `token_files.py`
-reads.
+`register("document_source", "mbox", …)` reads files with the suffix .mbox. The implementation is
+called as `(file, options)`, with an open binary file (decompressed where its name ends in .gz or
+.zst) and the options of its own. It gives the documents in a fixed order, each as its text, or as a
+record with the text in `--text_field`. One that is registered with `gives="tokens"` is called as
+`(path, options)`, and gives arrays of ids, which `token_files.py` reads.
 """
 
 import json

@@ -179,9 +179,9 @@ def read_records(
 ) -> Iterator[tuple[str, Record]]:
     """("FILE, record N", record) of a file, or of all such files of a split of a folder.
 
-    N counts from 1 in each file. The files are
-    .jsonl, .ndjson and .json (lines, or one list), these with .gz or .zst, and .parquet. Raises
-    UserError naming the place, unless `unusable` leaves the record out.
+    N counts from 1 in each file. The files are .jsonl, .ndjson and .json (lines, or one list),
+    these with .gz or .zst, and .parquet. Raises UserError naming the place, unless `unusable`
+    leaves the record out.
     """
     unusable = unusable or UnusableRecords()
     for file in find_record_files(path, split):

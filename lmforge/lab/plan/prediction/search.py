@@ -1,9 +1,9 @@
 """The search for configurations of a run that fit.
 
-`search` finds the fastest of all, `suggest_what_fits` those near one that does not fit.
-A search estimates all and predicts the best of them in full. The estimate extrapolates linearly
-from two models with few blocks, since all blocks with one window are identical. The global batch,
-the model and the numbers that training computes stay what they are. What changes numbers comes last
+`search` finds the fastest of all, `suggest_what_fits` those near one that does not fit. A search
+estimates all and predicts the best of them in full. The estimate extrapolates linearly from two
+models with few blocks, since all blocks with one window are identical. The global batch, the model
+and the numbers that training computes stay what they are. What changes numbers comes last
 (optimizer states in 8 bits, frozen matrices in 8 or 4 bits), and float8 is tried only on request.
 fsdp1 does what fsdp2 does, and is not tried.
 """
