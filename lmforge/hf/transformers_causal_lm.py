@@ -1,5 +1,4 @@
-"""transformers' own models: its configs read, its modules built without weights, and what families
-differ in.
+"""transformers' own models: configs, modules without weights, and the differences of families.
 
 Families differ in more than their configs say: which list holds the blocks, what is done to logits,
 which constants lie beside the weights. These are determined by inspecting the modules and by
@@ -142,11 +141,11 @@ def find_block_list(base_model: nn.Module) -> str:
 
 
 def find_logit_transform(causal: Any, hidden_size: int) -> tuple[float, float | None]:
-    """(scale, softcap) of a model whose logits are softcap · tanh(scale · (product + bias) /
-    softcap), of its head's products.
+    """(scale, softcap) of the logits of a model.
 
-    Found by trying: its own forward runs with a small head, on given hidden states in place of the
-    base model. Raises UserError where it does anything else to its logits.
+    They are softcap · tanh(scale · (product + bias) / softcap) of its head's products. Found by
+    trying: its own forward runs with a small head, on given hidden states in place of the base
+    model. Raises UserError where it does anything else to its logits.
     """
     name = find_base_model_name(causal)
     head = causal.get_output_embeddings()
@@ -210,10 +209,10 @@ class _FixedModelOutput(SimpleNamespace):
 
 @torch.no_grad()
 def constant_buffers(causal: Any) -> list[tuple[nn.Module, str, Tensor]]:
-    """(module, name, value on the CPU) of the buffers that a model has beside its weights, such as
-    rotary frequencies.
+    """(module, name, value on the CPU) of a model's buffers, such as rotary frequencies.
 
-    On the meta device they have no values; transformers computes them where it initializes weights.
+    They are those beside its weights. On the meta device they have no values; transformers computes
+    them where it initializes weights.
     """
     constants = []
     for name, module in causal.named_modules():
@@ -223,7 +222,8 @@ def constant_buffers(causal: Any) -> list[tuple[nn.Module, str, Tensor]]:
                 f"model: {name} keeps tensors that are neither weights nor buffers; use another"
                 " model"
             )
-        if kept := buffers.keys() - module._non_persistent_buffers_set:
+        kept = buffers.keys() - module._non_persistent_buffers_set
+        if kept:
             raise UserError(
                 f"model: {name}.{min(kept)} is stored with the weights but not trained, which is"
                 " not supported yet"
@@ -290,8 +290,9 @@ def reject_unsupported_parts(causal: Any) -> None:
 
 @dataclass(frozen=True)
 class TensorConversion:
-    """Stored tensors that together make one or several of the model's, the first of which is
-    `target_name`.
+    """Stored tensors that together make one or several of the model's.
+
+    target_name: the first of these.
     """
 
     target_name: str
@@ -300,8 +301,9 @@ class TensorConversion:
     causal: Any
 
     def convert(self, read_tensor: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """The model's tensors by name, made of the stored ones that `read_tensor` returns (of meta
-        tensors: shapes only).
+        """The model's tensors by name, made of the stored ones that `read_tensor` returns.
+
+        Of meta tensors only shapes are made.
         """
         rule = deepcopy(self.converter)
         for stored, pattern in self.source_patterns.items():
