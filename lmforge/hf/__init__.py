@@ -1,6 +1,8 @@
-"""Reading and writing the formats of other programs: config.json and safetensors folders of Hugging
-Face, PEFT's adapters, PyTorch's Distributed Checkpoint (DCP), checkpoints of other trainers (by
-plugins), and models of transformers, wrapped.
+"""Reads and writes the formats of other programs.
+
+These are config.json and safetensors folders of Hugging Face, PEFT's adapters, PyTorch's
+Distributed Checkpoint (DCP), checkpoints of other trainers (by plugins), and models of
+transformers, wrapped.
 
 Our own checkpoints are in core/checkpoint/. Nothing here unpickles code, and no
 code that comes with a folder runs.

@@ -23,7 +23,7 @@ from lmforge.core.model.mixture.experts import BIAS
 from lmforge.hf.hub import SAFE_WEIGHTS_INDEX_NAME
 from lmforge.hf.merge_adapters import LM_HEAD_WEIGHT
 from lmforge.hf.safetensors_file import write_safetensors
-from lmforge.hf.stored_experts import pieces, stored_name
+from lmforge.hf.stored_experts import Piece, pieces, stored_name
 from lmforge.hf.transformers_causal_lm import to_stored_tensors
 from lmforge.hf.transformers_model import TransformersConfig
 from lmforge.hf.weights import CLASSIFIER_HEAD_WEIGHT
@@ -40,7 +40,7 @@ _TOKENIZER_FILES = (
 )
 
 
-# What a folder that --overwrite replaces may hold: somebody's own files beside a model are not
+# The files of a folder that --overwrite may replace: somebody's own files beside a model are not
 # lmforge's to delete.
 _OF_A_MODEL = re.compile(
     r".*\.(json|safetensors|jinja|model)|merges\.txt|README\.md|additional_chat_templates"
@@ -58,10 +58,10 @@ def export_folder(
     read_tensor: Callable[[str], torch.Tensor] | None = None,
     extra_files: Mapping[str, dict[str, Any] | str] | None = None,
 ) -> None:
-    """Write a folder that transformers opens: config.json, weights, and the tokenizer's files if
-    given.
+    """Write a folder that transformers opens.
 
-    The folder is written atomically: it appears complete or not at all.
+    It has config.json, weights, and the tokenizer's files if given. The folder is written
+    atomically: it appears complete or not at all.
 
     Args:
         model: a model, or its tensors by name; full tensors (gather sharded ones first).
@@ -83,9 +83,8 @@ def export_folder(
             " probabilities; use the checkpoint itself"
         )
     folder = Path(folder)
-    tensors = dict[str, torch.Tensor](
-        named_tensors(model) if isinstance(model, nn.Module) else model
-    )
+    named = named_tensors(model) if isinstance(model, nn.Module) else model
+    tensors = dict[str, torch.Tensor](named)
     if config.tie_word_embeddings:
         tensors.pop(LM_HEAD_WEIGHT, None)
     expected = {name: tensor.shape for name, tensor in named_tensors(build_model(config, "meta"))}
@@ -99,19 +98,16 @@ def export_folder(
         value_of = tensors.__getitem__
     else:
         tensors, value_of = _in_pieces(tensors, value_of, config)
+    name_of = dict[str, str]()  # of tensors that have another name on disk
     if config.reward:
         tensors = {**tensors}
         tensors[CLASSIFIER_HEAD_WEIGHT] = tensors.pop(LM_HEAD_WEIGHT)
-        ours, value_of = (
-            value_of,
-            lambda name: ours(LM_HEAD_WEIGHT if name == CLASSIFIER_HEAD_WEIGHT else name),
-        )
+        name_of[CLASSIFIER_HEAD_WEIGHT] = LM_HEAD_WEIGHT
     with new_folder(folder, overwrite, marker="config.json", content="a model") as partial:
         for path in _tokenizer_files(tokenizer_folder):
             shutil.copyfile(path, partial / path.name)
-        for file, content in _described(
-            config, dtype or next(iter(tensors.values())).dtype, extra_files or {}
-        ).items():
+        stated_dtype = dtype or next(iter(tensors.values())).dtype
+        for file, content in _described(config, stated_dtype, extra_files or {}).items():
             if not (partial / file).exists():
                 text = content if isinstance(content, str) else json.dumps(content, indent=2) + "\n"
                 (partial / file).parent.mkdir(exist_ok=True)
@@ -120,7 +116,9 @@ def export_folder(
             name: each.to("meta", None if name.endswith(BIAS) else dtype)
             for name, each in tensors.items()
         }
-        _write_shards(partial, written, value_of, max_shard_bytes)
+        _write_shards(
+            partial, written, lambda name: value_of(name_of.get(name, name)), max_shard_bytes
+        )
 
 
 def _in_pieces(
@@ -128,17 +126,25 @@ def _in_pieces(
     read_tensor: Callable[[str], torch.Tensor],
     config: ModelConfig,
 ) -> tuple[dict[str, torch.Tensor], Callable[[str], torch.Tensor]]:
-    """Tensors by their names on disk, where each expert has its own; and what returns the value of
-    each of them.
+    """Tensors by their names on disk, and a function that returns the value of each of them.
+
+    On disk each expert has a tensor of its own.
     """
     read = lru_cache(maxsize=1)(read_tensor)  # the pieces of one follow each other
-    result, values = {}, {}
+    result = {}
+    values = dict[str, Callable[[], torch.Tensor]]()
+
+    def read_piece(name: str, piece: Piece) -> torch.Tensor:
+        return piece.cut(read(name))
+
     for name, tensor in tensors.items():
-        for piece in (stack := [*pieces(name, tensor.shape, config)]):
+        stack = [*pieces(name, tensor.shape, config)]
+        for piece in stack:
             result[piece.name] = piece.cut(tensor)
-            values[piece.name] = partial(lambda name, piece: piece.cut(read(name)), name, piece)
+            values[piece.name] = partial(read_piece, name, piece)
         if not stack:
-            result[theirs := stored_name(name, config)] = tensor
+            theirs = stored_name(name, config)
+            result[theirs] = tensor
             values[theirs] = partial(read_tensor, name)
     return result, lambda name: values[name]()
 
@@ -146,14 +152,15 @@ def _in_pieces(
 def _described(
     config: ModelConfig, dtype: torch.dtype, extra_files: Mapping[str, dict[str, Any] | str]
 ) -> dict[str, dict[str, Any] | str]:
-    """config.json, generation_config.json where the model has one, and the further files, whose
-    fields come before ours.
+    """config.json, generation_config.json where the model has one, and the further files.
+
+    Fields of these come before ours.
     """
     content = to_config_json(config) | {"torch_dtype": str(dtype).removeprefix("torch.")}
     generation = content.pop("generation_config", None)
-    files = ({} if generation is None else {"generation_config.json": generation}) | dict(
-        extra_files
-    )
+    files = dict(extra_files)
+    if generation is not None:
+        files.setdefault("generation_config.json", generation)
     extra_fields = files.get("config.json", {})
     assert isinstance(extra_fields, dict)
     files["config.json"] = content | extra_fields
@@ -162,7 +169,7 @@ def _described(
 
 @contextmanager
 def new_folder(folder: Path, overwrite: bool, *, marker: str, content: str) -> Iterator[Path]:
-    """A folder to fill that appears as `folder` at the end, complete or not at all.
+    """A context with a folder to fill that appears as `folder` at the end, complete or not at all.
 
     With `overwrite`, a folder that holds the file `marker`, weights, and only files of a model, and
     so is a `content`, is replaced (where `folder` is a link, what it leads to); any other one is a
@@ -170,11 +177,9 @@ def new_folder(folder: Path, overwrite: bool, *, marker: str, content: str) -> I
     """
 
     def is_replaceable(path: Path) -> bool:
-        others = (
-            [each for each in path.iterdir() if not _OF_A_MODEL.fullmatch(each.name)]
-            if path.is_dir()
-            else []
-        )
+        others = []
+        if path.is_dir():
+            others = [each for each in path.iterdir() if not _OF_A_MODEL.fullmatch(each.name)]
         return (path / marker).is_file() and any(path.glob("*.safetensors")) and not others
 
     if overwrite:

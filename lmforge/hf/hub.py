@@ -1,10 +1,10 @@
-"""Models and datasets by their names on the Hugging Face hub: found in the local cache, or
-downloaded once, and kept there.
+"""Models and datasets by their names on the Hugging Face hub.
 
-An existing folder takes precedence over a name. Weights are downloaded as safetensors, the rest as
-JSON and the plain files of tokenizers; pickles and code are not. The download itself, its retries
-and the cache are those of huggingface_hub's `snapshot_download`, so transformers finds the models
-too. What is here chooses the files, and says in one line what is wrong.
+They are found in the local cache, or downloaded once and kept there. An existing folder takes
+precedence over a name. Weights are downloaded as safetensors, the rest as JSON and the plain files
+of tokenizers; pickles and code are not. The download itself, its retries and the cache are those of
+huggingface_hub's `snapshot_download`, so transformers finds the models too. What is here chooses
+the files, and says in one line what is wrong.
 """
 
 import glob
@@ -24,7 +24,8 @@ from lmforge.core.files.atomic_files import check_output
 from lmforge.core.files.untrusted import cut, read_json
 from lmforge.core.records.kinds import MODEL_NAME_PATTERN, is_hub_name
 
-SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME = "model.safetensors", "model.safetensors.index.json"
+SAFE_WEIGHTS_NAME = "model.safetensors"
+SAFE_WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
 CONFIG_AND_TOKENIZER_FILES = re.compile(
     r"[^/]+\.(json|jinja)|additional_chat_templates/[^/]+\.jinja|tokenizer\.model|merges\.txt|vocab\.txt"
 )
@@ -32,7 +33,7 @@ CONFIG_AND_TOKENIZER_FILES = re.compile(
 DATA_FILES = re.compile(
     r"(?:README\.md|.+\.(?:jsonl?|csv|tsv|txt|parquet|arrow)(?:\.(?:gz|zst|xz|bz2))?|.+\.(?:zip|tar|tar\.gz))"
 )
-# What the library keeps in a folder that it has downloaded to.
+# The library's own files in a folder that it has downloaded to.
 LIBRARY_FOLDER = ".cache/huggingface"
 # Written into a dataset's snapshot in the cache once all its files are there.
 COMPLETE_MARK = ".lmforge-complete"
@@ -46,7 +47,7 @@ Kind = Literal["model", "dataset"]
 
 @dataclass(frozen=True)
 class DownloadResult:
-    """Where a model or dataset is, at which commit, and the sizes of its files by their names."""
+    """The folder of a model or dataset, its commit, and the sizes of its files by their names."""
 
     folder: Path
     commit: str
@@ -77,21 +78,20 @@ def parse_model_name(name: str, revision: str | None = None) -> tuple[str, str]:
 def resolve_model_folder(
     source: Path, required: Literal["weights", "config.json", "tokenizer.json"] = "weights"
 ) -> Path:
-    """The folder of a model: `source` itself, or where the cache has the model that it names,
-    downloaded first if need be.
+    """The folder of a model: `source` itself, or that of the model in the cache that it names.
 
-    A cached model is taken as it is: the hub is not asked for a newer one. Weights are downloaded
-    only if they are `required`. Raises UserError if the model can neither be found nor downloaded.
+    The model is downloaded first if need be. A cached model is taken as it is: the hub is not asked
+    for a newer one. Weights are downloaded only if they are `required`. Raises UserError if the
+    model can neither be found nor downloaded.
     """
     if not is_hub_name(source):
         return source
     name, revision = parse_model_name(str(source))
-    report = partial(print, file=sys.stderr, flush=True)
     cached = find_cached(name, revision, required)
-    return (
-        cached
-        or download(name, revision, include_weights=required == "weights", report=report).folder
-    )
+    if cached:
+        return cached
+    report = partial(print, file=sys.stderr, flush=True)
+    return download(name, revision, include_weights=required == "weights", report=report).folder
 
 
 def cache_folder() -> Path:
@@ -108,10 +108,9 @@ def find_cached(name: str, revision: str, required: str = "weights") -> Path | N
     """
     from huggingface_hub import try_to_load_from_cache
 
+    file = "config.json" if required == "weights" else required
     with hub_errors_as_user_errors(name, revision):
-        path = try_to_load_from_cache(
-            name, "config.json" if required == "weights" else required, revision=revision
-        )
+        path = try_to_load_from_cache(name, file, revision=revision)
     if not isinstance(path, str):
         return None
     folder = Path(path).parent
@@ -159,11 +158,10 @@ def download(
         with hub_errors_as_user_errors(name, revision, kind):
             info = ask(name, revision=revision, files_metadata=True, timeout=LOOKUP_SECONDS)
             listed = {each.rfilename: each.size or 0 for each in info.siblings or ()}
-            chosen = (
-                _data_files(name, listed)
-                if kind == "dataset"
-                else _model_files(name, listed, include_weights)
-            )
+            if kind == "dataset":
+                chosen = _data_files(name, listed)
+            else:
+                chosen = _model_files(name, listed, include_weights)
             if folder is not None and not (folder / LIBRARY_FOLDER).is_dir():
                 for file in chosen:
                     check_output(folder / file, other="folder")
@@ -187,21 +185,21 @@ def download(
             downloaded = fetch(chosen)
             if SAFE_WEIGHTS_INDEX_NAME in chosen and SAFE_WEIGHTS_NAME not in chosen:
                 weights = indexed_weight_files(downloaded)
-                if absent := sorted(set(weights) - listed.keys()):
-                    raise UserError(f"{name}: its index names {absent[0]}, which is not on the hub")
+                for file in weights:
+                    if file not in listed:
+                        raise UserError(f"{name}: its index names {file}, which is not on the hub")
                 chosen += weights
                 fetch(weights)
             # Where the hub fails between two requests, the library takes what the cache has.
-            if missing := [file for file in chosen if not (downloaded / file).is_file()]:
-                raise UserError(f"{name}: {missing[0]} was not downloaded; run it again")
+            for file in chosen:
+                if not (downloaded / file).is_file():
+                    raise UserError(f"{name}: {file} was not downloaded; run it again")
         if kind == "dataset" and folder is None:
             (downloaded / COMPLETE_MARK).touch()
     except OSError as problem:
-        what = (
-            "no space to download into it"
-            if problem.errno in DISK_FULL_ERRNOS
-            else "cannot be written"
-        )
+        what = "cannot be written"
+        if problem.errno in DISK_FULL_ERRNOS:
+            what = "no space to download into it"
         raise UserError(
             f"{folder or cache_folder()}: {what} ({problem.strerror}); run it again"
         ) from None
@@ -213,7 +211,8 @@ def download(
 def download_command(name: str, revision: str, kind: Kind = "model") -> str:
     """The command to run where there is a network."""
     at = "" if revision == "main" else f"@{revision}"
-    return f"lmforge download {name}{at}{' --dataset' if kind == 'dataset' else ''}"
+    option = " --dataset" if kind == "dataset" else ""
+    return f"lmforge download {name}{at}{option}"
 
 
 def offline_message(name: str, revision: str, kind: Kind) -> str:
@@ -235,8 +234,9 @@ def _data_files(name: str, listed: Iterable[str]) -> list[str]:
 
 
 def _model_files(name: str, listed: Collection[str], include_weights: bool) -> list[str]:
-    """Configuration, tokenizer and, where they are one file, the weights; otherwise their index,
-    which names the files.
+    """The files of a model: configuration, tokenizer, and the weights where they are one file.
+
+    Otherwise their index is among the files, which names those of the weights.
     """
     chosen = [each for each in sorted(listed) if CONFIG_AND_TOKENIZER_FILES.fullmatch(each)]
     if not include_weights:
@@ -257,7 +257,10 @@ def _model_files(name: str, listed: Collection[str], include_weights: bool) -> l
 
 @contextmanager
 def hub_errors_as_user_errors(name: str, revision: str, kind: Kind = "model") -> Iterator[None]:
-    """Exceptions of the hub's library as UserErrors of one line. The OSErrors of the disk pass."""
+    """A context in which exceptions of the hub's library become UserErrors of one line.
+
+    The OSErrors of the disk pass.
+    """
     from huggingface_hub import constants, errors
 
     hub = constants.ENDPOINT

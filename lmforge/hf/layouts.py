@@ -1,5 +1,4 @@
-"""The checkpoints of other trainers: which of their stored tensors make up each of ours, as a
-plugin describes them.
+"""The checkpoints of other trainers, whose stored tensors make up ours as a plugin describes.
 
 A plugin registers a `checkpoint_layout` (docs/extending.md); examples/checkpoint_layouts/ has those
 of nanoGPT, torchtitan and fms-fsdp. Here are what they have in common: wrappers of names, the
@@ -46,8 +45,9 @@ class LayoutHints:
 
 @dataclass(frozen=True)
 class ConvertedCheckpoint:
-    """Another trainer's checkpoint as a model of ours: its config, its tensors on the meta device,
-    and each one's value.
+    """Another trainer's checkpoint as a model of ours.
+
+    tensors: on the meta device. read: returns the value of one.
     """
 
     layout: str
@@ -77,14 +77,15 @@ class StoredSlice:
         return value.t() if self.transposed else value
 
 
-# Which part of which stored tensor each of ours is, by our names; None is a bias of zeros, which is
+# The part of a stored tensor that each of ours is, by our names; None is a bias of zeros, which is
 # not stored.
 Parts = dict[str, StoredSlice | None]
 
 
 def find_layout(path: Path, checkpoint: TensorSource, layout: str) -> Entry:
-    """The registered layout of this name, or with "auto" the one whose tensor names the checkpoint
-    has. Raises UserError.
+    """The registered layout of this name. Raises UserError.
+
+    With "auto" it is the one whose tensor names the checkpoint has.
     """
     source = _without_wrappers(checkpoint)
     known = registry.entries("checkpoint_layout")
@@ -104,10 +105,8 @@ def find_layout(path: Path, checkpoint: TensorSource, layout: str) -> Entry:
     marker = entry.facts["marker"]
     if marker not in source.tensors:
         close = get_close_matches(marker, source.tensors, n=1)
-        raise UserError(
-            f"{path}: not of layout {layout}: has no {marker}"
-            + (f", but {close[0]}" if close else "")
-        )
+        but = f", but {close[0]}" if close else ""
+        raise UserError(f"{path}: not of layout {layout}: has no {marker}{but}")
     return entry
 
 
@@ -127,11 +126,9 @@ def convert_checkpoint(
 
     def read(name: str) -> Tensor:
         part = parts[name]
-        return (
-            torch.zeros_like(tensors[name], device="cpu")
-            if part is None
-            else part.extract(source.read(part.stored_name))
-        )
+        if part is None:
+            return torch.zeros_like(tensors[name], device="cpu")
+        return part.extract(source.read(part.stored_name))
 
     return ConvertedCheckpoint(layout.name, config, tensors, read)
 
@@ -161,12 +158,12 @@ def _without_wrappers(checkpoint: TensorSource) -> TensorSource:
 
 
 def count_layers(source: TensorSource, block: str) -> int:
-    """The number of blocks, by the numbers that the pattern `block` finds at the beginning of
-    names.
+    """The number of blocks, by the numbers that the pattern `block` finds in names.
+
+    The numbers are at the beginning of the names.
     """
-    return 1 + max(
-        (int(match[1]) for name in source.tensors if (match := re.match(block, name))), default=-1
-    )
+    matches = [re.match(block, name) for name in source.tensors]
+    return 1 + max((int(match[1]) for match in matches if match), default=-1)
 
 
 def _check_tensors(
@@ -185,16 +182,18 @@ def _check_tensors(
                 f"{path}: has nothing that could be {name}; it is incomplete, or of another layout"
             )
         part = parts[name]
-        tensor = (
-            parameter.to(dtype) if part is None else part.extract(source.tensors[part.stored_name])
-        )
+        if part is None:
+            tensor = parameter.to(dtype)
+        else:
+            tensor = part.extract(source.tensors[part.stored_name])
         if tensor.shape != parameter.shape:
             raise UserError(
                 f"{path}: {name} would be {list(tensor.shape)} and should be"
                 f" {list(parameter.shape)}"
             )
         tensors[name] = tensor
-    if extra := sorted(parts.keys() - expected.keys()):
+    extra = sorted(parts.keys() - expected.keys())
+    if extra:
         raise UserError(
             f"{path}: holds {extra[0]}, which is not part of such a model; it cannot be imported"
         )

@@ -74,7 +74,7 @@ _Alpha = Annotated[float, Field(gt=0)]
 
 
 class _AnyPeftConfig(TypedDict):
-    """Of any type of adapter; its options are kept."""
+    """The config of any type of adapter; its options are kept."""
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
     peft_type: NotRequired[str | None]
@@ -150,7 +150,8 @@ def base_model_of(folder: Path) -> Path:
     """
     path = folder / ADAPTER_CONFIG
     content = _read_config(path)
-    base, revision = content.get("base_model_name_or_path"), content.get("revision")
+    base = content.get("base_model_name_or_path")
+    revision = content.get("revision")
     if not base:
         raise UserError(
             f"{path}: base_model_name_or_path does not say which model these adapters belong to;"
@@ -165,28 +166,34 @@ def base_model_of(folder: Path) -> Path:
 
 
 def tokenizer_folder(base: Path, adapters: Path | None) -> Path:
-    """Where the tokenizer of a model is: beside its adapters, else with the base model."""
-    return adapters if adapters is not None and (adapters / "tokenizer.json").exists() else base
+    """The folder of a model's tokenizer: beside its adapters, else with the base model."""
+    if adapters is not None and (adapters / "tokenizer.json").exists():
+        return adapters
+    return base
 
 
 def base_model_overrides(folder: Path) -> dict[str, Any]:
-    """Fields of the base model's config that adapters change: those of the embedding or the head
-    alone untie the two, and with whole ones the model has as many tokens.
+    """Fields of the base model's config that adapters change.
 
-    `peft` computes such a model so; when it merges, it adds to both of a tied pair, which is
-    another model.
+    Adapters of the embedding or the head alone untie the two, and with whole ones the model has as
+    many tokens. `peft` computes such a model so; when it merges, it adds to both of a tied pair,
+    which is another model.
     """
     entries = _open_tensors(folder).entries
-    untied = {"tie_word_embeddings": False} if any(map(_TIED_LAYERS.search, entries)) else {}
+    overrides: dict[str, Any] = {}
+    if any(map(_TIED_LAYERS.search, entries)):
+        overrides["tie_word_embeddings"] = False
     rows = [entries[name].shape[0] for name in _whole_ends(entries)]
-    return untied | ({"vocab_size": max(rows)} if rows else {})
+    if rows:
+        overrides["vocab_size"] = max(rows)
+    return overrides
 
 
 def _whole_ends(entries: Mapping[str, Any]) -> list[str]:
-    """The names in a folder of the whole matrices of embedding and head, which PEFT saves where
-    they were trained or resized.
+    """The names in a folder of the whole matrices of embedding and head.
 
-    While it saves, it has what it trained and what was before under longer names too.
+    PEFT saves them where they were trained or resized. While it saves, it has what it trained and
+    what was before under longer names too.
     """
     found = [
         name
@@ -197,12 +204,11 @@ def _whole_ends(entries: Mapping[str, Any]) -> list[str]:
 
 
 def load_peft_folder(folder: str | Path) -> tuple[LoraConfig, dict[str, Tensor]]:
-    """The adapters of a PEFT folder: their config, and full tensors by our names for
-    `merge_adapters`.
+    """The adapters of a PEFT folder: their config, and full tensors for `merge_adapters`.
 
-    Those that need another scaling than the config's have it in their B. Whole weights that replace
-    the model's are among the tensors. Raises UserError where the folder is damaged, or for a type
-    of adapter that is not supported.
+    The tensors have our names. Those that need another scaling than the config's have it in their
+    B. Whole weights that replace the model's are among the tensors. Raises UserError where the
+    folder is damaged, or for a type of adapter that is not supported.
     """
     folder = Path(folder)
     path = folder / ADAPTER_CONFIG
@@ -221,18 +227,18 @@ def load_peft_folder(folder: str | Path) -> tuple[LoraConfig, dict[str, Tensor]]
         )
     tensors = _read_tensors(folder, content.get("target_parameters") or ())
     tensors |= _tied_to_frozen(folder, tensors)
+    layers = _layer_names(tensors)
     config = LoraConfig(
         rank=content["r"],
         alpha=content["lora_alpha"],
-        target_modules=tuple(layer for layer in _layer_names(tensors) if ".adapters." not in layer),
-        target_parameters=tuple(
-            adapted_name(layer) for layer in _layer_names(tensors) if ".adapters." in layer
-        ),
+        target_modules=tuple(layer for layer in layers if ".adapters." not in layer),
+        target_parameters=tuple(adapted_name(layer) for layer in layers if ".adapters." in layer),
         dropout=content.get("lora_dropout", 0.0),
         use_rslora=content.get("use_rslora", False),
     )
-    for layer in _layer_names(tensors):
-        ranks, alphas = content.get("rank_pattern") or {}, content.get("alpha_pattern") or {}
+    ranks = content.get("rank_pattern") or {}
+    alphas = content.get("alpha_pattern") or {}
+    for layer in layers:
         is_stack = ".experts.adapters." in layer
         name = adapted_name(layer) if ".adapters." in layer else layer
         own = replace(
@@ -256,8 +262,9 @@ def load_peft_folder(folder: str | Path) -> tuple[LoraConfig, dict[str, Tensor]]
 
 
 def _tied_to_frozen(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The embedding or head of which adapters leave no trace: a base that ties the two had the
-    other's frozen matrix.
+    """The embedding or head of which adapters leave no trace.
+
+    A base that ties the two had the other's frozen matrix.
     """
     ends = _whole_ends(_open_tensors(folder).entries)
     if len(ends) != 1 or f"{_NESTED}." not in ends[0]:
@@ -266,13 +273,10 @@ def _tied_to_frozen(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Te
     if kind_of(base) not in (Kind.HF_FOLDER, Kind.HUB_NAME):
         return {}
     config = resolve_model_config(base, {}, implementation="auto")
+    if not config.tie_word_embeddings:
+        return {}
     pair = (f"{build_model(config, 'meta').embedding_names[0]}.weight", LM_HEAD_WEIGHT)
-    return {
-        name: tensors[each]
-        for each in pair
-        for name in pair
-        if each in tensors and config.tie_word_embeddings
-    }
+    return {name: tensors[each] for each in pair for name in pair if each in tensors}
 
 
 def _as_peft_has_it(name: str, tensor: Tensor, tensors: Mapping[str, Tensor]) -> tuple[str, Tensor]:
@@ -286,20 +290,19 @@ def _as_peft_has_it(name: str, tensor: Tensor, tensors: Mapping[str, Tensor]) ->
         return _PREFIX + name, tensor
     parameter, _, end = rest.partition(".")
     inside = [each for each in _STACKS if f"{owner}.adapters.{each}.{end}" in tensors]
-    depth = len(inside) - 1 - inside.index(parameter) if parameter in inside else 0
+    depth = 0
+    if parameter in inside:
+        depth = len(inside) - 1 - inside.index(parameter)
     if tensor.ndim == 3:
-        tensor = (
-            tensor.flatten(0, 1)
-            if f".{end}" == LORA_SUFFIXES[0]
-            else tensor.permute(1, 2, 0).flatten(1)
-        )
+        if f".{end}" == LORA_SUFFIXES[0]:
+            tensor = tensor.flatten(0, 1)
+        else:
+            tensor = tensor.permute(1, 2, 0).flatten(1)
     return f"{_PREFIX}{owner}{depth * _NESTED}.{end}", tensor
 
 
 def _our_layer(layer: str, parameters: Collection[str]) -> str:
-    """Our name of the adapter that PEFT calls `layer`, of a model of which it adapts
-    `parameters`.
-    """
+    """Our name of the adapter that PEFT calls `layer`. parameters: those that it adapts."""
     owner = layer.replace(_NESTED, "")
     depth = (len(layer) - len(owner)) // len(_NESTED)
     known = _STACKS if owner.endswith(".experts") else ("weight",)
@@ -308,7 +311,9 @@ def _our_layer(layer: str, parameters: Collection[str]) -> str:
         for each in known
         if any(f".{owner}.{each}".endswith(f".{target}") for target in parameters)
     ]
-    return f"{owner}.adapters.{inside[-1 - depth]}" if depth < len(inside) else owner
+    if depth >= len(inside):
+        return owner
+    return f"{owner}.adapters.{inside[-1 - depth]}"
 
 
 def _of_layer(patterns: Mapping[str, Any], layer: str, default: Any) -> Any:
@@ -342,21 +347,22 @@ def _read_tensors(folder: Path, parameters: Collection[str]) -> dict[str, Tensor
 
     `parameters`: PEFT's target_parameters.
     """
-    file, tensors = _open_tensors(folder), {}
+    file = _open_tensors(folder)
+    tensors = {}
     for name, stored in file.entries.items():
         if _OF_WRAPPER.search(name) and _OF_WRAPPER.sub(".weight", name) in file.entries:
             continue
         ours = name.removeprefix(_PREFIX)
-        adapter = next(
-            (ours.removesuffix(end) for end in LORA_SUFFIXES if ours.endswith(end)), None
-        )
-        if adapter is None:
-            ours = ours.replace(f"{_NESTED}.", ".")
+        for end in LORA_SUFFIXES:
+            if ours.endswith(end):
+                ours = _our_layer(ours.removesuffix(end), parameters) + end
+                break
         else:
-            ours = _our_layer(adapter, parameters) + ours.removeprefix(adapter)
+            ours = ours.replace(f"{_NESTED}.", ".")
         layer, _, kind = ours.rpartition(".lora_embedding_")
         if layer and kind in ("A", "B"):
-            tensors[layer + LORA_SUFFIXES[kind == "A"]] = file.read(name).t()
+            suffix = LORA_SUFFIXES[1] if kind == "A" else LORA_SUFFIXES[0]
+            tensors[layer + suffix] = file.read(name).t()
         elif (
             name.startswith(_PREFIX)
             and len(stored.shape) <= 2

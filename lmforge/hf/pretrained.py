@@ -1,8 +1,7 @@
-"""The models that a run can begin from: config, tokenizer and weights of a checkpoint or a Hugging
-Face folder.
+"""The models that a run can begin from, as checkpoints or Hugging Face folders.
 
-Where a recipe names a PEFT folder, that is its base model with the adapters merged; beside a base
-in few bits they stay adapters, and are trained further.
+They have config, tokenizer and weights. Where a recipe names a PEFT folder, that is its base model
+with the adapters merged; beside a base in few bits they stay adapters, and are trained further.
 """
 
 import json
@@ -39,7 +38,8 @@ from lmforge.hf.resolve import model_config_from_options
 from lmforge.hf.weights import continue_adapters, describe_folder, load_folder
 
 # Of a file in `content_digest`: 1 MiB in all.
-SAMPLES, SAMPLE_BYTES = 256, 4096
+SAMPLES = 256
+SAMPLE_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,11 @@ class Pretrained:
             return model_config_from_options(
                 options.model_copy(update={"source": self.folder}), vocab_size, changed
             )
-        if changed := options.overrides():
+        overrides = options.overrides()
+        if overrides:
+            name = next(iter(overrides))
             raise UserError(
-                f"model.{next(iter(changed))}: a checkpoint's model config cannot be changed; leave"
-                " it out"
+                f"model.{name}: a checkpoint's model config cannot be changed; leave it out"
             )
         config = stored_model_config(self.manifest)
         check_balance(options, config)
@@ -73,15 +74,17 @@ class Pretrained:
 
     @property
     def digest(self) -> str:
-        """A hash that changes with the weights: of a checkpoint's checksums, or of the sizes and
-        times of a folder's files.
+        """A hash that changes with the weights.
+
+        It is one of a checkpoint's checksums, or of the sizes and times of a folder's files.
         """
         return self._digest(lambda path: path.stat().st_mtime_ns)
 
     @property
     def content_digest(self) -> str:
-        """As `digest`, and the same for a copy: of a folder's files their headers and samples of
-        the rest, not their times.
+        """A hash like `digest` that is the same for a copy.
+
+        It is one of the headers of a folder's files and samples of the rest, not of their times.
         """
         return self._digest(_sample_file)
 
@@ -89,34 +92,34 @@ class Pretrained:
         if self.manifest is not None:
             described: Any = {name: dict(written) for name, written in self.manifest.files.items()}
         else:
-            folders = [self.folder, *([self.adapters] if self.adapters else [])]
-            files = [path for folder in folders for path in sorted(folder.glob("*.safetensors"))]
+            files = sorted(self.folder.glob("*.safetensors"))
+            if self.adapters:
+                files += sorted(self.adapters.glob("*.safetensors"))
             described = [(path.name, path.stat().st_size, of_file(path)) for path in files]
         return xxhash.xxh3_64_hexdigest(json.dumps(described, sort_keys=True).encode())
 
     @property
     def notes(self) -> list[str]:
-        """What is done with the weights besides reading them, in words."""
+        """Notes on what is done with the weights besides reading them."""
         if self.manifest is None:
             return describe_folder(self.folder)
         lora = stored_model.stored_lora_config(self.manifest)
-        return (
-            [f"dequantized from {lora.stored.describe()}"]
-            if lora is not None and lora.stored is not None
-            else []
-        )
+        if lora is not None and lora.stored is not None:
+            return [f"dequantized from {lora.stored.describe()}"]
+        return []
 
     @property
     def tokenizer_folder(self) -> Path:
-        """Where the tokenizer is, if there is one."""
+        """The folder of the tokenizer, if there is one."""
         return tokenizer_folder(self.folder, self.adapters)
 
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.open(self.tokenizer_folder)
 
     def staged(self, stage_to: Path | None) -> Self:
-        """The same model, read from the copy on this host's own disk where there is one under
-        `stage_to`.
+        """The same model, read from a copy on this host's own disk.
+
+        The copy is under `stage_to`, if there is one.
         """
         adapters = self.adapters and find_staged(stage_to, self.adapters)
         return replace(self, folder=find_staged(stage_to, self.folder), adapters=adapters)
@@ -150,11 +153,11 @@ class Pretrained:
         Returns the names that are missing in the files and were left unchanged, such as the head of
         a reward model. Raises UserError and CorruptCheckpoint.
         """
-        lacks_head = (
-            model.config.reward
-            and not self.resolve_model_config(ModelOptions(source=self.folder)).reward
-        )
-        new = frozenset({LM_HEAD_WEIGHT} if lacks_head else ())
+        new = frozenset[str]()
+        if model.config.reward:
+            own = self.resolve_model_config(ModelOptions(source=self.folder))
+            if not own.reward:
+                new = frozenset({LM_HEAD_WEIGHT})
         if self.manifest is None:
             load_folder(self.folder, model, new)
         else:
@@ -167,10 +170,12 @@ class Pretrained:
 
 
 def _sample_file(path: Path) -> str:
-    """A hash of what each of SAMPLES equal parts of a file begins with: models of one shape have
-    the same headers and sizes.
+    """A hash of the beginnings of SAMPLES equal parts of a file.
+
+    Models of one shape have the same headers and sizes.
     """
-    digest, size = xxhash.xxh3_64(), path.stat().st_size
+    digest = xxhash.xxh3_64()
+    size = path.stat().st_size
     with open(path, "rb") as file:
         for start in range(0, size, -(-size // SAMPLES) or 1):
             file.seek(start)
@@ -188,11 +193,9 @@ def find_pretrained(
     if kind in (Kind.HUB_NAME, Kind.HF_FOLDER):
         return Pretrained(resolve_model_folder(source, required_file), None)
     if kind not in MODELS:
-        hint = (
-            f"; the preset of this name is --model.preset {source}"
-            if str(source) in PRESETS
-            else ""
-        )
+        hint = ""
+        if str(source) in PRESETS:
+            hint = f"; the preset of this name is --model.preset {source}"
         raise unexpected(source, MODELS, hint)
     (folder, manifest), _ = checkpoint.open_checkpoint(
         source, lambda folder, manifest: (folder, manifest)
@@ -201,7 +204,7 @@ def find_pretrained(
 
 
 class PretrainedModels:
-    """Where the core finds the model that a recipe names (`WeightSource` in core/seams.py)."""
+    """The source of models for the core (`WeightSource` in core/seams.py)."""
 
     find = staticmethod(find_pretrained)
     cache_folder = staticmethod(cache_folder)

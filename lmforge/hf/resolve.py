@@ -1,5 +1,7 @@
-"""The model config of a recipe: from a preset, a folder, or a name on the Hugging Face hub, with
-overrides. It imports torch only if transformers computes the model.
+"""The model config of a recipe, with overrides.
+
+It is that of a preset, a folder, or a name on the Hugging Face hub. This module imports torch only
+if transformers computes the model.
 """
 
 from pathlib import Path
@@ -52,9 +54,9 @@ def resolve_model_config(
         path = folder / "config.json" if folder.is_dir() else None
         source = str(folder)
     if implementation == "auto" and path is not None:
-        implementation = (
-            "lmforge" if is_supported_family(read_config_json(path)) else "transformers"
-        )
+        implementation = "transformers"
+        if is_supported_family(read_config_json(path)):
+            implementation = "lmforge"
     if implementation == "transformers":
         if path is None:
             raise UserError(
@@ -77,8 +79,9 @@ def resolve_model_config(
 def model_config_from_options(
     options: ModelOptions, vocab_size: int | None = None, changed: dict[str, Any] | None = None
 ) -> ModelConfig:
-    """The model config from the options of a recipe, nano where they name none, with `changed`
-    fields. Raises UserError.
+    """The model config from the options of a recipe, with `changed` fields. Raises UserError.
+
+    It is nano where they name none.
     """
     source = options.source or options.preset or "nano"
     multiple = vocabulary_multiple(options)
@@ -93,20 +96,19 @@ def _read_config_fields(path: Path) -> dict[str, Any]:
     content = read_config_json(path)
     try:
         fields = config_fields_from_json(content)
-        if (
-            fields["final_logit_softcapping"] is not None
-            and not load_family(base_model_type(fields["model_type"])).caps_logits
-        ):
-            raise UserError(
-                f"final_logit_softcapping: transformers' {fields['model_type']} models have none;"
-                " remove it"
-            )
+        if fields["final_logit_softcapping"] is not None:
+            family = load_family(base_model_type(fields["model_type"]))
+            if not family.caps_logits:
+                raise UserError(
+                    f"final_logit_softcapping: transformers' {fields['model_type']} models have"
+                    " none; remove it"
+                )
         return fields
     except UserError as error:
-        advice = "; or let transformers compute it: --model.implementation transformers"
-        raise UserError(
-            f"{path}: {error}{'' if is_supported_family(content) else advice}"
-        ) from None
+        problem = f"{path}: {error}"
+        if not is_supported_family(content):
+            problem += "; or let transformers compute it: --model.implementation transformers"
+        raise UserError(problem) from None
 
 
 def _resolve_transformers_config(
@@ -127,7 +129,8 @@ def _resolve_transformers_config(
             raise UserError(
                 f"model.{name}: a {theirs.model_type} model has no such field; see {path}"
             )
-    heads, kv_heads = "num_attention_heads", "num_key_value_heads"
+    heads = "num_attention_heads"
+    kv_heads = "num_key_value_heads"
     # As in with_overrides.
     if heads in overrides and getattr(theirs, kv_heads, None) == getattr(theirs, heads):
         overrides = {kv_heads: overrides[heads], **overrides}

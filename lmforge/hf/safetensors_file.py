@@ -1,5 +1,4 @@
-"""One safetensors file: parts of tensors read directly into their destination, and tensors written
-one at a time.
+"""One safetensors file: parts of tensors are read into their destination, tensors written singly.
 
 The format (github.com/huggingface/safetensors): the length of the header in 8 bytes, a JSON header
 that says where each tensor lies, then their bytes. The library's reader maps the file into memory,
@@ -26,7 +25,7 @@ from lmforge.core.files.untrusted import open_file, parse_json
 
 # Tensors that are converted or sent to a device pass through host memory in blocks of this size.
 BLOCK_BYTES = 1 << 24
-# How far ahead of the current read the system is told to read.
+# The bytes ahead of the current read that the system is told to read.
 READAHEAD_BYTES = 1 << 26
 # Less than a page is not read by itself: disks read whole pages.
 PAGE_BYTES = 4096
@@ -55,11 +54,9 @@ class _HeaderEntry(TypedDict):
 
 
 def _without_metadata(header: Any) -> Any:
-    return (
-        {name: entry for name, entry in header.items() if name != "__metadata__"}
-        if isinstance(header, dict)
-        else header
-    )
+    if isinstance(header, dict):
+        return {name: entry for name, entry in header.items() if name != "__metadata__"}
+    return header
 
 
 _Header = Annotated[dict[str, _HeaderEntry], BeforeValidator(_without_metadata)]
@@ -122,10 +119,10 @@ class SafetensorsFile:
         return full
 
     def read_parts(self, requests: list[tuple[str, Tensor, tuple[slice, ...]]]) -> None:
-        """For each (name, target, part), fill the target (any float dtype, any device) with a part
-        of a tensor.
+        """For each (name, target, part), fill the target with a part of a tensor.
 
-        All slices of a part have both bounds. The tensors are read in the order of their offsets.
+        Targets may have any float dtype and device. All slices of a part have both bounds. The
+        tensors are read in the order of their offsets.
         """
         parts = [
             _StoredPart(self.entries[name], target, part)
@@ -133,12 +130,16 @@ class SafetensorsFile:
             if target.numel()
         ]
         parts.sort(key=lambda part: part.begin)
-        upcoming, ahead = iter(parts), 0
+        upcoming = iter(parts)
+        ahead = 0
         with open(self.path, "rb") as file:
             # Else the system reads ahead, into the parts of other ranks.
             _advise(file, 0, 0, "POSIX_FADV_RANDOM")
             for part in parts:
-                while ahead < READAHEAD_BYTES and (following := next(upcoming, None)):
+                while ahead < READAHEAD_BYTES:
+                    following = next(upcoming, None)
+                    if following is None:
+                        break
                     if following.readahead:  # a length of 0 means up to the end of the file
                         _advise(file, following.begin, following.readahead, "POSIX_FADV_WILLNEED")
                     ahead += following.readahead
@@ -147,48 +148,47 @@ class SafetensorsFile:
 
 
 class _StoredPart:
-    """A part of a stored tensor as a range of rows, and of numbers in each row, to be read into
-    `target`.
+    """A part of a stored tensor that is read into `target`.
+
+    It is a range of rows, and of numbers in each row.
     """
 
     def __init__(self, entry: SafetensorsEntry, target: Tensor, part: tuple[slice, ...]) -> None:
         rows = part[0] if part else slice(0, 1)
         columns = part[1] if len(part) > 1 else slice(0, 1)
-        if any(
-            (cut.start, cut.stop) != (0, size)
-            for cut, size in zip(part[2:], entry.shape[2:], strict=True)
-        ):
-            raise ValueError("a part is split beyond its second dimension")
+        for cut, size in zip(part[2:], entry.shape[2:], strict=True):
+            if (cut.start, cut.stop) != (0, size):
+                raise ValueError("a part is split beyond its second dimension")
         beyond = math.prod(entry.shape[2:])
         self._columns = slice(columns.start * beyond, columns.stop * beyond)
         self._width = math.prod(entry.shape[1:])
         self._row_bytes = self._width * entry.dtype.itemsize
-        self._target, self._dtype = target.view(rows.stop - rows.start, -1), entry.dtype
+        self._target = target.view(rows.stop - rows.start, -1)
+        self._dtype = entry.dtype
         self.begin = entry.offset + rows.start * self._row_bytes
         # The bytes of full rows; no readahead for a choice of columns.
-        self.readahead = (
-            len(self._target) * self._row_bytes if self._columns == slice(0, self._width) else 0
-        )
+        self.readahead = 0
+        if self._columns == slice(0, self._width):
+            self.readahead = len(self._target) * self._row_bytes
 
     def read(self, file: BufferedReader) -> None:
-        target, columns, item = self._target, self._columns, self._dtype.itemsize
+        target = self._target
+        columns = self._columns
+        item = self._dtype.itemsize
         taken = columns.stop - columns.start
         by_line = PAGE_BYTES <= taken * item < self._row_bytes
         width = taken if by_line else self._width
-        plain = (
-            target.device.type == "cpu" and target.dtype == self._dtype and target.is_contiguous()
-        )
-        in_place = plain and width == taken
+        in_memory = target.device.type == "cpu" and target.is_contiguous()
+        in_place = in_memory and target.dtype == self._dtype and width == taken
         rows = len(target) if in_place else max(1, BLOCK_BYTES // (width * item))
         for row in range(0, len(target), rows):
             into = target[row : row + rows]
             block = into if in_place else torch.empty(len(into), width, dtype=self._dtype)
             begin = self.begin + row * self._row_bytes
             if by_line:
+                first = begin + columns.start * item
                 for number, line in enumerate(block):
-                    _read_exactly(
-                        file, line, begin + number * self._row_bytes + columns.start * item
-                    )
+                    _read_exactly(file, line, first + number * self._row_bytes)
             else:
                 _read_exactly(file, block, begin)
             if not in_place:
@@ -217,16 +217,16 @@ def write_safetensors(
     read_tensor: Callable[[str], Tensor],
     dtype: torch.dtype | None,
 ) -> None:
-    """Write one safetensors file, a tensor at a time: the library's own writer needs all of them in
-    memory.
+    """Write one safetensors file, a tensor at a time.
 
-    `tensors` may be on the meta device: each one's value is `read_tensor(name)`. `dtype` None keeps
-    each one's own.
+    The library's own writer needs all of them in memory. `tensors` may be on the meta device: each
+    one's value is `read_tensor(name)`. `dtype` None keeps each one's own.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():
-        begin, stored = end, dtype or tensor.dtype
+        begin = end
+        stored = dtype or tensor.dtype
         end += tensor.numel() * stored.itemsize
         header[name] = {
             "dtype": NAME_BY_DTYPE[stored],

@@ -1,7 +1,6 @@
-"""Experts on disk: a tensor for each, as models are published, where a model has them stacked
-(family.Family.stored_experts).
+"""Experts on disk: a tensor for each, as models are published, where a model has them stacked.
 
-Every other tensor has one name in memory and on disk.
+See family.Family.stored_experts. Every other tensor has one name in memory and on disk.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,7 +12,7 @@ from lmforge.core.model.config import ModelConfig
 
 
 class Piece(NamedTuple):
-    """A tensor on disk, and which rows of which matrix it is in the stack that a model has."""
+    """A tensor on disk: `rows` of the matrix of an `expert` in the stack that a model has."""
 
     name: str
     expert: int
@@ -25,11 +24,13 @@ class Piece(NamedTuple):
     def cut_part(
         self, local: Tensor, part: tuple[slice, ...]
     ) -> tuple[Tensor, tuple[slice, ...]] | None:
-        """What to read into a rank's `part` of the stack, `local`: a view of it, and a part of the
-        tensor on disk.
+        """A view of a rank's `part` of the stack, `local`, and the part of the tensor for it.
+
+        None where the tensor on disk has nothing of the rank's part.
         """
         experts, rows, columns = part
-        begin, end = max(self.rows.start, rows.start), min(self.rows.stop, rows.stop)
+        begin = max(self.rows.start, rows.start)
+        end = min(self.rows.stop, rows.stop)
         if not experts.start <= self.expert < experts.stop or begin >= end:
             return None
         view = local[self.expert - experts.start, begin - rows.start : end - rows.start]

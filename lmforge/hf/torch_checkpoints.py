@@ -1,8 +1,8 @@
-"""Checkpoints of other trainers, Distributed Checkpoint (DCP) folders and torch.save files, read in
-a single process: their tensors by name and one at a time.
+"""Checkpoints of other trainers: their tensors by name, read one at a time in a single process.
 
-Both formats can hold objects beside the tensors; these are skipped, and nothing that is stored is
-executed (core/checkpoint/safe_reader.py).
+They are Distributed Checkpoint (DCP) folders and torch.save files. Both formats can hold objects
+beside the tensors; these are skipped, and nothing that is stored is executed
+(core/checkpoint/safe_reader.py).
 """
 
 import warnings
@@ -29,11 +29,11 @@ warnings.filterwarnings("ignore", message="Detected pickle protocol")
 
 @dataclass(frozen=True)
 class TensorSource:
-    """Tensors by name: on the meta device for their shapes and dtypes, and each one's value by
-    `read`.
+    """Tensors by name.
 
+    tensors: on the meta device, for their shapes and dtypes.
     read: returns the full tensor of a name, on the CPU, in its stored dtype.
-    non_tensors: what else a file holds: numbers, texts, and lists and tables of them.
+    non_tensors: other content of a file: numbers, texts, and lists and tables of them.
     """
 
     tensors: dict[str, Tensor]
@@ -50,11 +50,9 @@ def open_tensor_source(path: Path) -> TensorSource:
         return _open_dcp(path)
     if path.is_file():
         return _open_torch_save(path)
-    what = (
-        "no such file or folder"
-        if not path.exists()
-        else "holds no .metadata, so it is not a Distributed Checkpoint"
-    )
+    what = "holds no .metadata, so it is not a Distributed Checkpoint"
+    if not path.exists():
+        what = "no such file or folder"
     raise UserError(f"{path}: {what}; give a checkpoint's folder or file")
 
 
@@ -80,8 +78,5 @@ def _open_torch_save(path: Path) -> TensorSource:
         flat = flatten_names(content)
         values = {name: value for name, value in flat.items() if isinstance(value, Tensor)}
         tensors = {name: value.to("meta") for name, value in values.items()}
-    return TensorSource(
-        tensors,
-        values.__getitem__,
-        {name: value for name, value in flat.items() if name not in values},
-    )
+    others = {name: value for name, value in flat.items() if name not in values}
+    return TensorSource(tensors, values.__getitem__, others)

@@ -1,5 +1,4 @@
-"""transformers' own models: its configs read, its modules built without weights, and what families
-differ in.
+"""transformers' own models: configs, modules without weights, and the differences of families.
 
 Families differ in more than their configs say: which list holds the blocks, what is done to logits,
 which constants lie beside the weights. These are determined by inspecting the modules and by
@@ -70,11 +69,9 @@ def read_pretrained_config(content: dict[str, Any], source: str) -> Any:
             " unquantized model"
         )
     if model_type not in transformers.CONFIG_MAPPING:
-        why = (
-            "its code comes with the folder, and such code is not run"
-            if "auto_map" in content
-            else "it is unknown to it"
-        )
+        why = "it is unknown to it"
+        if "auto_map" in content:
+            why = "its code comes with the folder, and such code is not run"
         raise UserError(
             f'{source}: model_type: transformers {transformers.__version__} has no "{model_type}"'
             f" ({why}); use another model"
@@ -144,13 +141,14 @@ def find_block_list(base_model: nn.Module) -> str:
 
 
 def find_logit_transform(causal: Any, hidden_size: int) -> tuple[float, float | None]:
-    """(scale, softcap) of a model whose logits are softcap · tanh(scale · (product + bias) /
-    softcap), of its head's products.
+    """(scale, softcap) of the logits of a model.
 
-    Found by trying: its own forward runs with a small head, on given hidden states in place of the
-    base model. Raises UserError where it does anything else to its logits.
+    They are softcap · tanh(scale · (product + bias) / softcap) of its head's products. Found by
+    trying: its own forward runs with a small head, on given hidden states in place of the base
+    model. Raises UserError where it does anything else to its logits.
     """
-    name, head = find_base_model_name(causal), causal.get_output_embeddings()
+    name = find_base_model_name(causal)
+    head = causal.get_output_embeddings()
     base = causal.get_submodule(name)
     softcap = getattr(causal.config, "final_logit_softcapping", None)
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -211,10 +209,10 @@ class _FixedModelOutput(SimpleNamespace):
 
 @torch.no_grad()
 def constant_buffers(causal: Any) -> list[tuple[nn.Module, str, Tensor]]:
-    """(module, name, value on the CPU) of the buffers that a model has beside its weights, such as
-    rotary frequencies.
+    """(module, name, value on the CPU) of a model's buffers, such as rotary frequencies.
 
-    On the meta device they have no values; transformers computes them where it initializes weights.
+    They are those beside its weights. On the meta device they have no values; transformers computes
+    them where it initializes weights.
     """
     constants = []
     for name, module in causal.named_modules():
@@ -224,7 +222,8 @@ def constant_buffers(causal: Any) -> list[tuple[nn.Module, str, Tensor]]:
                 f"model: {name} keeps tensors that are neither weights nor buffers; use another"
                 " model"
             )
-        if kept := buffers.keys() - module._non_persistent_buffers_set:
+        kept = buffers.keys() - module._non_persistent_buffers_set
+        if kept:
             raise UserError(
                 f"model: {name}.{min(kept)} is stored with the weights but not trained, which is"
                 " not supported yet"
@@ -268,7 +267,8 @@ def find_base_model_name(causal: Any) -> str:
 
 
 def reject_unsupported_parts(causal: Any) -> None:
-    name, config = type(causal).__name__, causal.config
+    name = type(causal).__name__
+    config = causal.config
     other = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYER_TYPES
     if other or getattr(type(causal), "_is_stateful", False):
         raise UserError(
@@ -290,8 +290,9 @@ def reject_unsupported_parts(causal: Any) -> None:
 
 @dataclass(frozen=True)
 class TensorConversion:
-    """Stored tensors that together make one or several of the model's, the first of which is
-    `target_name`.
+    """Stored tensors that together make one or several of the model's.
+
+    target_name: the first of these.
     """
 
     target_name: str
@@ -300,8 +301,9 @@ class TensorConversion:
     causal: Any
 
     def convert(self, read_tensor: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """The model's tensors by name, made of the stored ones that `read_tensor` returns (of meta
-        tensors: shapes only).
+        """The model's tensors by name, made of the stored ones that `read_tensor` returns.
+
+        Of meta tensors only shapes are made.
         """
         rule = deepcopy(self.converter)
         for stored, pattern in self.source_patterns.items():
@@ -332,7 +334,8 @@ def map_stored_names(
     )
 
     causal = build_causal_lm(content)
-    state, prefix = causal.state_dict(), causal.base_model_prefix
+    state = causal.state_dict()
+    prefix = causal.base_model_prefix
     rules = get_model_conversion_mapping(causal)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
@@ -343,7 +346,8 @@ def map_stored_names(
     for name in sorted(stored, key=dot_natural_key):  # experts in numerical order
         ours, pattern = rename_source_key(name, renamings, converters, prefix, state)
         if ours not in state and name in state:
-            ours, pattern = name, None
+            ours = name
+            pattern = None
         if ours not in state and any(each.search(ours) for each in ignored):
             continue
         if pattern is None:

@@ -31,8 +31,9 @@ _VALUES: dict[Any, Callable[..., InitialValue]] = {
 
 
 class _InPlaceCalls(TorchDispatchMode):
-    """Records which operators write into which memory: (operator, shape written, other arguments)
-    by storage.
+    """Records which operators write into which memory.
+
+    calls: (operator, shape written, other arguments) by storage.
     """
 
     def __init__(self) -> None:
@@ -50,11 +51,11 @@ class _InPlaceCalls(TorchDispatchMode):
 def family_initial_values(
     causal: Any, names: Collection[str], seed: int
 ) -> Iterator[tuple[str, InitialValue | Tensor]]:
-    """(name, first value) of the parameters called `names` of a model of transformers on the meta
-    device.
+    """(name, first value) of the parameters called `names` of a model of transformers.
 
-    A full tensor is fp32 on the CPU, drawn by a generator that is seeded with the seed and its
-    module's name. Raises UserError where transformers leaves a tensor without a value.
+    The model is on the meta device. A full tensor is fp32 on the CPU, drawn by a generator that is
+    seeded with the seed and its module's name. Raises UserError where transformers leaves a tensor
+    without a value.
     """
     for name, module in causal.named_modules():
         own = {
@@ -68,24 +69,28 @@ def family_initial_values(
             causal._init_weights(module)
         drawn: dict[str, Tensor] = {}
         for short, parameter in own.items():
-            value = _value_of(
-                recorded.calls.get(parameter.untyped_storage()._cdata, []), parameter.shape
-            )
-            if value is None and not drawn:
-                drawn = _drawn_in_full(causal, name, module, seed)
-            yield f"{name}.{short}", drawn[short] if value is None else value
+            calls = recorded.calls.get(parameter.untyped_storage()._cdata, [])
+            value: InitialValue | Tensor | None = _value_of(calls, parameter.shape)
+            if value is None:
+                if not drawn:
+                    drawn = _drawn_in_full(causal, name, module, seed)
+                value = drawn[short]
+            yield f"{name}.{short}", value
 
 
 def _value_of(
     calls: list[tuple[Any, torch.Size, tuple[Any, ...]]], shape: torch.Size
 ) -> InitialValue | None:
-    """The first value of a parameter of this shape after these calls; None where the last one does
-    not overwrite all of it.
+    """The first value of a parameter of this shape after these calls.
+
+    None where the last one does not overwrite all of it.
     """
     if not calls:
         return None
     operator, written, arguments = calls[-1]
-    return _VALUES[operator](*arguments) if operator in _VALUES and written == shape else None
+    if operator not in _VALUES or written != shape:
+        return None
+    return _VALUES[operator](*arguments)
 
 
 def _drawn_in_full(causal: Any, name: str, module: nn.Module, seed: int) -> dict[str, Tensor]:

@@ -1,5 +1,4 @@
-"""Any causal model of the transformers library, wrapped as a LanguageModel: `TransformersConfig`
-and `TransformersModel`.
+"""Any causal model of the transformers library, wrapped as a LanguageModel.
 
 Its modules and tensor names are those of transformers; the head is ours, so that the full logits
 never exist. There is no dropout. Incremental decoding uses the cache of transformers, which has one
@@ -73,7 +72,8 @@ class TransformersConfig(ModelConfig):
 
 def _first(config: Any, *names: str, default: Any = 0) -> Any:
     """The first of these fields of transformers' config that is neither missing nor None nor 0."""
-    return next((value for name in names if (value := getattr(config, name, None))), default)
+    values = (getattr(config, name, None) for name in names)
+    return next(filter(None, values), default)
 
 
 def to_transformers_config(content: dict[str, Any], source: str) -> TransformersConfig:
@@ -85,11 +85,10 @@ def to_transformers_config(content: dict[str, Any], source: str) -> Transformers
     generation = content.pop("generation_config", None)
     theirs = read_pretrained_config(content, source)
     first = partial(_first, theirs)
-    heads, end_tokens = (
-        first("num_attention_heads", default=1),
-        getattr(theirs, "eos_token_id", None),
-    )
-    width, longest = first("hidden_size"), first("max_position_embeddings")
+    heads = first("num_attention_heads", default=1)
+    end_tokens = getattr(theirs, "eos_token_id", None)
+    width = first("hidden_size")
+    longest = first("max_position_embeddings")
     # Rotary angles and slopes have no end; tables of learned positions do.
     slopes = theirs.model_type in ALIBI_MODEL_TYPES or first("alibi", default=False)
     unbounded = first("rope_parameters") or slopes or not longest
@@ -124,7 +123,8 @@ class TransformersModel(LanguageModel):
         causal = build_causal_lm(config.config_dict)
         reject_unsupported_parts(causal)
         self._base_model_name = find_base_model_name(causal)
-        base, head = causal.get_submodule(self._base_model_name), causal.get_output_embeddings()
+        base = causal.get_submodule(self._base_model_name)
+        head = causal.get_output_embeddings()
         self.blocks_name = f"{self._base_model_name}.{find_block_list(base)}"
         embedding = causal.get_input_embeddings()
         self.embedding_names = tuple(
@@ -138,10 +138,8 @@ class TransformersModel(LanguageModel):
                 " another model"
             )
         self._logit_scale, softcap = find_logit_transform(causal, head.in_features)
-        self._constant_buffers, self._constants_device = (
-            constant_buffers(causal),
-            torch.device("cpu"),
-        )
+        self._constant_buffers = constant_buffers(causal)
+        self._constants_device = torch.device("cpu")
         self.add_module(self._base_model_name, base)
         self.lm_head = LMHead(
             head.in_features, head.out_features, bias=head.bias is not None, softcap=softcap
@@ -151,8 +149,9 @@ class TransformersModel(LanguageModel):
     def initial_values(
         self, shapes: Mapping[str, torch.Size], seed: int, embedding_std: float | None = None
     ) -> Iterator[tuple[str, InitialValue | Tensor]]:
-        """(name, first value) of the parameters of these names, as the family itself initializes
-        them; adapters as ours.
+        """(name, first value) of the parameters of these names.
+
+        The family itself initializes them, and adapters are as ours.
         """
         if embedding_std is not None:
             raise UserError(
@@ -211,8 +210,7 @@ class TransformersModel(LanguageModel):
         document_starts: Tensor | None = None,
         routed_experts: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states after the final norm: [sequences, length, hidden_size], ready for
-        `lm_head`.
+        """Hidden states after the final norm, [sequences, length, hidden_size], for `lm_head`.
 
         Args as in LanguageModel.forward, without dropout; `document_starts` and `routed_experts`
         are not used. `cache` is transformers'; with it, `positions` and `document_ids` are those of
@@ -242,28 +240,28 @@ class TransformersModel(LanguageModel):
 def document_attention_masks(
     attn_implementation: str, document_ids: Tensor, positions: Tensor
 ) -> Iterator[None]:
-    """A context in which every mask that transformers makes for this attention lets tokens see only
-    their own document.
+    """A context in which masks that transformers makes let tokens see only their own document.
 
-    Its rules (causal, sliding windows, chunks) are given positions within the document, not slots
-    of the sequence, so that a document is computed the same wherever it stands. `document_ids`,
+    They are all masks for this attention. Its rules (causal, sliding windows, chunks) are given
+    positions within the document, not slots of the sequence, so that a document is computed the
+    same wherever it stands. `document_ids`,
     `positions`: [sequences, slots] of all keys.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
 
-    original, masks_made = MASKS[attn_implementation], 0
+    original = MASKS[attn_implementation]
+    masks_made = 0
 
     def make_mask(*args: Any, mask_function: Callable[..., Tensor], **rest: Any) -> Any:
         nonlocal masks_made
         masks_made += 1
 
         def seen(sequence: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            same_document = (document_ids[sequence, query] == document_ids[sequence, key]) & (
-                key <= query
-            )
-            return same_document & mask_function(
+            same_document = document_ids[sequence, query] == document_ids[sequence, key]
+            by_rules = mask_function(
                 sequence, head, positions[sequence, query], positions[sequence, key]
             )
+            return same_document & (key <= query) & by_rules
 
         return original(*args, mask_function=seen, **{**rest, "allow_is_causal_skip": False})
 
@@ -281,8 +279,9 @@ def document_attention_masks(
 
 @cache
 def _count_parameters(config_json: str) -> tuple[int, int, int, int]:
-    """The fields of flops.ParameterCount: of experts the fraction that a token is routed to counts
-    as active.
+    """The fields of flops.ParameterCount.
+
+    Of experts the fraction that a token is routed to counts as active.
     """
     config = to_transformers_config(json.loads(config_json), "model")
     model = TransformersModel(config)
@@ -297,12 +296,10 @@ def _count_parameters(config_json: str) -> tuple[int, int, int, int]:
     matrices = sum(
         parameter.numel() for parameter in model.blocks.parameters() if parameter.ndim == 2
     )
-    return (
-        total,
-        embedding,
-        total - idle - (0 if config.tie_word_embeddings else embedding),
-        matrices,
-    )
+    active = total - idle
+    if not config.tie_word_embeddings:
+        active -= embedding
+    return total, embedding, active, matrices
 
 
 class TransformersIncrementalDecoder:
@@ -310,15 +307,17 @@ class TransformersIncrementalDecoder:
 
     def __init__(self, model: TransformersModel, max_length: int, device: torch.device) -> None:
         model.config.check_length(max_length)
-        self._model, self._device = model, device
+        self._model = model
+        self._device = device
         self._lengths: list[int] = []
         # Each sequence ends in the last column.
         self._tokens = torch.zeros(0, 0, dtype=torch.long, device=device)
         self._cache: Any = None
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Compute prompts as new sequences after the others; hidden states of each last token
-        [prompts, hidden_size].
+        """Compute prompts as new sequences after the others.
+
+        Returns hidden states of each last token [prompts, hidden_size].
         """
         earlier = [
             tokens[-length:] for tokens, length in zip(self._tokens, self._lengths, strict=True)
@@ -330,8 +329,9 @@ class TransformersIncrementalDecoder:
         return self._forward(self._tokens)[len(earlier) :, -1]
 
     def decode_step(self, tokens: Tensor) -> Tensor:
-        """Compute the next token of every sequence, int64 [sequences]; returns hidden states
-        [sequences, hidden_size].
+        """Compute the next token of every sequence, int64 [sequences].
+
+        Returns hidden states [sequences, hidden_size].
         """
         self._tokens = torch.cat([self._tokens, tokens[:, None]], dim=1)
         self._lengths = [length + 1 for length in self._lengths]
@@ -347,10 +347,8 @@ class TransformersIncrementalDecoder:
     def select_sequences(self, indices: Sequence[int]) -> None:
         """Keep only these sequences; they become 0, 1, … in this order."""
         chosen = torch.tensor(indices, dtype=torch.long, device=self._device)
-        self._tokens, self._lengths = (
-            self._tokens[chosen],
-            [self._lengths[index] for index in indices],
-        )
+        self._tokens = self._tokens[chosen]
+        self._lengths = [self._lengths[index] for index in indices]
         if indices:
             self._cache.batch_select_indices(chosen)
         else:  # a step that failed has filled a part of its layers

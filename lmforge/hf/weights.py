@@ -1,11 +1,10 @@
-"""Weights of a folder in Hugging Face's layout (model.safetensors, or its shards and their index)
-into a model.
+"""Reads the weights of a folder in Hugging Face's layout into a model.
 
-Our tensor names are Hugging Face's, so nothing is converted, except for wrapped models whose stored
-tensors are in other pieces than the computed ones (transformers_causal_lm.py). Missing and
-unexpected tensors are refused. For a sharded model only this rank's bytes are read
-(safetensors_file.py). Nothing is unpickled. Writing is in export.py, our checkpoints in
-core/checkpoint/.
+The folder has model.safetensors, or its shards and their index. Our tensor names are Hugging
+Face's, so nothing is converted, except for wrapped models whose stored tensors are in other pieces
+than the computed ones (transformers_causal_lm.py). Missing and unexpected tensors are refused. For
+a sharded model only this rank's bytes are read (safetensors_file.py). Nothing is unpickled. Writing
+is in export.py, our checkpoints in core/checkpoint/.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -31,7 +30,7 @@ from lmforge.core.model.lora_config import LoraConfig, adapted_name
 from lmforge.core.model.quantization.formats import quantized_matrices
 from lmforge.hf.hub import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, indexed_weight_files
 from lmforge.hf.merge_adapters import LM_HEAD_WEIGHT, copy_part, full_model_of
-from lmforge.hf.quantized.bitsandbytes_folder import stored_matrices
+from lmforge.hf.quantized.bitsandbytes_folder import StoredMatrix, stored_matrices
 from lmforge.hf.resolve import resolve_model_config
 from lmforge.hf.safetensors_file import SafetensorsFile
 from lmforge.hf.stored_experts import pieces, stored_name
@@ -55,8 +54,7 @@ _CONSTANT_SUFFIXES = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 @torch.no_grad()
 def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str] = ()) -> None:
-    """Fill a model's parameters, in place and in their own dtype, from the safetensors files of a
-    folder.
+    """Fill a model's parameters, in place and in their own dtype, from a folder.
 
     Adapters and `new_names` (such as a new head) are not in the folder and stay as they are. The
     model must be allocated (not on meta) and may be sharded: of a DTensor each rank reads only its
@@ -73,15 +71,15 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
     full_model = full_model_of(model)
     absent = (*LORA_SUFFIXES, *new_names)
     # A wrapped model's own.
-    expected, matrices = dict[str, Tensor](), quantized_matrices(full_model)
+    config = full_model.config
+    expected = dict[str, Tensor]()
+    matrices = quantized_matrices(full_model)
     for name, each in named_tensors(full_model):
         if name in matrices:
             each = torch.empty(matrices[name].shape, device="meta")
         if not name.endswith(absent):
-            stack = {
-                piece.name: piece.cut(each) for piece in pieces(name, each.shape, full_model.config)
-            }
-            expected |= stack or {stored_name(name, full_model.config): each}
+            stack = {piece.name: piece.cut(each) for piece in pieces(name, each.shape, config)}
+            expected |= stack or {stored_name(name, config): each}
     opened = [SafetensorsFile(path) for path in _weight_files(folder)]
     file_of = {name: file for file in opened for name in file.entries}
     conversions: list[TensorConversion] = []
@@ -97,37 +95,39 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
         if not ours.endswith(ignored)
     }
     content = read_config_json(folder / "config.json")
+    nf4: dict[str, StoredMatrix] = {}
+    beside: Collection[str] = ()
+    if is_nf4_folder(content):
+        if config.family.transposed:
+            raise UserError(
+                f"{folder}: quantization_config: not of {config.model_type}, whose matrices are"
+                " transposed"
+            )
+        nf4, beside = stored_matrices(file_of)
     unread = tuple(f"{model.blocks_name}.{layer}." for layer in _unread_layers(content))
-    if is_nf4_folder(content) and full_model.config.family.transposed:
-        raise UserError(
-            f"{folder}: quantization_config: not of {full_model.config.model_type}, whose matrices"
-            " are transposed"
-        )
-    nf4, beside = stored_matrices(file_of) if is_nf4_folder(content) else ({}, ())
-    stored = {ours: each for ours, each in stored.items() if each[1] not in beside}
     block = fp8_block(content)
     scales = {name for name in file_of if block and name.endswith(SCALE_SUFFIX)}
     stored = {
-        ours: each
-        for ours, each in stored.items()
-        if not ours.startswith(unread) and each[1] not in scales
+        ours: (file, name)
+        for ours, (file, name) in stored.items()
+        if not ours.startswith(unread) and name not in scales and name not in beside
     }
-    ends = [f"{name}.weight" for name in (model.embedding_names[0], "lm_head")]  # type: ignore[index]
+    embedding = f"{model.embedding_names[0]}.weight"  # type: ignore[index]
+    ends = {embedding, LM_HEAD_WEIGHT}
     # And the model does not.
-    if {*ends} <= expected.keys() and not {*ends} <= stored.keys() and _ties(folder, model.config):
-        stored |= {
-            ours: stored[name]
-            for ours, name in zip(ends, ends[::-1], strict=True)
-            if name in stored
-        } | stored
+    if ends <= expected.keys() and not ends <= stored.keys() and _ties(folder, model.config):
+        if embedding in stored:
+            stored[LM_HEAD_WEIGHT] = stored[embedding]
+        elif LM_HEAD_WEIGHT in stored:
+            stored[embedding] = stored[LM_HEAD_WEIGHT]
     tied, head = _resolve_tied_head(full_model, expected, stored)
     for conversion in conversions:
-        _check_converted(
-            folder, expected, conversion.convert(lambda name: file_of[name].entries[name].meta)
-        )
+        converted = conversion.convert(lambda name: file_of[name].entries[name].meta)
+        _check_converted(folder, expected, converted)
     shapes = {ours: file.entries[name].shape for ours, (file, name) in stored.items()}
     shapes |= {ours: nf4[name].shape for ours, (_, name) in stored.items() if name in nf4}
-    _reject_differences(folder, expected, shapes, rows := _rows_to_resize(folder, model))
+    rows = _rows_to_resize(folder, model)
+    _reject_differences(folder, expected, shapes, rows)
     # As they are stored.
     resized = {name for ours, (_, name) in stored.items() if ours in rows} | {*rows}
 
@@ -138,16 +138,18 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
                 for ours, (source, name) in stored.items()
                 if source is file and ours in parts
             ]
-            for name, (target, part) in [each for each in targets if each[0] in nf4]:
-                target.copy_(nf4[name].dequantize()[part])
+            for name, (target, part) in targets:
+                if name in nf4:
+                    target.copy_(nf4[name].dequantize()[part])
             targets = [each for each in targets if each[0] not in nf4]
             for name, _ in targets:
                 _reject_quantized(file.entries[name].dtype, f"{file.path}: {name}")
             _read_parts(file, [(name, *part) for name, part in targets], resized)
+            if block is None:
+                continue
             for name, (target, part) in targets:
-                if block is None:
-                    break
-                if (scale := f"{name}{SCALE_SUFFIX}") in scales:
+                scale = f"{name}{SCALE_SUFFIX}"
+                if scale in scales:
                     _dequantize(folder, target, part, scale, file_of[scale].read(scale), block)
                 elif file.entries[name].dtype == torch.float8_e4m3fn:
                     raise _mismatch(folder, f"missing {scale}, against its quantization_config")
@@ -155,11 +157,8 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
     quantized = {
         name: matrix for name, matrix in quantized_matrices(model).items() if name in local
     }
-    read(
-        _local_parts(
-            {name: each for name, each in local.items() if name not in quantized}, full_model
-        )
-    )
+    plain = {name: each for name, each in local.items() if name not in quantized}
+    read(_local_parts(plain, full_model))
     for name, matrix in quantized.items():
         as_stored = nf4.get(stored[name][1]) if name in stored else None
         if as_stored is not None and as_stored.stored == matrix.stored:
@@ -177,11 +176,13 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
     for conversion in conversions:
         for name, value in conversion.convert(lambda name: file_of[name].read(name)).items():
             _reject_quantized(value.dtype, f"{folder}: {name}")
-            copy_part(local[name], quantized[name].quantize(value) if name in quantized else value)
+            if name in quantized:
+                value = quantized[name].quantize(value)
+            copy_part(local[name], value)
 
 
 def describe_folder(folder: Path) -> list[str]:
-    """What is done with the weights of a Hugging Face folder besides reading them, in words."""
+    """Notes on what is done with the weights of a Hugging Face folder besides reading them."""
     content = read_config_json(folder / "config.json")
     names = [name for path in _weight_files(folder) for name in SafetensorsFile(path).entries]
     layers = [
@@ -189,24 +190,29 @@ def describe_folder(folder: Path) -> list[str]:
         for each in _unread_layers(content)
         if any(f".layers.{each}." in name for name in names)
     ]
-    unread = [f"without layer {', '.join(layers)}, which predicts further tokens"] if layers else []
-    nf4 = ["stored in NF4 by bitsandbytes"] if is_nf4_folder(content) else []
-    return [*(["dequantized from float8"] if fp8_block(content) else nf4), *unread]
+    notes = []
+    if fp8_block(content):
+        notes.append("dequantized from float8")
+    elif is_nf4_folder(content):
+        notes.append("stored in NF4 by bitsandbytes")
+    if layers:
+        notes.append(f"without layer {', '.join(layers)}, which predicts further tokens")
+    return notes
 
 
 def _unread_layers(content: dict[str, Any]) -> range:
-    """Layers after the last one that a folder may have and nothing reads
-    (family.Family.unread_layers).
+    """The layers after the last one that a folder may have and nothing reads.
+
+    See family.Family.unread_layers.
     """
     if not is_supported_family(content):
         return range(0)
     field, default = load_family(base_model_type(str(content["model_type"]))).unread_layers
-    layers, count = content.get("num_hidden_layers"), content.get(field, default)
-    return (
-        range(layers, layers + count)
-        if isinstance(layers, int) and isinstance(count, int)
-        else range(0)
-    )
+    layers = content.get("num_hidden_layers")
+    count = content.get(field, default)
+    if isinstance(layers, int) and isinstance(count, int):
+        return range(layers, layers + count)
+    return range(0)
 
 
 def _dequantize(
@@ -218,22 +224,24 @@ def _dequantize(
     block: tuple[int, int],
 ) -> None:
     """Multiply a `part` of a matrix by the `scale` of each block of rows and columns, in place."""
-    rows, columns = (
+    blocks = [
         torch.arange(cut.start, cut.stop) // size for cut, size in zip(part, block, strict=True)
+    ]
+    fits = scale.ndim == 2 and all(
+        not len(each) or each[-1] < size for each, size in zip(blocks, scale.shape, strict=True)
     )
-    if scale.ndim != 2 or any(
-        len(each) and each[-1] >= size
-        for each, size in zip((rows, columns), scale.shape, strict=True)
-    ):
+    if not fits:
         raise _mismatch(folder, f"{name} is {list(scale.shape)}, against its quantization_config")
+    rows, columns = blocks
     target.copy_(target.float() * scale.float()[rows][:, columns].to(target.device))
 
 
 def _local_parts(
     local: Mapping[str, Tensor], full_model: Any
 ) -> dict[str, tuple[Tensor, tuple[slice, ...]]]:
-    """What to read, by names on disk: a tensor of this rank, and the part of the one on disk that
-    belongs into it.
+    """The parts to read, by names on disk.
+
+    Each is a tensor of this rank, and the part of the one on disk that belongs into it.
     """
     parts = {}
     for name, parameter in local.items():
@@ -241,22 +249,23 @@ def _local_parts(
         stack = [*pieces(name, parameter.shape, full_model.config)]
         if not stack:
             parts[stored_name(name, full_model.config)] = target, part
-        parts |= {
-            piece.name: cut for piece in stack if (cut := piece.cut_part(target, part)) is not None
-        }
+        for piece in stack:
+            cut = piece.cut_part(target, part)
+            if cut is not None:
+                parts[piece.name] = cut
     return parts
 
 
 def _ties(folder: Path, config: Any) -> bool:
-    """Whether a folder's config.json says that embedding and head are one matrix."""
-    return resolve_model_config(
-        folder, {}, implementation=config.implementation
-    ).tie_word_embeddings
+    """Return True where a folder's config.json says that embedding and head are one matrix."""
+    stated = resolve_model_config(folder, {}, implementation=config.implementation)
+    return stated.tie_word_embeddings
 
 
 def _rows_to_resize(folder: Path, model: Any) -> dict[str, int]:
-    """How many rows a folder has of the parameters that have one for each token, where the model
-    has more or fewer of them.
+    """The rows in a folder of the parameters that have one for each token, by name.
+
+    There are none where the model has as many.
     """
     rows = read_config_json(folder / "config.json").get("vocab_size")
     if not isinstance(rows, int) or rows == model.config.vocab_size:
@@ -270,8 +279,9 @@ def _read_parts(
     requests: list[tuple[str, Tensor, tuple[slice, ...]]],
     resized: Collection[str],
 ) -> None:
-    """As `read_parts`; those that are `resized` get the mean of their rows as the ones that they
-    lack.
+    """Read parts as `read_parts` does.
+
+    Those that are `resized` get the mean of their rows as the ones that they lack.
     """
     file.read_parts([each for each in requests if each[0] not in resized])
     for name, target, (wanted, *columns) in requests:
@@ -286,21 +296,22 @@ def _read_parts(
 def continue_adapters(
     model: LanguageModel, lora_config: LoraConfig, tensors: Mapping[str, Tensor], source: str
 ) -> dict[str, Tensor]:
-    """Fill a model's own adapters, beside its quantized matrices, with adapters of these, so that
-    nothing is rounded with them. Returns the other tensors, for `merge_adapters`: without quantized
-    matrices, all.
+    """Fill a model's own adapters, beside its quantized matrices, with adapters of these.
 
-    Arguments and errors are those of `merge_adapters`. Raises UserError too where the model's
-    adapters are others.
+    So nothing is rounded with them. Returns the other tensors, for `merge_adapters`: without
+    quantized matrices, all. Arguments and errors are those of `merge_adapters`. Raises UserError
+    too where the model's adapters are others.
     """
-    own, full_model = model.lora_config, full_model_of(model)
+    own = model.lora_config
+    full_model = full_model_of(model)
     if own is None or own.stored is None:
         return dict(tensors)
     if full_model is not model:
         add_lora(full_model, own)
     matrices = quantized_matrices(full_model)
     shapes = {name: [*each.shape] for name, each in full_model.named_parameters()}
-    local, left = dict(model.named_parameters()), {}
+    local = dict(model.named_parameters())
+    left = {}
     for name, value in tensors.items():
         layer = next((name.removesuffix(end) for end in LORA_SUFFIXES if name.endswith(end)), None)
         matrix = name if layer is None else adapted_name(layer)
@@ -324,14 +335,9 @@ def continue_adapters(
                 " lora.rank its rank"
             )
         if name in local:
-            copy_part(
-                local[name],
-                (
-                    value * (lora_config.scaling / own.scaling)
-                    if name.endswith(LORA_SUFFIXES[1])
-                    else value
-                ),
-            )
+            if name.endswith(LORA_SUFFIXES[1]):
+                value = value * (lora_config.scaling / own.scaling)
+            copy_part(local[name], value)
     return left
 
 
@@ -345,11 +351,9 @@ def _check_converted(
     for name, value in converted.items():
         parameter = expected.pop(name, None)
         if parameter is None or parameter.shape != value.shape:
-            should = (
-                "is not in this model"
-                if parameter is None
-                else f"should be {list(parameter.shape)}"
-            )
+            should = "is not in this model"
+            if parameter is not None:
+                should = f"should be {list(parameter.shape)}"
             raise _mismatch(folder, f"{name} is {list(value.shape)} and {should}")
 
 
@@ -385,29 +389,34 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _our_name(stored: str, optional_prefix: str) -> str:
-    """GPT-2's first releases leave out the leading `transformer.`; the head of a classifier has
+    """Our name of a stored tensor.
+
+    GPT-2's first releases leave out the leading `transformer.`; the head of a classifier has
     another name.
     """
     if stored == CLASSIFIER_HEAD_WEIGHT:
         return LM_HEAD_WEIGHT
-    return stored if stored.startswith((optional_prefix, "lm_head.")) else optional_prefix + stored
+    if stored.startswith((optional_prefix, "lm_head.")):
+        return stored
+    return optional_prefix + stored
 
 
 def _resolve_tied_head(
     model: nn.Module, expected: Mapping[str, Tensor], files: StoredFiles
 ) -> tuple[str, tuple[SafetensorsFile, str] | None]:
-    """A tied matrix may be stored under the embedding's name, the head's, or both: then returns the
-    former, and the latter.
+    """The name of a tied matrix, and its second copy.
+
+    It may be stored under the embedding's name, the head's, or both: only then there is a copy.
     """
     if LM_HEAD_WEIGHT in expected or LM_HEAD_WEIGHT not in files:
         return "", None
-    tied = next(
-        name
-        for name, parameter in expected.items()
-        if parameter is model.get_parameter(LM_HEAD_WEIGHT)
-    )
+    matrix = model.get_parameter(LM_HEAD_WEIGHT)
+    tied = next(name for name, parameter in expected.items() if parameter is matrix)
     head = files.pop(LM_HEAD_WEIGHT)
-    return tied, None if files.setdefault(tied, head) is head else head
+    if tied in files:
+        return tied, head
+    files[tied] = head
+    return tied, None
 
 
 def _reject_differences(
@@ -416,17 +425,21 @@ def _reject_differences(
     shapes: Mapping[str, Sequence[int]],
     rows: Mapping[str, int],
 ) -> None:
-    """`shapes` of the tensors in the folder, by our names."""
+    """Raise UserError where the folder's tensors are not the expected ones.
+
+    shapes: of the tensors in the folder, by our names.
+    """
     for kind, names in (
         ("missing", [name for name in expected if name not in shapes]),
         ("unexpected", [name for name in shapes if name not in expected]),
     ):
         if names:
-            flag = next((flag for end, flag in _FLAGS.items() if names[0].endswith(end)), None)
-            raise _mismatch(
-                folder,
-                f"{kind} {name_some(names, limit=3)}" + (f", against its {flag}" if flag else ""),
-            )
+            difference = f"{kind} {name_some(names, limit=3)}"
+            for end, flag in _FLAGS.items():
+                if names[0].endswith(end):
+                    difference += f", against its {flag}"
+                    break
+            raise _mismatch(folder, difference)
     misshaped = [
         f"{name} is {list(shape)} and should be {list(expected[name].shape)}"
         for name, shape in shapes.items()

@@ -1,9 +1,9 @@
-"""The routes of the OpenAI-compatible API: a request is parsed, its prompts go to a batcher, and
-the text goes back.
+"""The routes of the OpenAI-compatible API.
 
-Responses are sent as one JSON object or as a stream of server-sent events. The wire format is in
-protocol.py, generation in batching.py, loading in model_registry.py; server.py checks keys and
-hosts before requests come here.
+A request is parsed, its prompts go to a batcher, and the text goes back. Responses are sent as one
+JSON object or as a stream of server-sent events. The wire format is in protocol.py, generation in
+batching.py, loading in model_registry.py; server.py checks keys and hosts before requests come
+here.
 """
 
 import asyncio
@@ -49,8 +49,8 @@ from lmforge.serve.token_api import T, token_routes, unless_disconnected
 from lmforge.text.chat.messages import unread_variable
 from lmforge.text.chat.tool_calls import AnswerReader, ToolCallFormat, marker_ids, tool_call_format
 
-# How long a body may take to arrive; and how much of a body that is too large is read, in multiples
-# of the limit, so that the client reads the refusal instead of a closed connection.
+# The time that a body may take to arrive; and the part of a body that is too large which is read,
+# in multiples of the limit, so that the client reads the refusal instead of a closed connection.
 BODY_TIMEOUT_SECONDS = 30
 MAX_DISCARDED_BODIES = 16
 # More of them at once, as of a prompt, are made into JSON in a thread.
@@ -64,8 +64,9 @@ Encode = Callable[[ServedModel, Any], tuple[list[list[int]], ToolCallFormat | No
 def create_app(
     registry: ModelRegistry, max_body_bytes: int, weight_updates: bool = False
 ) -> Starlette:
-    """The routes, for the models of a registry; `weight_updates`: also those of token_api.py that
-    change weights.
+    """The routes, for the models of a registry.
+
+    weight_updates: also those of token_api.py that change weights.
     """
 
     async def health(request: Request) -> Response:
@@ -116,19 +117,17 @@ def create_app(
 async def read_json_body(
     request: Request, parse: Callable[[dict[str, Any]], T], max_bytes: int
 ) -> T:
-    """What `parse` makes of the JSON object in the body of a request, in a thread: of a large one
-    that takes long.
+    """The JSON object in the body of a request, as `parse` reads it.
 
-    Raises ApiError where the body is too large, too late, or not a JSON object, and what `parse`
-    raises.
+    It is read in a thread, since a large one takes long. Raises ApiError where the body is too
+    large, too late, or not a JSON object, and what `parse` raises.
     """
     # Browsers let web pages elsewhere send other content types without asking the server first.
-    if (
-        request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        != "application/json"
-    ):
+    content_type, _, _ = request.headers.get("content-type", "").partition(";")
+    if content_type.strip().lower() != "application/json":
         raise ApiError(415, "expected a body with the header Content-Type: application/json")
-    content, seen = bytearray(), 0
+    content = bytearray()
+    seen = 0
     try:
         async with asyncio.timeout(BODY_TIMEOUT_SECONDS):
             async for chunk in request.stream():
@@ -186,38 +185,39 @@ def _encode_messages(
             "add_generation_prompt: false only with continue_final_message",
             param="add_generation_prompt",
         )
-    if name := unread_variable(body.template_variables, template.jinja_source):
+    unread = unread_variable(body.template_variables, template.jinja_source)
+    if unread:
         raise ApiError(
             400,
-            f"{cut(name)}: the model's chat template reads no such variable",
+            f"{cut(unread)}: the model's chat template reads no such variable",
             param="chat_template_kwargs",
         )
-    tools = [
-        tool.model_dump(exclude_unset=True) | {"type": tool.type} for tool in body.tools
-    ] or None
-    kwargs: dict[str, Any] = {
-        "tools": tools,
-        "variables": body.template_variables,
-        "is_request": True,
-    }
+    tools = [tool.model_dump(exclude_unset=True) | {"type": tool.type} for tool in body.tools]
     prompt = template.encode_prompt(
-        body.messages, continue_final_message=body.continue_final_message, **kwargs
+        body.messages,
+        tools or None,
+        continue_final_message=body.continue_final_message,
+        variables=body.template_variables,
+        is_request=True,
     )
-    may_call = body.tools and body.tool_choice == "auto"
-    return [prompt], tool_call_format(template) if may_call else None
+    if not tools or body.tool_choice != "auto":
+        return [prompt], None
+    return [prompt], tool_call_format(template)
 
 
 async def _respond(
     request: Request, body: AnyRequest, served: ServedModel, encode: Encode
 ) -> Response:
-    num_prompts = len(body.prompts) if isinstance(body, CompletionRequest) else 1
-    if (count := num_prompts * body.n) > served.batcher.max_batch_size:
+    count = body.n
+    if isinstance(body, CompletionRequest):
+        count *= len(body.prompts)
+    if count > served.batcher.max_batch_size:
         field = "n" if body.n > 1 else "prompt"
         message = (
-            f"{count} texts in one request, and this server generates at most"
+            f"{field}: {count} texts in one request, and this server generates at most"
             f" {served.batcher.max_batch_size}"
         )
-        raise ApiError(400, f"{field}: {message}", param=field)
+        raise ApiError(400, message, param=field)
     choices, call_format = await asyncio.to_thread(_prepare, served, body, encode)
     stream = GenerationStream(served.batcher, choices)
     prompt_tokens = sum(len(choice.request.prompt_ids) for choice in choices[:: body.n])
@@ -242,9 +242,11 @@ def _prepare(
 
     Raises ApiError and UserError.
     """
-    loaded, tokenizer = served.loaded, served.loaded.tokenizer
+    loaded = served.loaded
+    tokenizer = served.loaded.tokenizer
     completion = body if isinstance(body, CompletionRequest) else None
-    top, echo = body.num_top_logprobs, completion is not None and completion.echo
+    top = body.num_top_logprobs
+    echo = completion is not None and completion.echo
     max_tokens = getattr(body, "max_completion_tokens", None) or body.max_tokens
     if max_tokens == 0 and not echo:
         raise ApiError(
@@ -253,13 +255,15 @@ def _prepare(
             param="max_tokens",
         )
     seed = secrets.randbelow(SEED["le"]) if body.seed is None else body.seed
-    top_k = None if body.top_k is None else max(0, body.top_k)
     try:
-        given = {
-            name: getattr(body, name)
-            for name in ("temperature", "top_p", "min_p", "repetition_penalty")
-        }
-        sampling = loaded.sampling(1.0, top_k=top_k, **given)
+        sampling = loaded.sampling(
+            1.0,
+            temperature=body.temperature,
+            top_k=None if body.top_k is None else max(0, body.top_k),
+            top_p=body.top_p,
+            min_p=body.min_p,
+            repetition_penalty=body.repetition_penalty,
+        )
     except UserError as problem:
         raise ApiError(400, str(problem), param="model") from None
     prompts, call_format = encode(served, body)
@@ -284,11 +288,8 @@ def _prepare(
                 prompt, room, sampling, own_seed, stop_ids, top or 0, scored
             )
             streamer = TextStreamer(tokenizer, stops, continues, shown)
-            choices.append(
-                ChoiceStream(
-                    streamer, tokenizer, generation, text if echo else None, max_tokens == 0
-                )
-            )
+            echoed = text if echo else None
+            choices.append(ChoiceStream(streamer, tokenizer, generation, echoed, max_tokens == 0))
     return choices, call_format
 
 
@@ -303,12 +304,10 @@ class _Reply:
         readers: list[AnswerReader],
     ) -> None:
         """`readers`: one for each choice."""
-        self._body, self._stream, self._prompt_tokens, self._readers = (
-            body,
-            stream,
-            prompt_tokens,
-            readers,
-        )
+        self._body = body
+        self._stream = stream
+        self._prompt_tokens = prompt_tokens
+        self._readers = readers
         self._chat = isinstance(body, ChatCompletionRequest)
         prefix = "chatcmpl" if self._chat else "cmpl"
         self._head = {
@@ -319,17 +318,16 @@ class _Reply:
 
     def object(self, choices: list[dict[str, Any]], chunk: bool = False) -> dict[str, Any]:
         """The whole response without its usage, or one event of a stream."""
-        chat_type = "chat.completion.chunk" if chunk else "chat.completion"
-        return {
-            "object": chat_type if self._chat else "text_completion",
-            **self._head,
-            "choices": choices,
-        }
+        name = "text_completion"
+        if self._chat:
+            name = "chat.completion.chunk" if chunk else "chat.completion"
+        return {"object": name, **self._head, "choices": choices}
 
     @property
     def usage(self) -> dict[str, int]:
         """Token counts: each prompt once, and all generated tokens, stop tokens included."""
-        prompt, completion = self._prompt_tokens, self._stream.num_generated_tokens
+        prompt = self._prompt_tokens
+        completion = self._stream.num_generated_tokens
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -338,7 +336,8 @@ class _Reply:
 
     def _choice(self, deltas: list[TextDelta], delta: bool = False) -> dict[str, Any]:
         """A choice, or with `delta` a part of it, from what came of it."""
-        index, ends = deltas[-1].choice_index, deltas[-1].finish_reason
+        index = deltas[-1].choice_index
+        ends = deltas[-1].finish_reason
         text, calls = self._readers[index].add(
             "".join(each.text for each in deltas), ended=ends is not None
         )
@@ -349,23 +348,20 @@ class _Reply:
         )
 
     def _logprobs(self, deltas: list[TextDelta]) -> list[TokenLogprob] | None:
-        return (
-            None
-            if self._body.num_top_logprobs is None
-            else [each for delta in deltas for each in delta.logprobs]
-        )
+        if self._body.num_top_logprobs is None:
+            return None
+        return [each for delta in deltas for each in delta.logprobs]
 
     async def collect_deltas(self) -> list[list[TextDelta]]:
-        """What comes of each choice."""
+        """The parts of each choice."""
         deltas: list[list[TextDelta]] = [[] for _ in self._readers]
         async for delta in self._stream.deltas():
             deltas[delta.choice_index].append(delta)
         return deltas
 
     def whole(self, deltas: list[list[TextDelta]]) -> Response:
-        return JSONResponse(
-            self.object([self._choice(each) for each in deltas]) | {"usage": self.usage}
-        )
+        choices = [self._choice(each) for each in deltas]
+        return JSONResponse(self.object(choices) | {"usage": self.usage})
 
     async def events(self) -> AsyncIterator[str]:
         """The lines of a stream. An error after its beginning is an error object in it."""
@@ -375,19 +371,17 @@ class _Reply:
             for index in range(len(self._readers)):
                 choice = choice_object(True, index, "", None, None, delta=True, first=True)
                 yield _format_event(self.object([choice], chunk=True) | no_usage)
+
+        def event(delta: TextDelta) -> str:
+            choice = self._choice([delta], delta=True)
+            return _format_event(self.object([choice], chunk=True) | no_usage)
+
         try:
             async for delta in self._stream.deltas():
-
-                def event(delta: TextDelta = delta) -> str:
-                    return _format_event(
-                        self.object([self._choice([delta], delta=True)], chunk=True) | no_usage
-                    )
-
-                yield (
-                    await asyncio.to_thread(event)
-                    if len(delta.logprobs) > MANY_LOGPROBS
-                    else event()
-                )
+                if len(delta.logprobs) > MANY_LOGPROBS:
+                    yield await asyncio.to_thread(event, delta)
+                else:
+                    yield event(delta)
         except Exception as problem:
             yield _format_event(_engine_error(problem).body)
             return

@@ -1,7 +1,7 @@
-"""Continuous batching: one thread drives an engine, and requests join and leave its batch between
-two steps.
+"""Continuous batching: requests join and leave an engine's batch between two steps.
 
-Callers are on an asyncio event loop and read tokens as they are generated.
+One thread drives an engine. Callers are on an asyncio event loop and read tokens as they are
+generated.
 """
 
 import asyncio
@@ -29,8 +29,11 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class QueuedRequest:
-    """One request in a batcher: where its tokens go, and its id in the engine, 0 before it runs;
-    its tokens, and the versions of the weights that sampled them, each with its first token.
+    """One request in a batcher.
+
+    token_queue: where its tokens go. request_id: in the engine, 0 before it runs. token_ids: its
+    tokens. version_starts: the versions of the weights that sampled them, each with its first
+    token.
     """
 
     request: GenerationRequest
@@ -46,13 +49,12 @@ class QueuedRequest:
         self.token_ids.append(token_id)
 
     def remaining(self) -> GenerationRequest:
-        """What is still to be generated, after the tokens that it has."""
-        if not (count := len(self.token_ids)):
+        """The request for the tokens that are still to be generated."""
+        count = len(self.token_ids)
+        if not count:
             return self.request
-        prompt_ids, max_tokens = (
-            [*self.request.prompt_ids, *self.token_ids],
-            self.request.max_tokens - count,
-        )
+        prompt_ids = [*self.request.prompt_ids, *self.token_ids]
+        max_tokens = self.request.max_tokens - count
         return replace(
             self.request,
             prompt_ids=prompt_ids,
@@ -63,14 +65,16 @@ class QueuedRequest:
 
 
 class ContinuousBatcher:
-    """The thread of one engine, and the queue of requests that wait for a slot in its batch, first
-    in, first out.
+    """The thread of one engine, and the queue of requests that wait for a slot in its batch.
 
-    It is `stopped`, and takes no more requests, after `stop` or when its engine has failed.
+    The queue is first in, first out. The batcher is `stopped`, and takes no more requests, after
+    `stop` or when its engine has failed.
     """
 
     def __init__(self, engine: Engine, *, max_queue: int, loop: asyncio.AbstractEventLoop) -> None:
-        """`max_queue` requests may wait besides those that run; `loop` is the event loop on which
+        """Start the thread.
+
+        max_queue: requests that may wait besides those that run. loop: the event loop on which
         tokens are read.
         """
         self._engine = engine
@@ -83,7 +87,7 @@ class ContinuousBatcher:
         self._running: dict[int, QueuedRequest] = {}
         self._cancelled: list[QueuedRequest] = []
         self.stopped = False
-        # What the weights are called: vLLM's name of those that a server begins with.
+        # The name of the weights: vLLM's of those that a server begins with.
         self.weight_version = "default"
         self._paused = False
         self._step_lock = threading.Lock()
@@ -95,7 +99,7 @@ class ContinuousBatcher:
 
     @property
     def request_counts(self) -> tuple[int, int]:
-        """How many requests run, and how many wait."""
+        """The numbers of requests that run, and that wait."""
         with self._changed:
             return len(self._running), len(self._waiting)
 
@@ -104,10 +108,8 @@ class ContinuousBatcher:
         with self._changed:
             if self.stopped:
                 raise EngineStopped
-            if (
-                is_bounded
-                and len(self._running) + len(self._waiting) + len(requests) > self._max_requests
-            ):
+            total = len(self._running) + len(self._waiting) + len(requests)
+            if is_bounded and total > self._max_requests:
                 raise QueueFull
             self._waiting.update(dict.fromkeys(requests))
             self._changed.notify()
@@ -132,9 +134,9 @@ class ContinuousBatcher:
             self._changed.notify()
 
     async def between_steps(self, function: Callable[[], T]) -> T:
-        """What `function` returns, which may change the weights.
+        """Call `function`, which may change the weights, while no step runs.
 
-        It is called while no step and no other function runs.
+        No other such function runs either. Returns its result.
         """
 
         def call() -> T:
@@ -163,7 +165,8 @@ class ContinuousBatcher:
                     # Meanwhile: the weights may be new, and their name that of the earlier ones.
                     if self._paused:
                         continue
-                    version, events = self.weight_version, self._step()
+                    version = self.weight_version
+                    events = self._step()
                 with self._changed:
                     for queued, event in events:
                         if isinstance(event, GeneratedToken):
@@ -253,8 +256,9 @@ def _deliver(events: Sequence[tuple[QueuedRequest, GeneratedToken | Exception]])
 
 @dataclass(frozen=True)
 class TextDelta:
-    """A part of a choice that will not change any more: its text, its tokens, and in the last part
-    why it ended.
+    """A part of a choice that will not change any more: its text and its tokens.
+
+    finish_reason: in the last part, why the choice ended.
     """
 
     choice_index: int
@@ -271,7 +275,8 @@ class GenerationStream:
 
     def __init__(self, batcher: ContinuousBatcher, choices: "Sequence[ChoiceStream]") -> None:
         """Submit the requests. Raises QueueFull or EngineStopped."""
-        self._batcher, self._choices = batcher, choices
+        self._batcher = batcher
+        self._choices = choices
         self._token_queue: asyncio.Queue[tuple[int, GeneratedToken | Exception]] = asyncio.Queue()
         self._queued_requests = [
             QueuedRequest(each.request, index, self._token_queue)
@@ -300,9 +305,10 @@ class GenerationStream:
                 continue  # generated before a stop string cancelled the request
             add = self._choices[index].add
             # What a prompt's tokens become takes long.
-            delta = (
-                await asyncio.to_thread(add, index, token) if token.prompt else add(index, token)
-            )
+            if token.prompt:
+                delta = await asyncio.to_thread(add, index, token)
+            else:
+                delta = add(index, token)
             if delta.finish_reason:
                 self._unfinished.discard(index)
                 if token.finish_reason is None:
@@ -333,10 +339,11 @@ class ChoiceStream:
     num_emitted: int = 0
 
     def add(self, choice_index: int, token: GeneratedToken) -> TextDelta:
-        is_first = not self.streamer.token_ids
-        echoed = self.echo or "" if is_first else ""
-        if is_first and self.request.score_prompt:
-            self.pending_logprobs += self._prompt_logprobs(token.prompt)
+        echoed = ""
+        if not self.streamer.token_ids:
+            echoed = self.echo or ""
+            if self.request.score_prompt:
+                self.pending_logprobs += self._prompt_logprobs(token.prompt)
         if self.only_echo:
             return TextDelta(choice_index, echoed, self.pending_logprobs, "length")
         offset = len(self.streamer.text) + len(self.echo or "")
@@ -346,7 +353,8 @@ class ChoiceStream:
             self.pending_logprobs.append(self._logprob(token, offset))
         reason = self.streamer.finish_reason
         if reason is None and token.finish_reason:
-            text, reason = text + self.streamer.finish(), "length"
+            text += self.streamer.finish()
+            reason = "length"
         self.num_emitted += len(text)
         # Tokens after a stop string are not reported. Otherwise the last part reports all remaining
         # tokens, also those without text.
@@ -367,18 +375,16 @@ class ChoiceStream:
         return TokenLogprob(token_bytes, logprob, top, offset)
 
     def _prompt_logprobs(self, scored: Sequence[GeneratedToken]) -> list[TokenLogprob]:
-        """Those of the prompt's tokens, of which the last ones are its text, and others before it
-        have none.
+        """The log-probabilities of the prompt's tokens.
+
+        The last tokens are its text, and others before it have none.
         """
         assert self.echo is not None
-        first, *rest = map(self.tokenizer.id_to_bytes, self.request.prompt_ids)
+        pieces = [*map(self.tokenizer.id_to_bytes, self.request.prompt_ids)]
         decoder = getincrementaldecoder("utf-8")("replace")
-        offsets = list(
-            accumulate((len(decoder.decode(piece)) for piece in (first, *rest)), initial=0)
-        )
-        shift = len(self.echo) - offsets[-1]
-        entries = [TokenLogprob(first, None, None, 0)]
-        return entries + [
-            self._logprob(*each)
-            for each in zip(scored, (max(0, at + shift) for at in offsets[1:-1]), strict=True)
-        ]
+        ends = list(accumulate(len(decoder.decode(piece)) for piece in pieces))
+        shift = len(self.echo) - ends[-1]
+        entries = [TokenLogprob(pieces[0], None, None, 0)]
+        for token, at in zip(scored, ends[:-1], strict=True):
+            entries.append(self._logprob(token, max(0, at + shift)))
+        return entries

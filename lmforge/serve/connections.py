@@ -1,4 +1,4 @@
-"""Connections: how many are open, and how long a client may keep the server waiting.
+"""Limits on connections: their number, and the time that a client may keep the server waiting.
 
 Requests are read by uvicorn.
 """
@@ -14,11 +14,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lmforge.core.distributed.joining import allow_open_files
 
-# How long a client may take for each part, however slowly its bytes come: for the head of a
+# The time that a client may take for each part, however slowly its bytes come: for the head of a
 # request, for its body (a route that reads it answers before), and for reading a part of an answer.
 # With `PATIENCE_SECONDS` one is not in others' way.
-LIMIT_SECONDS, PATIENCE_SECONDS = 40.0, 2.0
-POLL_SECONDS, FULL_POLL_SECONDS = 0.5, 0.1
+LIMIT_SECONDS = 40.0
+PATIENCE_SECONDS = 2.0
+POLL_SECONDS = 0.5
+FULL_POLL_SECONDS = 0.1
 # Several trainers, each of which has 1,024 requests in flight. The memory of so many half-sent
 # heads is 256 MiB.
 MAX_CONNECTIONS = 4096
@@ -27,31 +29,31 @@ RESERVED_DESCRIPTORS = 128
 
 
 def max_connections() -> int:
-    """How many connections may be open: as many as the files that this process can be allowed to
-    open, but for some.
+    """The number of connections that may be open.
+
+    It is that of the files that this process can be allowed to open, but for some.
     """
-    return max(
-        allow_open_files(MAX_CONNECTIONS + RESERVED_DESCRIPTORS) - RESERVED_DESCRIPTORS,
-        RESERVED_DESCRIPTORS,
-    )
+    files = allow_open_files(MAX_CONNECTIONS + RESERVED_DESCRIPTORS)
+    return max(files - RESERVED_DESCRIPTORS, RESERVED_DESCRIPTORS)
 
 
 async def accept_connections(
     bound: socket.socket, config: uvicorn.Config, server: uvicorn.Server, limit: int
 ) -> None:
-    """Accept connections until cancelled: at most `limit` at a time, or as many as the system has
-    room for.
+    """Accept connections until cancelled.
 
-    Others wait until one closes. Of those that have kept the server waiting for `PATIENCE_SECONDS`,
-    half are closed for them, the longest ones: a client whose request is on its way is none of
-    these.
+    There are at most `limit` at a time, or as many as the system has room for. Others wait until
+    one closes. Of those that have kept the server waiting for `PATIENCE_SECONDS`, half are closed
+    for them, the longest ones: a client whose request is on its way is none of these.
     """
-    loop, state = asyncio.get_running_loop(), server.server_state
+    loop = asyncio.get_running_loop()
+    state = server.server_state
     since: dict[Any, float] = {}
 
     def find_late(seconds: float) -> list[Any]:
-        """The connections whose clients have sent and read nothing of what is due for `seconds`,
-        the longest first.
+        """The connections that were late for `seconds`, the longest first.
+
+        Their clients have sent and read nothing of what is due.
         """
         nonlocal since
         protocols: set[Any] = state.connections

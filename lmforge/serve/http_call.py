@@ -19,9 +19,9 @@ MAX_REFUSAL_BYTES = 2**16
 
 
 class HttpAnswer(NamedTuple):
-    """What a server answered; of a refusal (status 400 and above) the beginning.
+    """The answer of a server.
 
-    `location`: where a redirect points to.
+    content: of a refusal (status 400 and above) only the beginning. location: of a redirect.
     """
 
     status: int
@@ -38,21 +38,22 @@ def call(
     the answer is not whole in time, UserError where it has more than `max_bytes`, and OSError,
     HTTPException or ValueError where there is none.
     """
-    deadline, parts = time.monotonic() + seconds, urlsplit(url)
+    deadline = time.monotonic() + seconds
+    parts = urlsplit(url)
     connection_class = HTTPSConnection if parts.scheme == "https" else HTTPConnection
     connection = connection_class(parts.hostname or "", parts.port, timeout=seconds)
     connection.connect()
     with cast(socket.socket, connection.sock) as connected:
         connection.sock = cast(Any, _UntilDeadline(connected, deadline))
         path = f"{parts.path}?{parts.query}" if parts.query else parts.path
-        connection.request(
-            "GET" if body is None else "POST", path, body, {"connection": "close", **headers}
-        )
+        method = "GET" if body is None else "POST"
+        connection.request(method, path, body, {"connection": "close", **headers})
         answer = connection.getresponse()
         stream = cast(BinaryIO, answer)
-        content = (
-            _read_refusal(stream) if answer.status >= 400 else read_stream(stream, url, max_bytes)
-        )
+        if answer.status >= 400:
+            content = _read_refusal(stream)
+        else:
+            content = read_stream(stream, url, max_bytes)
         return HttpAnswer(answer.status, content, answer.getheader("location", ""))
 
 
@@ -71,7 +72,8 @@ class _UntilDeadline(io.RawIOBase):
     """
 
     def __init__(self, connected: socket.socket, deadline: float) -> None:
-        self._socket, self._deadline = connected, deadline
+        self._socket = connected
+        self._deadline = deadline
 
     def _limit_wait(self) -> None:
         left = self._deadline - time.monotonic()

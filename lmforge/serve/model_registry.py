@@ -1,13 +1,14 @@
-"""The models that a server offers: listed at the start, loaded on first use, unloaded when others
-need the memory.
+"""The models that a server offers.
+
+They are listed at the start, loaded on first use, and unloaded when others need the memory.
 """
 
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -32,8 +33,9 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A loaded model, the thread that generates with it, and the maximum length of prompt and
-    answer.
+    """A loaded model, the thread that generates with it, and the maximum length of its texts.
+
+    The length is that of prompt and answer.
     """
 
     loaded: LoadedModel
@@ -42,12 +44,13 @@ class ServedModel:
 
     @property
     def vocab_size(self) -> int:
-        """Ids below it are of the tokenizer and of the model: either may have more."""
+        """The number of ids that both the tokenizer and the model have: either may have more."""
         return _vocab_size(self.loaded)
 
     def check_ids(self, ids: Sequence[int], param: str) -> None:
         """Raise ApiError for ids of a prompt that the model does not read."""
-        if (highest := max(ids)) >= self.vocab_size:
+        highest = max(ids)
+        if highest >= self.vocab_size:
             raise ApiError(
                 400,
                 f"{param}: token id {highest}, and this model reads ids below {self.vocab_size}",
@@ -57,10 +60,10 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class ServingLimits:
-    """How much a server does at once.
+    """The limits on what a server does at once.
 
     `max_batch_size`, `max_queue` and `max_length` (None: the model's own) are of each model,
-    `max_models` is how many are loaded.
+    `max_models` is the number of models that are loaded.
     """
 
     max_batch_size: int
@@ -84,8 +87,11 @@ class ModelRegistry:
         dtype: torch.dtype,
         warn: Callable[[str], None],
     ) -> None:
-        """Checks that all `models` exist and loads none. Raises UserError."""
-        self._limits, self._device, self._dtype, self._warn = limits, device, dtype, warn
+        """Check that all `models` exist, and load none. Raises UserError."""
+        self._limits = limits
+        self._device = device
+        self._dtype = dtype
+        self._warn = warn
         self._served: OrderedDict[str, ServedModel] = OrderedDict()
         self._load_lock = asyncio.Lock()
         self._stopped = False
@@ -103,8 +109,9 @@ class ModelRegistry:
         return next(iter(self._paths))
 
     def list_models(self) -> list[ModelInfo]:
-        """All models that are on disk now, each run followed by its checkpoints, the newest
-        first.
+        """All models that are on disk now.
+
+        Each run is followed by its checkpoints, the newest first.
         """
         paths: list[tuple[str, Path]] = []
         for name, path in self._paths.items():
@@ -115,11 +122,12 @@ class ModelRegistry:
                     run.checkpoint_path(step) for step in reversed(run.checkpoint_steps())
                 ]
                 paths += [(f"{name}/{checkpoint.name}", checkpoint) for checkpoint in checkpoints]
-        return [
-            ModelInfo(name, path, time)
-            for name, path in paths
-            if (time := _modified_time(path)) is not None
-        ]
+        infos = []
+        for name, path in paths:
+            # A run that trains deletes checkpoints while they are listed.
+            with suppress(FileNotFoundError):
+                infos.append(ModelInfo(name, path, int(path.stat().st_mtime)))
+        return infos
 
     async def get(self, name: str) -> ServedModel:
         """A loaded model.
@@ -135,36 +143,31 @@ class ModelRegistry:
         return self._served[name]
 
     def _is_ready(self, name: str) -> bool:
-        """Whether a model is loaded. One whose engine has failed is loaded again."""
+        """Return True where a model is loaded. One whose engine has failed is loaded again."""
         return name in self._served and (self._stopped or not self._served[name].batcher.stopped)
 
     async def _load(self, name: str) -> None:
-        path = {info.name: info.path for info in await asyncio.to_thread(self.list_models)}.get(
-            name
-        )
-        if path is None:
+        paths = {info.name: info.path for info in await asyncio.to_thread(self.list_models)}
+        if name not in paths:
             raise no_such_model(name)
         self._served.pop(name, None)
         if len(self._served) >= self._limits.max_models:
-            idle = next(
-                (
-                    name
-                    for name, served in self._served.items()
-                    if served.batcher.request_counts == (0, 0)
-                ),
-                None,
-            )
-            if idle is None:
+            idle = [
+                other
+                for other, served in self._served.items()
+                if served.batcher.request_counts == (0, 0)
+            ]
+            if not idle:
                 message = (
                     f"{name}: not loaded, and all {len(self._served)} loaded models are busy; try"
                     " again later"
                 )
                 raise ApiError(503, message, error_type="server_error", code="models_busy")
-            unloaded = self._served.pop(idle)
+            unloaded = self._served.pop(idle[0])
             unloaded.batcher.stop()
             await asyncio.to_thread(unloaded.batcher.join)
             del unloaded  # before the next one takes memory
-        loaded, engine, max_length = await asyncio.to_thread(self._load_model, path)
+        loaded, engine, max_length = await asyncio.to_thread(self._load_model, paths[name])
         # The thread starts here, on the event loop: if waiting for the model is cancelled, no
         # thread is left running.
         batcher = ContinuousBatcher(
@@ -182,15 +185,17 @@ class ModelRegistry:
             raise UserError(
                 f"--return_routed_experts: {path} is no mixture of experts; leave it out"
             )
-        sizes: dict[str, Any] = {
-            "max_batch_size": self._limits.max_batch_size,
-            "max_length": max_length,
-        }
-        sizes["return_routed_experts"] = returns_experts
-        return loaded, Engine(loaded.model, vocab_size=_vocab_size(loaded), **sizes), max_length
+        engine = Engine(
+            loaded.model,
+            vocab_size=_vocab_size(loaded),
+            max_batch_size=self._limits.max_batch_size,
+            max_length=max_length,
+            return_routed_experts=returns_experts,
+        )
+        return loaded, engine, max_length
 
     def request_counts(self) -> tuple[int, int]:
-        """How many requests run, and how many wait, over all models."""
+        """The numbers of requests that run, and that wait, over all models."""
         counts = [served.batcher.request_counts for served in self._served.values()]
         return sum(running for running, _ in counts), sum(waiting for _, waiting in counts)
 
@@ -210,25 +215,14 @@ def _vocab_size(loaded: LoadedModel) -> int:
     return min(loaded.tokenizer.vocab_size, loaded.config.vocab_size)
 
 
-def _modified_time(folder: Path) -> int | None:
-    """When a folder was changed; None where it is gone: a run that trains deletes checkpoints while
-    they are listed.
-    """
-    try:
-        return int(folder.stat().st_mtime)
-    except FileNotFoundError:
-        return None
-
-
 def _model_name(path: Path, folder: Path) -> str:
-    """The name of a model in requests: its hub name, RUN/step-… for a checkpoint, otherwise its
-    folder's name.
+    """The name of a model in requests.
+
+    It is its hub name, RUN/step-… for a checkpoint, otherwise its folder's name.
     """
     if path != folder:
         return str(path)
     resolved = folder.resolve()
-    return (
-        f"{resolved.parents[1].name}/{resolved.name}"
-        if resolved.name.startswith(STEP_PREFIX)
-        else resolved.name
-    )
+    if resolved.name.startswith(STEP_PREFIX):
+        return f"{resolved.parents[1].name}/{resolved.name}"
+    return resolved.name

@@ -127,7 +127,8 @@ PART_TYPES = ["text", "input_text", "output_text"]
 MAX_TOP_LOGPROBS = 20
 # Bounds of what is read of a request: an error for each of a million items or keys would hold all
 # threads.
-MAX_ITEMS, MAX_KEYS = 1 << 14, 1000
+MAX_ITEMS = 1 << 14
+MAX_KEYS = 1000
 EXPECTED_VALUES = {
     "prompt": (
         "a text, a list of texts, a list of token ids, or a list of such lists; at most"
@@ -142,9 +143,7 @@ StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
 class ApiError(Exception):
-    """An error response: HTTP status, a message of one line, and OpenAI's `type`, `param` and
-    `code`.
-    """
+    """An error response: HTTP status, one line, and OpenAI's `type`, `param` and `code`."""
 
     def __init__(
         self,
@@ -195,7 +194,9 @@ class StrictModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _first_keys(cls, value: Any) -> Any:
-        return dict(islice(value.items(), MAX_KEYS)) if isinstance(value, dict) else value
+        if not isinstance(value, dict):
+            return value
+        return dict(islice(value.items(), MAX_KEYS))
 
 
 class StreamOptions(StrictModel):
@@ -255,8 +256,9 @@ class CompletionRequest(BaseCompletionRequest):
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """How many of the likeliest tokens are reported with each token; None for no
-        log-probabilities at all.
+        """The number of likeliest tokens that are reported with each token.
+
+        None for no log-probabilities at all.
         """
         return self.logprobs
 
@@ -296,8 +298,9 @@ class ChatCompletionRequest(BaseCompletionRequest):
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        thinking = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
-        return thinking | self.chat_template_kwargs
+        if self.enable_thinking is None:
+            return self.chat_template_kwargs
+        return {"enable_thinking": self.enable_thinking} | self.chat_template_kwargs
 
     @property
     def num_top_logprobs(self) -> int | None:
@@ -314,7 +317,8 @@ def parse_request(request_type: type[RequestType], body: dict[str, Any]) -> Requ
     """
     fields = {name: value for name, value in body.items() if value is not None}
     for name in UNSUPPORTED_UNLESS.keys() & fields.keys() - request_type.model_fields.keys():
-        value, neutral = fields.pop(name), UNSUPPORTED_UNLESS[name]
+        value = fields.pop(name)
+        neutral = UNSUPPORTED_UNLESS[name]
         if neutral is not None and value not in neutral:
             raise ApiError(
                 400,
@@ -332,7 +336,7 @@ def parse_request(request_type: type[RequestType], body: dict[str, Any]) -> Requ
 
 
 def _parts_without_effect(request: BaseCompletionRequest) -> Iterator[tuple[str, str]]:
-    """What would be left out of a request: its parameter, and why."""
+    """(parameter, reason) of each part of a request that would be left out."""
     if "stream_options" in request.model_fields_set and not request.stream:
         yield "stream_options", "only with stream: true"
     if not isinstance(request, ChatCompletionRequest):
@@ -341,10 +345,8 @@ def _parts_without_effect(request: BaseCompletionRequest) -> Iterator[tuple[str,
         yield "tool_choice", f"not supported, got {quoted(request.tool_choice)}; none and auto are"
     if request.top_logprobs and not request.logprobs:
         yield "top_logprobs", "only with logprobs: true"
-    if request.max_completion_tokens and request.max_tokens not in (
-        None,
-        request.max_completion_tokens,
-    ):
+    other_limit = request.max_completion_tokens
+    if other_limit and request.max_tokens not in (None, other_limit):
         yield "max_completion_tokens", "another value than max_tokens; give one of them"
     for name in NO_TEMPLATE_VARIABLES & request.chat_template_kwargs.keys():
         yield "chat_template_kwargs", f"{name} is not a variable of a template; leave it out"
@@ -352,49 +354,44 @@ def _parts_without_effect(request: BaseCompletionRequest) -> Iterator[tuple[str,
         yield "enable_thinking", "another value than in chat_template_kwargs; give one of them"
     for number, message in enumerate(request.messages, start=1):
         content = message.get("content")
-        parts = (
-            [part for part in content if isinstance(part, dict)]
-            if isinstance(content, list)
-            else []
-        )
+        parts = []
+        if isinstance(content, list):
+            parts = [part for part in content if isinstance(part, dict)]
+        where = f"message {number}"
         for known, each in [(MESSAGE_KEYS, message), *((PART_KEYS, part) for part in parts)]:
-            for name in (name for name, value in each.items() if value and name not in known):
-                yield (
-                    "messages",
-                    f"message {number}: {cut(name)}: not supported, got {quoted(each[name])}",
-                )
+            for name, value in each.items():
+                if value and name not in known:
+                    yield "messages", f"{where}: {cut(name)}: not supported, got {quoted(value)}"
         for name in ("name", "tool_call_id", *REASONING_FIELDS):
-            if not isinstance(value := message.get(name), str | None):
-                yield "messages", f"message {number}: {name}: expected a text, got {quoted(value)}"
+            value = message.get(name)
+            if not isinstance(value, str | None):
+                yield "messages", f"{where}: {name}: expected a text, got {quoted(value)}"
         for part in parts:
-            if (kind := part.get("type", "text")) not in PART_TYPES:
-                yield "messages", f"message {number}: type: not supported, got {quoted(kind)}"
+            kind = part.get("type", "text")
+            if kind not in PART_TYPES:
+                yield "messages", f"{where}: type: not supported, got {quoted(kind)}"
 
 
 def validation_error(problem: ValidationError) -> ApiError:
     """The error that names the parameter and what was expected."""
     error = problem.errors(include_url=False, include_input=False)[0]
-    name, path = cut(str(error["loc"][0])), ".".join(cut(str(part)) for part in error["loc"])
+    name = cut(str(error["loc"][0]))
+    path = ".".join(cut(str(part)) for part in error["loc"])
     if error["type"] == "extra_forbidden":
         return ApiError(400, f"{path}: no such parameter", param=name, code="unknown_parameter")
     if error["type"] == "missing":
         return ApiError(400, f"{path}: missing", param=name, code="missing_required_parameter")
+    message = f"{path}: {error['msg'][0].lower()}{error['msg'][1:]}"
     if name in EXPECTED_VALUES:  # a union: pydantic reports one error for each of its types
-        return ApiError(
-            400, f"{name}: expected {EXPECTED_VALUES[name]}", param=name, code="invalid_value"
-        )
-    return ApiError(
-        400,
-        f"{path}: {error['msg'][0].lower()}{error['msg'][1:]}",
-        param=name,
-        code="invalid_value",
-    )
+        message = f"{name}: expected {EXPECTED_VALUES[name]}"
+    return ApiError(400, message, param=name, code="invalid_value")
 
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token, its log-probability in nats, the likeliest tokens at its position, and where its
-    text begins. The first of a prompt has no log-probability.
+    """A token with its log-probability in nats, which the first of a prompt does not have.
+
+    top_logprobs: the likeliest tokens at its position. text_offset: where its text begins.
     """
 
     token_bytes: bytes
@@ -418,30 +415,26 @@ def choice_object(
 
     In a chat's stream, the `first` part has the role.
     """
-    finish_reason = "tool_calls" if calls and finish_reason == "stop" else finish_reason
+    if calls and finish_reason == "stop":
+        finish_reason = "tool_calls"
     choice: dict[str, Any] = {"index": index, "finish_reason": finish_reason, "logprobs": None}
     if token_logprobs is not None:
         logprobs = {"content": [_chat_logprob(token) for token in token_logprobs], "refusal": None}
         choice["logprobs"] = logprobs if chat else _completion_logprobs(token_logprobs)
     if not chat:
         return choice | {"text": text}
-    called: dict[str, Any] = (
-        {"tool_calls": [_call_object(call, at, delta) for at, call in enumerate(calls)]}
-        if calls
-        else {}
-    )
+    message: dict[str, Any] = {}
+    if first or not delta:
+        message["role"] = "assistant"
+    if text or first or not delta:
+        message["content"] = text
     if not delta:
-        content = None if calls and not text else text
-        return choice | {
-            "message": {"role": "assistant", "content": content, "refusal": None} | called
-        }
-    return choice | {
-        "delta": (
-            ({"role": "assistant"} if first else {})
-            | ({"content": text} if text or first else {})
-            | called
-        )
-    }
+        message["refusal"] = None
+        if calls and not text:
+            message["content"] = None
+    if calls:
+        message["tool_calls"] = [_call_object(call, at, delta) for at, call in enumerate(calls)]
+    return choice | {"delta" if delta else "message": message}
 
 
 def _call_object(call: ToolCall, index: int, delta: bool) -> dict[str, Any]:
@@ -451,17 +444,16 @@ def _call_object(call: ToolCall, index: int, delta: bool) -> dict[str, Any]:
 
 
 def _completion_logprobs(token_logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+
+    def likeliest(token: TokenLogprob) -> dict[str, float] | None:
+        if token.top_logprobs is None:
+            return None
+        return {_token_text(piece): logprob for piece, logprob in token.top_logprobs}
+
     return {
         "tokens": [_token_text(token.token_bytes) for token in token_logprobs],
         "token_logprobs": [token.logprob for token in token_logprobs],
-        "top_logprobs": [
-            (
-                None
-                if token.top_logprobs is None
-                else {_token_text(piece): logprob for piece, logprob in token.top_logprobs}
-            )
-            for token in token_logprobs
-        ],
+        "top_logprobs": [likeliest(token) for token in token_logprobs],
         "text_offset": [token.text_offset for token in token_logprobs],
     }
 
@@ -480,8 +472,9 @@ def _token_object(token_bytes: bytes, logprob: float | None) -> dict[str, Any]:
 
 
 def _token_text(token_bytes: bytes) -> str:
-    """A token's text where its bytes are not listed: an incomplete character is written as OpenAI
-    writes it.
+    """A token's text where its bytes are not listed.
+
+    An incomplete character is written as OpenAI writes it.
     """
     try:
         return token_bytes.decode("utf-8")

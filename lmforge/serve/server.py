@@ -1,7 +1,6 @@
-"""The server process: bind, load the first model, check keys and hosts, serve until a signal, stop
-generation first.
+"""The server process: bind, load the first model, check keys and hosts, serve until a signal.
 
-The routes are in api.py, the chat page in web/.
+Generation stops first. The routes are in api.py, the chat page in web/.
 """
 
 import asyncio
@@ -25,15 +24,15 @@ from lmforge.serve.connections import accept_connections, max_connections
 from lmforge.serve.model_registry import ModelRegistry
 from lmforge.serve.protocol import ApiError
 
-# How long connections may take to close once the server stops.
+# The time that connections may take to close once the server stops.
 SHUTDOWN_TIMEOUT_SECONDS = 5
 LISTEN_BACKLOG = 2048
-# What needs no key: the page, and whether the server runs.
+# Paths that need no key: the page, and whether the server runs.
 OPEN_PATHS = {"/", "/health"}
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address can only be reached from this machine."""
+    """Return True where an address can only be reached from this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -47,16 +46,19 @@ class AuthMiddleware:
     """
 
     def __init__(self, app: ASGIApp, *, api_key: str | None, loopback_hosts_only: bool) -> None:
-        """With `loopback_hosts_only`, requests whose Host is not this machine are refused: a web
-        page elsewhere can send them by DNS rebinding.
+        """loopback_hosts_only: refuse requests whose Host is not this machine.
+
+        A web page elsewhere can send them by DNS rebinding.
         """
         self._app = app
         self._api_key = api_key
         self._loopback_hosts_only = loopback_hosts_only
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = self._app
         refusal = self._check(scope)
-        app: ASGIApp = self._app if refusal is None else JSONResponse(refusal.body, refusal.status)
+        if refusal is not None:
+            app = JSONResponse(refusal.body, refusal.status)
         await app(scope, receive, send)
 
     def _check(self, scope: Scope) -> ApiError | None:
@@ -69,33 +71,31 @@ class AuthMiddleware:
                 " --api_key",
             )
         if scope["method"] not in ("GET", "HEAD") and _is_foreign(headers):
-            message = (
-                "a web page of another origin sends this; use the page of this server, or another"
-                " program"
-            )
             return ApiError(
-                403, f"{message}; a proxy before this server must pass on the header Host"
+                403,
+                "a web page of another origin sends this; use the page of this server, or another"
+                " program; a proxy before this server must pass on the header Host",
             )
         if self._api_key is None or scope["path"] in OPEN_PATHS:
             return None
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and secrets.compare_digest(
-            key.strip().encode(), self._api_key.encode()
-        ):
+        is_right = secrets.compare_digest(key.strip().encode(), self._api_key.encode())
+        if is_right and scheme.lower() == "bearer":
             return None
-        message = (
-            "not the API key of this server"
-            if key
-            else "no API key: send it as `Authorization: Bearer KEY`"
-        )
+        message = "no API key: send it as `Authorization: Bearer KEY`"
+        if key:
+            message = "not the API key of this server"
         return ApiError(401, message, code="invalid_api_key")
 
 
 def _is_foreign(headers: Headers) -> bool:
-    """Whether a request comes from a web page elsewhere: browsers say so, by Sec-Fetch-Site where
-    that is safe to say (it holds behind a proxy too), else by Origin. Other programs send neither.
+    """Return True where a request comes from a web page elsewhere.
+
+    Browsers say so, by Sec-Fetch-Site where that is safe to say (it holds behind a proxy too), else
+    by Origin. Other programs send neither.
     """
-    if site := headers.get("sec-fetch-site"):
+    site = headers.get("sec-fetch-site")
+    if site:
         return site not in ("same-origin", "none")
     scheme, _, origin = headers.get("origin", "").lower().rpartition("://")
     port = {"http": ":80", "https": ":443"}.get(scheme, "")

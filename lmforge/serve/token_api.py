@@ -1,10 +1,9 @@
-"""The routes for a trainer, as vLLM's: ids in and out with log-probabilities and versions, and
-weights replaced in place.
+"""The routes for a trainer, as vLLM's: ids in and out, and weights replaced in place.
 
-Paths, fields and answers are those of vLLM's /inference/v1/generate, its /tokenize and, with
-`lmforge serve --weight_updates`, its development mode; `starts_with` is an extension. Requests that
-run while weights are replaced go on, and keep the keys and values that the earlier weights
-computed.
+Ids come with log-probabilities and versions. Paths, fields and answers are those of vLLM's
+/inference/v1/generate, its /tokenize and, with `lmforge serve --weight_updates`, its development
+mode; `starts_with` is an extension. Requests that run while weights are replaced go on, and keep
+the keys and values that the earlier weights computed.
 """
 
 import asyncio
@@ -37,7 +36,7 @@ from lmforge.serve.decoding.weights_folder import verify_weights
 from lmforge.serve.model_registry import ModelRegistry, ServedModel
 from lmforge.serve.protocol import ApiError, EngineStopped, StrictModel, TokenIds, validation_error
 
-# How long the first of requests that start together waits for the others.
+# The time that the first of requests that start together waits for the others.
 GATHER_SECONDS = 30
 # The likeliest tokens of each place of a prompt that a request may ask for.
 MAX_PROMPT_LOGPROBS = 1024
@@ -49,7 +48,7 @@ T = TypeVar("T")
 
 
 class TokenSampling(StrictModel):
-    """How tokens are sampled: vLLM's names and defaults.
+    """The options of sampling: vLLM's names and defaults.
 
     The log-probabilities are those of the distribution drawn from.
     """
@@ -68,8 +67,10 @@ class TokenSampling(StrictModel):
 
 
 class StartsWith(StrictModel):
-    """A request waits until all `count` of this `id` have come; then they are queued in the order
-    of their `index`.
+    """The group of a request that starts together with others.
+
+    A request waits until all `count` of this `id` have come; then they are queued in the order of
+    their `index`.
     """
 
     id: str = Field(max_length=100)
@@ -103,17 +104,17 @@ class WorkerCall(StrictModel):
 
 
 def token_routes(registry: ModelRegistry, read_body: ReadBody, weight_updates: bool) -> list[Route]:
-    """The routes, for the first model of a registry; only with `weight_updates` those that pause it
-    and change its weights.
+    """The routes, for the first model of a registry.
+
+    Those that pause it and change its weights come only with `weight_updates`.
     """
     gathering: dict[tuple[str, int], dict[int, QueuedRequest]] = {}
 
     async def parse(schema: type[Body], request: Request) -> Body:
         def check(body: dict[str, Any]) -> Body:
+            given = {name: value for name, value in body.items() if value is not None}
             try:
-                return schema.model_validate(
-                    {name: value for name, value in body.items() if value is not None}
-                )
+                return schema.model_validate(given)
             except ValidationError as problem:
                 raise validation_error(problem) from None
 
@@ -138,26 +139,26 @@ def token_routes(registry: ModelRegistry, read_body: ReadBody, weight_updates: b
     async def generate(request: Request) -> Response:
         body = await parse(GenerateRequest, request)
         served = await registry.get(registry.default_model)
-        params, together = body.sampling_params, body.starts_with
-        if (total := len(body.token_ids) + params.max_tokens) > served.max_length:
+        params = body.sampling_params
+        together = body.starts_with
+        total = len(body.token_ids) + params.max_tokens
+        if total > served.max_length:
             message = (
                 f"{total} tokens of prompt and answer, and this server was started with"
                 f" --max_length {served.max_length}"
             )
             raise ApiError(400, message, param="token_ids", code="context_length_exceeded")
         served.check_ids(body.token_ids, "token_ids")
-        stop_ids = frozenset(params.stop_token_ids) | (
-            frozenset() if params.ignore_eos else served.loaded.text_stop_ids
-        )
+        stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids |= served.loaded.text_stop_ids
         sampling = SamplingParams(
             params.temperature, max(0, params.top_k), params.top_p, params.min_p
         )
-        queue: asyncio.Queue[tuple[int, GeneratedToken | Exception]] = asyncio.Queue()
-        queued = QueuedRequest(
-            GenerationRequest(body.token_ids, params.max_tokens, sampling, params.seed, stop_ids),
-            0,
-            queue,
+        generation = GenerationRequest(
+            body.token_ids, params.max_tokens, sampling, params.seed, stop_ids
         )
+        queued = QueuedRequest(generation, 0, asyncio.Queue())
         waiting: dict[int, QueuedRequest] = {}
         if together is None:
             served.batcher.submit([queued], is_bounded=False)
@@ -187,17 +188,16 @@ def token_routes(registry: ModelRegistry, read_body: ReadBody, weight_updates: b
                 if not waiting and gathering.get(group) is waiting:
                     del gathering[group]
         scored = None
-        if (k := params.prompt_logprobs) is not None:
-            score = partial(_score_prompt, served, body.token_ids, k)
+        if params.prompt_logprobs is not None:
+            score = partial(_score_prompt, served, body.token_ids, params.prompt_logprobs)
             scored = await unless_disconnected(request, served.batcher.between_steps(score))
 
         def answer() -> Response:
-            answer: dict[str, Any] = {
-                "choices": [_choice(queued, tokens, params.logprobs is not None)]
-            }
+            choice = _choice(queued, tokens, params.logprobs is not None)
+            content: dict[str, Any] = {"choices": [choice]}
             if scored is not None:
-                answer["prompt_logprobs"] = _prompt_logprobs(*scored)
-            return JSONResponse(answer)
+                content["prompt_logprobs"] = _prompt_logprobs(*scored)
+            return JSONResponse(content)
 
         return await asyncio.to_thread(answer)
 
@@ -207,17 +207,15 @@ def token_routes(registry: ModelRegistry, read_body: ReadBody, weight_updates: b
 
         def answer() -> Response:
             ids = served.loaded.tokenizer.encode(body.prompt)
-            return JSONResponse(
-                {"count": len(ids), "max_model_len": served.max_length, "tokens": ids}
-            )
+            content = {"count": len(ids), "max_model_len": served.max_length, "tokens": ids}
+            return JSONResponse(content)
 
         return await asyncio.to_thread(answer)
 
     async def pause(request: Request) -> Response:
-        if (mode := request.query_params.get("mode")) != "keep":
-            raise ApiError(
-                400, f"mode: {cut(mode or 'abort')} is not supported; use ?mode=keep", param="mode"
-            )
+        mode = request.query_params.get("mode") or "abort"
+        if mode != "keep":
+            raise ApiError(400, f"mode: {cut(mode)} is not supported; use ?mode=keep", param="mode")
         (await batcher()).pause()
         return JSONResponse({"status": "paused"})
 
@@ -255,7 +253,7 @@ def token_routes(registry: ModelRegistry, read_body: ReadBody, weight_updates: b
         return JSONResponse({"weight_version": served.batcher.weight_version, "model": model})
 
     async def reset_prefix_cache(request: Request) -> Response:
-        """There is none."""
+        """Do nothing: there is no such cache."""
         return JSONResponse({})
 
     post = partial(Route, methods=["POST"])
@@ -275,10 +273,12 @@ def token_routes(registry: ModelRegistry, read_body: ReadBody, weight_updates: b
 
 @torch.no_grad()
 def _score_prompt(served: ServedModel, token_ids: list[int], k: int) -> tuple[Tensor, Tensor]:
-    """The ids of the `k` likeliest tokens after each of a prompt, and their logarithms at
-    temperature 1.
+    """The ids of the `k` likeliest tokens after each of a prompt, and their log-probabilities.
+
+    These are at temperature 1.
     """
-    model, vocab_size = served.loaded.model, served.vocab_size
+    model = served.loaded.model
+    vocab_size = served.vocab_size
     batch = batch_of_token_lists([token_ids]).to(model.lm_head.weight.device)
     hidden = model(
         batch.tokens, batch.positions, batch.document_ids, document_starts=batch.document_starts
@@ -290,7 +290,7 @@ def _score_prompt(served: ServedModel, token_ids: list[int], k: int) -> tuple[Te
 
 
 def _prompt_logprobs(ids: Tensor, values: Tensor) -> list[dict[str, Any] | None]:
-    """Of each token of a prompt the likeliest there, by id; None of the first."""
+    """The likeliest tokens at each place of a prompt, by id; None at the first."""
     places = [
         {
             str(id): {"logprob": value, "rank": rank}
@@ -302,7 +302,7 @@ def _prompt_logprobs(ids: Tensor, values: Tensor) -> list[dict[str, Any] | None]
 
 
 async def _tokens(queued: QueuedRequest) -> list[GeneratedToken]:
-    """Those of a request, once it has ended."""
+    """The tokens of a request, once it has ended."""
     tokens: list[GeneratedToken] = []
     while not tokens or tokens[-1].finish_reason is None:
         _, token = await queued.token_queue.get()
@@ -352,8 +352,9 @@ def _choice(
 
 
 def _encode_experts(parts: list[Tensor | None]) -> str | None:
-    """base64 of an array in numpy's format, int32 [tokens, layers, experts of a token]; None where
-    the engine returns none.
+    """An array int32 [tokens, layers, experts of a token] in numpy's format, as base64.
+
+    None where the engine returns no experts.
     """
     known = [part for part in parts if part is not None]
     if not known:

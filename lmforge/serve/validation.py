@@ -1,5 +1,4 @@
-"""What is measured of the model while it trains, besides its loss: scores of tasks, and generated
-samples.
+"""Scores of tasks, and generated samples, of the model while it trains.
 
 Scores are the same as from `lmforge evaluate --tasks` on the checkpoint of that step.
 """
@@ -27,8 +26,13 @@ from lmforge.text.questions import QuestionTask, load_task
 # bits of scores would differ.
 MAX_TASK_BATCH_SIZE = 16
 # val/NAME/… are metrics of alignment, and of the sources of a mixture.
-RESERVED_TASK_NAMES = {"rewards": "alignment", "logps": "alignment", "tokens": "alignment"}
-RESERVED_TASK_NAMES |= {"loss": "each source", "bits_per_byte": "each source"}
+RESERVED_TASK_NAMES = {
+    "rewards": "alignment",
+    "logps": "alignment",
+    "tokens": "alignment",
+    "loss": "each source",
+    "bits_per_byte": "each source",
+}
 
 
 def open_validation_tasks(
@@ -39,7 +43,8 @@ def open_validation_tasks(
     Raises UserError for files, few-shot examples and lengths that cannot be used; nothing of the
     run has been written.
     """
-    options, opened = config.validation, dict[str, tuple[QuestionTask, int]]()
+    options = config.validation
+    opened = dict[str, tuple[QuestionTask, int]]()
     prefix_ids, _ = prefix_and_stop_ids(tokenizer, config.of_stage)
     for path in options.tasks:
         task = load_task(path)
@@ -57,10 +62,8 @@ def open_validation_tasks(
             )
         settings = TaskSettings(num_fewshot=options.num_fewshot, limit=options.task_limit)
         longest = check_task(task, tokenizer, model_config, prefix_ids, settings)
-        opened[task.name] = (
-            task,
-            max(1, min(MAX_TASK_BATCH_SIZE, COMFORTABLE_MICRO_BATCH_TOKENS // longest)),
-        )
+        batch_size = min(MAX_TASK_BATCH_SIZE, COMFORTABLE_MICRO_BATCH_TOKENS // longest)
+        opened[task.name] = (task, max(1, batch_size))
     return tuple(opened.values())
 
 
@@ -80,7 +83,8 @@ class TaskObserver(Observer):
 
     def validate(self, step: int, required: bool) -> dict[str, float]:
         """The scores, by their names in metrics.jsonl. Every rank calls it."""
-        ctx, inputs = self._run.ctx, self._run.inputs
+        ctx = self._run.ctx
+        inputs = self._run.inputs
         scores: dict[str, float] = {}
         options = ctx.config.validation
         with unsharded_for_decoding(self._run.built.parallel_model) as model:
@@ -97,16 +101,14 @@ class TaskObserver(Observer):
                     on_batch=partial(ctx.watch.set_phase, "evaluate", step),
                 )
                 result = run_task(task, loaded, ctx.dist_ctx, settings)["metrics"]
-                ctx.console.info(
-                    f"  {task.name}:"
-                    f" {', '.join(f'{name} {score:.4f}' for name, score in result.items())}"
-                )
+                words = ", ".join(f"{name} {score:.4f}" for name, score in result.items())
+                ctx.console.info(f"  {task.name}: {words}")
                 scores |= {f"val/{task.name}/{name}": score for name, score in result.items()}
         return scores
 
 
 class SampleObserver(Observer):
-    """Writes what the model generates after the prompts of a recipe, every sample.every_steps."""
+    """Writes samples of the model after the prompts of a recipe, every sample.every_steps."""
 
     def __init__(self, run: ObservedRun) -> None:
         super().__init__(run)
@@ -123,7 +125,7 @@ class SampleObserver(Observer):
 def write_samples(
     ctx: RunContext, parallel_model: ParallelModel, tokenizer: Tokenizer, step: int
 ) -> None:
-    """Log what the model writes after the prompts of the recipe.
+    """Log samples of the model after the prompts of the recipe.
 
     Every rank calls it and generates the same text.
     """

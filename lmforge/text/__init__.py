@@ -1,3 +1,1 @@
-"""Raw text to shards, and conversations: sources, preparation, templates, messages, tool calls,
-layout.
-"""
+"""Raw text to shards, and conversations: sources, preparation, templates, messages, tool calls."""

@@ -1,5 +1,4 @@
-"""Questions from JSON lines: multiple choice, and written answers that are compared with the
-expected ones.
+"""Questions from JSON lines: multiple choice, and written answers that are compared.
 
 A record is an object, and all of a file are of one type:
 
@@ -73,11 +72,10 @@ def load_task(path: str | Path) -> QuestionTask:
         raise UserError(f"{path}: no questions; give one JSON object per line")
     for each in questions:
         if bool(each.choices) != bool(questions[0].choices):
-            first, other = ("choices", "none") if questions[0].choices else ("no choices", "some")
-            raise UserError(
-                f"{path}: record 1 has {first} and record {each.record} has {other}; put them in"
-                " two files"
-            )
+            words = f"record 1 has no choices and record {each.record} has some"
+            if questions[0].choices:
+                words = f"record 1 has choices and record {each.record} has none"
+            raise UserError(f"{path}: {words}; put them in two files")
     return QuestionTask(Path(path), tuple(questions))
 
 
@@ -88,11 +86,8 @@ def load_texts(path: str | Path) -> list[str]:
     """
     texts = []
     for question, (_, record) in zip(load_task(path).questions, read_records(path), strict=True):
-        texts += [
-            str(record.get("question", record.get("prompt"))),
-            *question.choices,
-            *question.answers,
-        ]
+        prompt = str(record.get("question", record.get("prompt")))
+        texts += [prompt, *question.choices, *question.answers]
     return texts
 
 
@@ -118,17 +113,15 @@ def _parse_question(content: dict[str, Any], number: int, where: str) -> Questio
         raise UserError(f'{where}: expected either a "question" or a "prompt"')
     prompt = record.prompt if record.prompt is not None else f"Question: {record.question}\nAnswer:"
     if record.choices is not None:
-        return Question(
-            number,
-            prompt,
-            record.choices,
-            _parse_correct_choice(record.answer, record.choices, where),
-        )
+        correct = _parse_correct_choice(record.answer, record.choices, where)
+        return Question(number, prompt, record.choices, correct)
     if record.pattern is not None:
         compile_pattern(record.pattern, f"{where}: pattern")
     if isinstance(record.answer, int):
         raise UserError(f'{where}: "answer" is not text: {record.answer}')
-    answers = record.answers or (() if record.answer is None else (record.answer,))
+    answers = record.answers
+    if not answers and record.answer is not None:
+        answers = (record.answer,)
     if not answers and record.pattern is None:
         raise UserError(
             f'{where}: nothing to compare with; give "answer", "answers", "pattern" or "choices"'

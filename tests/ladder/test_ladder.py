@@ -26,11 +26,11 @@ from lmforge.core.records.runs import MANIFEST, Run
 from lmforge.core.stages.training_data import TokenSources
 from lmforge.hf.resolve import model_config_from_options
 from lmforge.lab.ladder.law import LEAST_OTHERS, SHORT_STEPS
-from lmforge.lab.ladder.rates import best_rate
 from lmforge.lab.ladder.rungs import (
     LEAST_STEPS,
     LEAST_USED,
     Trial,
+    best_rate,
     make_rung,
     resized,
     shapes,

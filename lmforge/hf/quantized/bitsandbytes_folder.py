@@ -1,6 +1,7 @@
-"""Weights that bitsandbytes has stored in NF4, as folders on the hub have them: a matrix is a
-tensor of codes, and beside its name are its scales and a small table in JSON. Other formats of it
-are refused by name.
+"""Weights that bitsandbytes has stored in NF4, as folders on the hub have them.
+
+A matrix is a tensor of codes, and beside its name are its scales and a small table in JSON. Other
+formats of it are refused by name.
 """
 
 from collections.abc import Collection, Mapping
@@ -14,7 +15,7 @@ from typing_extensions import TypedDict
 from lmforge.core.errors import UserError
 from lmforge.core.files.untrusted import parse_json
 from lmforge.core.model.quantization.blocks import code_values, dequantize, pack_nf4
-from lmforge.core.model.quantization.formats import BLOCK, NF4_BLOCK, BlockFormat
+from lmforge.core.model.quantization.formats import BLOCK, NF4_BLOCK, Bits, BlockFormat
 from lmforge.hf.safetensors_file import SafetensorsFile
 
 _STATE = ".quant_state.bitsandbytes__nf4"
@@ -22,7 +23,7 @@ _PARTS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", _STATE
 
 
 class _State(TypedDict):
-    """What a `quant_state` says."""
+    """The content of a `quant_state`."""
 
     blocksize: int
     shape: list[int]
@@ -42,11 +43,11 @@ class StoredMatrix:
 
     def read(self) -> Tensor:
         """Its bytes, as quantization/blocks.py has them, on the CPU."""
-        codes, scales = (self._read(end).contiguous() for end in ("", ".absmax"))
-        nested = (
-            (self._read(".nested_absmax").float(), self._mean) if self.stored.double_quant else None
-        )
-        return pack_nf4(codes.view(torch.uint8), scales if nested else scales.float(), nested)
+        codes = self._read("").contiguous().view(torch.uint8)
+        scales = self._read(".absmax").contiguous()
+        if not self.stored.double_quant:
+            return pack_nf4(codes, scales.float(), None)
+        return pack_nf4(codes, scales, (self._read(".nested_absmax").float(), self._mean))
 
     def dequantize(self) -> Tensor:
         """The matrix in fp32, on the CPU."""
@@ -59,8 +60,9 @@ class StoredMatrix:
 def stored_matrices(
     file_of: Mapping[str, SafetensorsFile],
 ) -> tuple[dict[str, StoredMatrix], Collection[str]]:
-    """The matrices in NF4 among tensors in files, by name, and the names of all that belongs to
-    them. Raises UserError where they have other blocks or other values.
+    """The matrices in NF4 among tensors in files, by name, and the names of all their parts.
+
+    Raises UserError where they have other blocks or other values.
     """
     matrices = {}
     for name in [each.removesuffix(_STATE) for each in file_of if each.endswith(_STATE)]:
@@ -69,24 +71,18 @@ def stored_matrices(
         _check_dtype(f"{place}{_STATE}", raw.dtype, is_bytes=True)
         state: _State = parse_json(bytes(raw.flatten().tolist()), _State, f"{place}{_STATE}")
         nested = "nested_offset" in state
-        needed = [name, *(name + end for end in (_PARTS if nested else (_PARTS[0], _PARTS[1])))]
-        if missing := [each for each in needed if each not in file_of]:
-            raise UserError(f"{place}: quantized without {missing[0]}; copy the folder again")
-        for end, is_bytes in (
-            (".absmax", nested),
-            *([(".nested_absmax", False)] if nested else []),
-        ):
-            _check_dtype(
-                f"{place}{end}", file_of[name + end].entries[name + end].dtype, is_bytes=is_bytes
-            )
-        _check_values(
-            place,
-            file_of[name + ".quant_map"].read(name + ".quant_map"),
-            code_values("nf4", torch.device("cpu")),
-        )
+        for end in ("", *(_PARTS if nested else _PARTS[:2])):
+            if name + end not in file_of:
+                raise UserError(f"{place}: quantized without {name + end}; copy the folder again")
+        scales = file_of[name + ".absmax"].entries[name + ".absmax"]
+        _check_dtype(f"{place}.absmax", scales.dtype, is_bytes=nested)
+        table = file_of[name + ".quant_map"].read(name + ".quant_map")
+        _check_values(place, table, "nf4")
         if nested:
+            scales = file_of[name + ".nested_absmax"].entries[name + ".nested_absmax"]
+            _check_dtype(f"{place}.nested_absmax", scales.dtype, is_bytes=False)
             table = file_of[name + ".nested_quant_map"].read(name + ".nested_quant_map")
-            _check_values(place, table, code_values("int8", torch.device("cpu")))
+            _check_values(place, table, "int8")
         sizes = {
             "blocksize": (state["blocksize"], NF4_BLOCK),
             "nested_blocksize": (state.get("nested_blocksize", BLOCK), BLOCK),
@@ -114,18 +110,19 @@ def _check_dtype(place: str, dtype: torch.dtype, *, is_bytes: bool) -> None:
         raise UserError(f"{place}: expected {expected}, got {dtype}; copy the folder again")
 
 
-def _check_values(place: str, table: Tensor, expected: Tensor) -> None:
-    if not torch.equal(table.float(), expected):
+def _check_values(place: str, table: Tensor, bits: Bits) -> None:
+    if not torch.equal(table.float(), code_values(bits, torch.device("cpu"))):
         raise UserError(
             f"{place}: quantized to other values than those of NF4; use the original model"
         )
 
 
 def _check_sizes(place: str, matrix: StoredMatrix, file_of: Mapping[str, SafetensorsFile]) -> None:
-    codes, scales = (
-        file_of[matrix.name + end].entries[matrix.name + end] for end in ("", ".absmax")
-    )
-    numbers, blocks = codes.meta.nbytes * 2, scales.meta.numel()
+    def stored(end: str) -> Tensor:
+        return file_of[matrix.name + end].entries[matrix.name + end].meta
+
+    numbers = stored("").nbytes * 2
+    blocks = stored(".absmax").numel()
     count = torch.Size(matrix.shape).numel()
     fits = (
         min(matrix.shape, default=0) > 0
@@ -133,9 +130,7 @@ def _check_sizes(place: str, matrix: StoredMatrix, file_of: Mapping[str, Safeten
         and blocks == -(-count // NF4_BLOCK)
     )
     if matrix.stored.double_quant:
-        fits &= file_of[nested := f"{matrix.name}.nested_absmax"].entries[nested].meta.numel() == -(
-            -blocks // BLOCK
-        )
+        fits &= stored(".nested_absmax").numel() == -(-blocks // BLOCK)
     if not fits:
         raise UserError(
             f"{place}: {numbers} numbers and {blocks} scales do not fit its shape; copy the folder"

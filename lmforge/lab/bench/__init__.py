@@ -1,4 +1,4 @@
-"""Measurements: what a step costs, and whether every parallel strategy computes the same.
+"""Measurements of the cost of a step, and the comparison of every parallel strategy.
 
 Begin with `step_timing.py` (`lmforge bench`; `trial.py` times one recipe). `parity.py` trains a
 small model under each strategy and compares it with one process, `parity_table.py` prints that

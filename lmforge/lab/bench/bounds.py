@@ -1,4 +1,4 @@
-"""How far two trainings of the same computation may be apart: the one table of bounds.
+"""The one table of bounds on how far two trainings of the same computation may be apart.
 
 `lmforge compare`, `lmforge doctor --parity`, the quickstart, docs/determinism.md and the tests read
 it. Not here: how close results are to those of other libraries.
@@ -14,9 +14,10 @@ BOUND_STEPS = 20
 
 @dataclass(frozen=True)
 class Bound:
-    """Largest relative differences: of the loss and of the gradient's norm at a step; of weights,
-    to the largest of their tensor (`weights_difference` in parity.py). They hold where `setup` is
-    all that differs.
+    """The largest relative differences that are allowed where `setup` is all that differs.
+
+    loss, gradient_norm: at a step. weights: to the largest of their tensor (`weights_difference` in
+    parity.py).
     """
 
     setup: str
@@ -68,7 +69,8 @@ BOUNDS = (EQUAL_BITS, FP32, MUON, GPU, BF16, BF16_STATES)
 # Of weights where epsilon is smaller, by norms: 7e-6 was measured. A gradient that is zero but for
 # rounding then becomes a whole step of AdamW, in a direction that the order of a sum decides, so
 # single elements have no bound.
-LARGE_EPSILON, WEIGHTS_OF_SMALL_EPSILON = 1e-3, 1e-4
+LARGE_EPSILON = 1e-3
+WEIGHTS_OF_SMALL_EPSILON = 1e-4
 
 
 def bound_of_splits(
@@ -78,20 +80,25 @@ def bound_of_splits(
     epsilon: float = LARGE_EPSILON,
     keeps_bf16: bool = False,
 ) -> Bound:
-    """The bound between two splits of the same batches: other ranks, strategies, micro-batches,
-    threads or compilation.
+    """The bound between two splits of the same batches.
 
-    `dtype`, `optimizer` and `epsilon` as in options; `keeps_bf16`: master weights or optimizer
-    states are in bf16.
+    Splits differ in ranks, strategies, micro-batches, threads or compilation. `dtype`, `optimizer`
+    and `epsilon` are as in options; `keeps_bf16`: master weights or optimizer states are in bf16.
     """
-    of_fp32 = GPU if device_type == "cuda" else MUON if optimizer == "muon" else FP32
-    bound = BF16_STATES if keeps_bf16 else of_fp32 if dtype == "fp32" else BF16
+    if keeps_bf16:
+        bound = BF16_STATES
+    elif dtype != "fp32":
+        bound = BF16
+    elif device_type == "cuda":
+        bound = GPU
+    else:
+        bound = MUON if optimizer == "muon" else FP32
     if epsilon >= LARGE_EPSILON:
         return bound
     return replace(bound, weights=max(bound.weights, WEIGHTS_OF_SMALL_EPSILON))
 
 
 def relative_difference(ours: float, theirs: float) -> float:
-    """How far apart two numbers are, as a part of the second; infinite where one is not finite."""
+    """The difference of two numbers as a part of the second; infinite where one is not finite."""
     difference = abs(ours - theirs) / max(abs(theirs), 1e-12)
     return inf if isnan(difference) else difference

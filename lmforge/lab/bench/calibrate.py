@@ -1,6 +1,6 @@
-"""`lmforge bench --calibrate`: measures the speeds for `lmforge plan --calibration` in about two
-minutes, and writes one file.
+"""`lmforge bench --calibrate`: measures the speeds for `lmforge plan --calibration`.
 
+It takes about two minutes, and writes one file.
 All ranks measure at the same time: on a CPU they share cores and memory, as ranks that train do.
 Collectives and disks are measured in the same way as by `lmforge doctor`. The form of the file is
 in lab/plan/calibration.py.
@@ -11,7 +11,8 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import cycle, product
+from functools import partial
+from itertools import cycle, pairwise, product
 from typing import Any
 
 import torch
@@ -36,13 +37,15 @@ EXPERTS = 8
 # The operands that are used in turn exceed the caches, since in a step operands come from memory
 # too. With two small operands in a CPU's caches, products were 15 % and element-wise operators 5
 # times faster than in a step.
-RING_BYTES, MAX_RING = {"cpu": 2**26, "cuda": 2**28}, 64
+RING_BYTES = {"cpu": 2**26, "cuda": 2**28}
+MAX_RING = 64
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The sizes at which a kind of device is measured. widths: of both matrices.
-    attention_elements: of the queries.
+    """The sizes at which a kind of device is measured.
+
+    widths: of both matrices. attention_elements: of the queries.
     """
 
     rows: tuple[int, ...]
@@ -64,7 +67,7 @@ class Grid:
 
     @property
     def products(self) -> list[tuple[int, int, int]]:
-        """(rows, inner, columns)"""
+        """(rows, inner, columns) of each product."""
         return [*product(self.rows, self.widths, self.widths)]
 
 
@@ -151,20 +154,17 @@ def measure_calibration(dist_ctx: DistributedContext, config: BenchConfig) -> Ca
         ]
     disk = dist_ctx.decide_on_rank0(lambda: _measure_disk(config))
     measured += [_measurement(name, rate) for name, rate in disk.items()]
-    memory = (
-        torch.cuda.mem_get_info()[1]
-        if on_gpu
-        else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    )
     environment = describe_environment()
+    if on_gpu:
+        memory = torch.cuda.mem_get_info()[1]
+        name = torch.cuda.get_device_name(device)
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        name = processor_name() or environment["platform"]
     calibration = Calibration(
         version=VERSION,
         kind="cuda" if on_gpu else "cpu",
-        device=(
-            torch.cuda.get_device_name(device)
-            if on_gpu
-            else processor_name() or environment["platform"]
-        ),
+        device=name,
         ranks=dist_ctx.world_size,
         hosts=hosts,
         threads=torch.get_num_threads(),
@@ -181,8 +181,9 @@ def _measurement(what: str, value: float, dtype: str | None = None, **sizes: int
 
 
 def _measure_disk(config: BenchConfig) -> dict[str, float]:
-    """Bytes/s written to and read from the recipe's checkpoint folder; nothing for an object
-    store.
+    """Bytes/s written to and read from the recipe's checkpoint folder.
+
+    Returns nothing for an object store.
     """
     folder = checkpoint_folder(config)
     if not is_local(folder):
@@ -198,10 +199,13 @@ class _Stopwatch:
     """Measures a single rank's operations, in about this many seconds."""
 
     def __init__(self, dist_ctx: DistributedContext, seconds: float) -> None:
-        self._dist_ctx, self._device = dist_ctx, dist_ctx.device
+        self._dist_ctx = dist_ctx
+        self._device = dist_ctx.device
         self._on_gpu = self._device.type == "cuda"
         self._grid = choose_grid(self._device, seconds)
-        self._dtypes = ["fp32"] + ["bf16"] * has_native_bf16(self._device)
+        self._dtypes = ["fp32"]
+        if has_native_bf16(self._device):
+            self._dtypes.append("bf16")
         grid = self._grid
         shapes = len(grid.products)
         attention = len(grid.head_dims) * len(grid.lengths)
@@ -232,9 +236,9 @@ class _Stopwatch:
         programs take.
         """
         threads = torch.get_num_threads()
-        clock: dict[str, Any] = (
-            {"timer": time.thread_time} if not self._on_gpu and threads == 1 else {}
-        )
+        clock: dict[str, Any] = {}
+        if not self._on_gpu and threads == 1:
+            clock["timer"] = time.thread_time
         timer = Timer("call()", globals={"call": call}, num_threads=threads, **clock)
         timer.timeit(1)
         self._dist_ctx.all_reduce_sum(torch.zeros(1, device=self._device))  # ranks begin together
@@ -251,8 +255,9 @@ class _Stopwatch:
         return cycle([first, *([each.clone() for each in first] for _ in range(count - 1))])
 
     def _products(self, dtype: str) -> Iterator[Measurement]:
-        """A linear layer's product, and the two of its backward pass, whose operands lie in memory
-        in other ways.
+        """Measure a linear layer's product, and the two of its backward pass.
+
+        The operands of these lie in memory in other ways.
         """
         for rows, inner, columns in self._grid.products:
             operands = self._ring(((rows, inner), (columns, inner), (rows, columns)), DTYPES[dtype])
@@ -272,14 +277,14 @@ class _Stopwatch:
             yield _measurement("product backward", 2 * flops / self._time(backward), dtype, **sizes)
 
     def _products_of_experts(self, dtype: str) -> Iterator[Measurement]:
-        """Of one size, for the ratio to a dense product."""
-        rows, width = self._grid.rows[-1], self._grid.widths[1]
+        """Measure products of experts of one size, for the ratio to a dense product."""
+        rows = self._grid.rows[-1]
+        width = self._grid.widths[1]
         operands = self._ring(
             ((rows, width), (EXPERTS, width, width), (rows, width)), DTYPES[dtype]
         )
-        ends = torch.arange(1, EXPERTS + 1, dtype=torch.int32, device=self._device) * (
-            rows // EXPERTS
-        )
+        ends = torch.arange(1, EXPERTS + 1, dtype=torch.int32, device=self._device)
+        ends = ends * (rows // EXPERTS)
 
         def forward() -> None:
             x, weight, _ = next(operands)
@@ -290,10 +295,8 @@ class _Stopwatch:
             multiply_groups(gradient, weight, ends, True)
             sum_outer_products(gradient, x, ends)
 
-        sizes, flops = (
-            {"rows": rows, "inner": width, "columns": width, "experts": EXPERTS},
-            2.0 * rows * width * width,
-        )
+        sizes = {"rows": rows, "inner": width, "columns": width, "experts": EXPERTS}
+        flops = 2.0 * rows * width * width
         yield _measurement("product of experts", flops / self._time(forward), dtype, **sizes)
         yield _measurement(
             "product of experts backward", 2 * flops / self._time(backward), dtype, **sizes
@@ -332,20 +335,14 @@ class _Stopwatch:
             # their end.
             scores = length * length / 2 if self._on_gpu else _num_chunked_scores(length)
             flops = 4.0 * heads * head_dim * scores
+            sizes = {"head_dim": head_dim, "length": length}
             with torch.no_grad():
-                seconds = self._time(lambda q=q, k=k, v=v, mask=mask: attend(q, k, v, mask))  # type: ignore[misc]
-            yield _measurement(
-                "attention", flops / seconds, dtype, head_dim=head_dim, length=length
-            )
+                seconds = self._time(partial(attend, q, k, v, mask))
+            yield _measurement("attention", flops / seconds, dtype, **sizes)
             result = attend(q, k, v, mask)
-            seconds = self._time(
-                lambda result=result, inputs=(q, k, v), gradient=gradient: torch.autograd.grad(  # type: ignore[misc]
-                    result, inputs, gradient, retain_graph=True
-                )
-            )
-            yield _measurement(
-                "attention backward", 2.5 * flops / seconds, dtype, head_dim=head_dim, length=length
-            )
+            backward = partial(torch.autograd.grad, retain_graph=True)
+            seconds = self._time(partial(backward, result, (q, k, v), gradient))
+            yield _measurement("attention backward", 2.5 * flops / seconds, dtype, **sizes)
 
     def _element_wise(self, dtype: str) -> Iterator[Measurement]:
         """An operator that reads two arrays of so many bytes and writes one."""
@@ -373,18 +370,15 @@ class _Stopwatch:
             part = source[: grid.copy_bytes]
             to_device = self._time(lambda: part.copy_(pinned, non_blocking=True))
             yield _measurement("host to device", grid.copy_bytes / to_device)
-            yield _measurement(
-                "device to host",
-                grid.copy_bytes / self._time(lambda: pinned.copy_(part, non_blocking=True)),
-            )
+            to_host = self._time(lambda: pinned.copy_(part, non_blocking=True))
+            yield _measurement("device to host", grid.copy_bytes / to_host)
 
 
 def _num_chunked_scores(length: int) -> int:
-    """How many scores attention on a CPU computes for a sequence: chunks of queries, each with all
-    keys up to its end.
+    """The number of scores that attention on a CPU computes for a sequence.
+
+    It computes chunks of queries, each with all keys up to its end.
     """
     chunk = max(256, -(-length // 8))
-    return sum(
-        (min(start + chunk, length) - start) * min(start + chunk, length)
-        for start in range(0, length, chunk)
-    )
+    ends = [min(start + chunk, length) for start in range(0, length, chunk)]
+    return sum((end - start) * end for start, end in pairwise([0, *ends]))

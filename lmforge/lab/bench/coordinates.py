@@ -1,4 +1,4 @@
-"""Whether activations and their changes keep their size as a model gets wider or deeper.
+"""Sizes of activations and of their changes as a model gets wider or deeper.
 
 The coordinate check of Yang et al. (arXiv 2203.03466, appendix D): models of several sizes take a
 few steps on one batch, and what each kind of module computes is compared with what it computed
@@ -28,17 +28,21 @@ from lmforge.core.parallel.parallel_model import set_learning_rate
 from lmforge.lab.proportions import in_proportion
 
 SEEDS = 2
-SEQUENCES, LENGTH = 4, 32
-HEAD_DIM, MOST_LAYERS, MOST_IDS = 16, 4, 512
+SEQUENCES = 4
+LENGTH = 32
+HEAD_DIM = 16
+MOST_LAYERS = 4
+MOST_IDS = 512
 # Modules of a block, by the ends of their names, whose outputs are compared.
 OUTPUTS = {"self_attn": "attention", "attn": "attention", "mlp": "feed-forward"}
 
 
 @dataclass(frozen=True)
 class Coordinates:
-    """Of one kind of module: the mean absolute value of its output after the steps, and of how it
-    changed, for each model.
-    changes_alone: sizes do not count.
+    """The output of one kind of module after the steps, for each model.
+
+    sizes, changes: the mean absolute value of the output, and of its change. changes_alone: sizes
+    do not count.
     """
 
     module: str
@@ -48,8 +52,9 @@ class Coordinates:
 
     @property
     def spread(self) -> float:
-        """The largest change over the smallest, or size, where that is more; infinite where one is
-        0 or not finite.
+        """The largest change over the smallest, or size, where that is more.
+
+        It is infinite where one is 0 or not finite.
         """
         compared = [self.changes] if self.changes_alone else [self.changes, self.sizes]
         if not all(math.isfinite(each) and each > 0 for values in compared for each in values):
@@ -58,8 +63,9 @@ class Coordinates:
 
 
 def small(config: ModelConfig, width: int, layers: int | None = None) -> ModelConfig:
-    """A small model of this kind and hidden size: all else grows in proportion, but heads have the
-    same width.
+    """A small model of this kind and hidden size.
+
+    All else grows in proportion, but heads have the same width.
     """
     layers = layers or min(config.num_hidden_layers, MOST_LAYERS)
     config = replace(config, vocab_size=min(config.vocab_size, MOST_IDS))
@@ -73,7 +79,7 @@ def compare(
     steps: int,
     seeds: int = SEEDS,
 ) -> list[Coordinates]:
-    """What each kind of module computes in each model; the mean over seeds."""
+    """The output of each kind of module in each model, as the mean over seeds."""
     found: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for config in configs:
         runs = [_measure(config, options, optimizer, steps, seed) for seed in range(seeds)]
@@ -103,7 +109,8 @@ def _measure(
     model = build_model(config, torch.device("cpu"))
     model.parametrization = relative_to_base(options, config)
     init_weights(model, seed, options.embedding_initializer_range)
-    optimizer, objective = build_optimizer(model, optimizer_options), NextTokenObjective()
+    optimizer = build_optimizer(model, optimizer_options)
+    objective = NextTokenObjective()
     batch = _batch(config.vocab_size, seed)
     before = _outputs(model, batch)
     for _ in range(steps):

@@ -1,6 +1,7 @@
-"""`lmforge doctor --coordinates`: the coordinate check (coordinates.py) of a recipe over widths,
-and with completep over depths, beside the standard parametrization: its verdict, as a table or
-JSON.
+"""`lmforge doctor --coordinates`: the verdict of the coordinate check, as a table or JSON.
+
+coordinates.py checks a recipe over widths, and with completep over depths, beside the standard
+parametrization.
 """
 
 import json
@@ -18,17 +19,19 @@ from lmforge.core.options.stage import StageConfig
 from lmforge.lab.bench.coordinates import Coordinates, compare, small
 from lmforge.ops.terminal.cells import page_console
 
-WIDTHS, DEPTHS = (64, 128, 256, 512), (2, 4, 8, 16)
+WIDTHS = (64, 128, 256, 512)
+DEPTHS = (2, 4, 8, 16)
 # The largest over the smallest size that counts as flat.
 FLAT = 1.6
-# What has one size at any depth: a block's part of the residual stream has to shrink.
+# Modules that have one size at any depth: a block's part of the residual stream has to shrink.
 AT_ANY_DEPTH = ("embedding", "residual stream", "logits")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The check over some sizes of a model, with the smallest as the base, and in the standard
-    parametrization.
+    """The check over some sizes of a model, with the smallest as the base.
+
+    standard: the same in the standard parametrization.
     """
 
     parametrization: str
@@ -68,18 +71,19 @@ class Comparison:
             style = "bold red" if each.spread > FLAT else None
             table.add_row(*row, bars(other.changes), f"{other.spread:.2f}", style=style)
         console.print(table)
-        verdict = f"NOT FLAT, spread above {FLAT}: {', '.join(self.uneven)}"
-        verdict = verdict if self.uneven else f"flat: every spread is at most {FLAT}"
-        console.print(
-            f"{self.parametrization}: {verdict}",
-            style="bold red" if self.uneven else None,
-            soft_wrap=True,
-        )
+        verdict = f"flat: every spread is at most {FLAT}"
+        style = None
+        if self.uneven:
+            verdict = f"NOT FLAT, spread above {FLAT}: {', '.join(self.uneven)}"
+            style = "bold red"
+        console.print(f"{self.parametrization}: {verdict}", style=style, soft_wrap=True)
 
 
 def check_coordinates(config: StageConfig, model: ModelConfig, steps: int, output: str) -> int:
-    """Compare small models like this one over widths under mup, and where the recipe has completep
-    over depths under that; and print the results. Returns 1 where they are not flat.
+    """Compare small models like this one over widths under mup, and print the results.
+
+    Where the recipe has completep, models are compared over depths under that too. Returns 1 where
+    the results are not flat.
     """
     standard = config.model.model_copy(
         update=dict.fromkeys(BASE_OPTIONS) | {"parametrization": "standard"}
@@ -89,31 +93,22 @@ def check_coordinates(config: StageConfig, model: ModelConfig, steps: int, outpu
         over: str, sizes: tuple[int, ...], configs: list[ModelConfig], options: dict[str, object]
     ) -> Comparison:
         scaled = standard.model_copy(update={"base_width": WIDTHS[0], **options})
-        results, plain = (
-            compare(configs, each, config.optimizer, steps) for each in (scaled, standard)
-        )
+        results = compare(configs, scaled, config.optimizer, steps)
+        plain = compare(configs, standard, config.optimizer, steps)
         if over == "depths":
-            results, plain = (_at_any_depth(each) for each in (results, plain))
+            results = _at_any_depth(results)
+            plain = _at_any_depth(plain)
         return Comparison(scaled.parametrization, over, sizes, results, plain)
 
-    comparisons = [
-        comparison(
-            "widths", WIDTHS, [small(model, each) for each in WIDTHS], {"parametrization": "mup"}
-        )
-    ]
+    wider = [small(model, each) for each in WIDTHS]
+    comparisons = [comparison("widths", WIDTHS, wider, {"parametrization": "mup"})]
     if config.model.parametrization == "completep":
         deeper = [small(model, WIDTHS[0], each) for each in DEPTHS]
         completep = {"parametrization": "completep", "base_depth": DEPTHS[0]}
         comparisons.append(comparison("depths", DEPTHS, deeper, completep))
     if output == "json":
-        print(
-            json.dumps(
-                without_non_finite(
-                    {"flat": FLAT, "comparisons": [each.as_json() for each in comparisons]}
-                ),
-                indent=1,
-            )
-        )
+        content = {"flat": FLAT, "comparisons": [each.as_json() for each in comparisons]}
+        print(json.dumps(without_non_finite(content), indent=1))
     else:
         console = page_console(120)
         for each in comparisons:
@@ -130,12 +125,15 @@ def _at_any_depth(results: list[Coordinates]) -> list[Coordinates]:
 
 
 def bars(values: Sequence[float]) -> str:
-    """A character for each value, an eighth of its height for each factor of the root of 2 below
-    the largest.
+    """A character for each value.
+
+    It is an eighth lower for each factor of the root of 2 below the largest value.
     """
     known = [value for value in values if math.isfinite(value) and value > 0]
-    heights = [
-        max(0, 7 - round(2 * math.log2(max(known) / value))) if value in known else None
-        for value in values
-    ]
-    return "".join("?" if height is None else "▁▂▃▄▅▆▇█"[height] for height in heights)
+
+    def bar(value: float) -> str:
+        if value not in known:
+            return "?"
+        return "▁▂▃▄▅▆▇█"[max(0, 7 - round(2 * math.log2(max(known) / value)))]
+
+    return "".join(map(bar, values))

@@ -1,13 +1,12 @@
-"""Whether every parallel strategy computes the same: a small model is trained a few steps with
-each, and in one process.
+"""The comparison of every parallel strategy with one process, on a small model.
 
-`lmforge doctor --parity` prints the comparison, and the tests of the strategies check it: losses,
-gradient norms, weights.
+It is trained a few steps with each. `lmforge doctor --parity` prints the comparison, and the tests
+of the strategies check it: losses, gradient norms, weights.
 """
 
 import time
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, isfinite
@@ -68,15 +67,15 @@ SMALL_MIXTURE = ModelConfig(
 )
 # The strategies that a mixture is trained with, besides expert parallelism.
 MIXTURE_CASES = (
-    *(
-        "ddp",
-        "fsdp1 full-shard",
-        "fsdp2 full-shard",
-        "fsdp2, checkpointing full",
-        "fsdp2, 2 micro-batches",
-        "tensor 2",
-    ),
-    *("context 2", "pipeline 2, 4 micro-batches", "fsdp2, compiled"),
+    "ddp",
+    "fsdp1 full-shard",
+    "fsdp2 full-shard",
+    "fsdp2, checkpointing full",
+    "fsdp2, 2 micro-batches",
+    "tensor 2",
+    "context 2",
+    "pipeline 2, 4 micro-batches",
+    "fsdp2, compiled",
 )
 # A larger epsilon than in training: AdamW's step then depends on the size of a gradient. So a
 # gradient of the wrong scale is detected, while the sign of a gradient that is zero up to rounding
@@ -84,8 +83,9 @@ MIXTURE_CASES = (
 OPTIMIZER = OptimizerOptions(lr=2e-3, eps=1e-3, weight_decay=0.1)
 MAX_GRAD_NORM = 0.5
 NOTHING = nullcontext()
-# Softmax ignores them: their gradient is rounding, of which AdamW makes whole steps. Those of GPT-2
-# are a third of `c_attn`; how other fused biases are laid out is up to their family.
+# Biases of keys. Softmax ignores them: their gradient is rounding, of which AdamW makes whole
+# steps. Those of GPT-2 are a third of `c_attn`; how other fused biases are laid out is up to their
+# family.
 KEY_BIASES = tuple(
     f"{name}.bias" for name in ("k_proj", "key", "query_key_value", "qkv", "qkv_proj")
 )
@@ -110,7 +110,7 @@ class ParityCase:
 
 @dataclass(frozen=True)
 class ParityResult:
-    """What a case computed.
+    """The result of a case.
 
     losses, grad_norms: of each step.
     hidden_dtypes: of the residual stream, at the input of each block on any rank; not where blocks
@@ -133,8 +133,9 @@ class ParityResult:
 
 @dataclass(frozen=True)
 class ParityData:
-    """Random data from a seed: `sequences` of `sequence_length` tokens per step, ragged; some have
-    no label at all.
+    """Random data from a seed: `sequences` of `sequence_length` tokens per step.
+
+    They are ragged, and some have no label at all.
     """
 
     sequences: int
@@ -144,12 +145,14 @@ class ParityData:
 
     def batch(self, step: int, vocab_size: int) -> Batch:
         """The global batch of a step, the same on every rank."""
-        count, length = self.sequences, self.sequence_length
+        count = self.sequences
+        length = self.sequence_length
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
         draw = partial(torch.randint, generator=generator)
         tokens = draw(0, vocab_size, (count, length))
         slots = torch.arange(length).expand(count, -1)
-        cut, end = draw(1, length, (count, 1)), draw(length // 2, length + 1, (count, 1))
+        cut = draw(1, length, (count, 1))
+        end = draw(length // 2, length + 1, (count, 1))
         document_ids = torch.where(slots < end, (slots >= cut).int(), -1).int()
         positions = torch.where(slots >= cut, slots - cut, slots)
         # A prediction that can be learned: the label depends on the token alone.
@@ -183,7 +186,7 @@ def run_case(
     micro_size = size // case.accumulation
     tracker = ActivationTracker()
     memory_bytes: dict[str, int] = {}
-    hidden_dtypes = _observe_hidden_dtypes(model) if not case.compile_model else set()
+    hidden_dtypes = set() if case.compile_model else _observe_hidden_dtypes(model)
 
     def set_phase(phase: str) -> None:
         if phase == "backward" and observed:
@@ -195,34 +198,37 @@ def run_case(
                 parameters=_local_bytes(parameters), gradients=_local_bytes(gradients)
             )
 
-    losses, norms, began = [], [], 0.0
+    losses = []
+    norms = []
+    began = 0.0
     for step in range(data.steps):
         if step == 1:
             began = time.perf_counter()
-        batch = data.batch(step, case.model_config.vocab_size)[part * size : (part + 1) * size].to(
-            dist_ctx.device
-        )
+        global_batch = data.batch(step, case.model_config.vocab_size)
+        batch = global_batch[part * size : (part + 1) * size].to(dist_ctx.device)
+        micro_batches = [
+            batch[number * micro_size : (number + 1) * micro_size]
+            for number in range(case.accumulation)
+        ]
         observed = step + 1 == data.steps and not case.compile_model
-        with last_step if observed else NOTHING, tracker if observed else NOTHING:
+        with ExitStack() as stack:
+            if observed:
+                stack.enter_context(last_step)
+                stack.enter_context(tracker)
             norm, metrics = train_step(
                 model,
                 optimizer,
-                [
-                    batch[number * micro_size : (number + 1) * micro_size]
-                    for number in range(case.accumulation)
-                ],
+                micro_batches,
                 objective.num_items,
                 lr=case.optimizer.lr,
                 max_grad_norm=MAX_GRAD_NORM,
                 set_phase=set_phase,
             )
         norms.append(norm)
-        total, count = (
-            torch.stack([each["loss"][index] for each in metrics]).sum() for index in (0, 1)
-        )
-        losses.append(
-            dist_ctx.all_reduce_sum(total) / dist_ctx.all_reduce_sum(count).clamp(min=1.0)
-        )
+        total = torch.stack([each["loss"][0] for each in metrics]).sum()
+        count = torch.stack([each["loss"][1] for each in metrics]).sum()
+        items = dist_ctx.all_reduce_sum(count).clamp(min=1.0)
+        losses.append(dist_ctx.all_reduce_sum(total) / items)
     values = torch.stack([*losses, *norms]).double().tolist()
     seconds = time.perf_counter() - began
     states = [value for state in optimizer.state.values() for value in state.values()]
@@ -293,11 +299,10 @@ def relative_differences(result: ParityResult, reference: ParityResult) -> dict[
 def weights_difference(
     name: str, ours: Tensor, theirs: Tensor, order: float = inf, at_least: float = 1e-12
 ) -> float:
-    """The norm of this order of a tensor's difference, relative to that of `theirs`, or to
-    `at_least` where that is larger.
+    """The norm of a tensor's difference, relative to that of `theirs`, or to a larger `at_least`.
 
-    By default of the largest elements. Infinite where anything is not finite. Biases on keys are
-    left out.
+    order: of the norm, by default that of the largest elements. Infinite where anything is not
+    finite. Biases on keys are left out.
     """
     difference = ours.float() - theirs.float()
     if not (difference.isfinite().all() and isfinite(at_least)):
@@ -312,17 +317,13 @@ def weights_difference(
 
 
 def run_single(case: ParityCase, data: ParityData, dist_ctx: DistributedContext) -> ParityResult:
-    """The result of one process on the same device: the reference for all cases of one model and
-    optimizer.
+    """The result of one process on the same device.
+
+    It is the reference for all cases of one model and optimizer.
     """
-    alone = DistributedContext(RankInfo(), dist_ctx.device, None)
-    return run_case(
-        replace(
-            case, options=ParallelOptions(engine="single"), compile_model=False, accumulation=1
-        ),
-        data,
-        alone,
-    )
+    single = ParallelOptions(engine="single")
+    case = replace(case, options=single, compile_model=False, accumulation=1)
+    return run_case(case, data, DistributedContext(RankInfo(), dist_ctx.device, None))
 
 
 def strategy_cases(
@@ -332,7 +333,8 @@ def strategy_cases(
     half = world_size // 2 if world_size % 2 == 0 else 1
     full: dict[str, Any] = {"activation_checkpointing": FullCheckpointing.name}
     hybrid: dict[str, Any] = {"sharding": "hybrid-full-shard", "shard_degree": half}
-    fsdp1, fsdp2 = partial(_case, engine="fsdp1"), partial(_case, engine="fsdp2")
+    fsdp1 = partial(_case, engine="fsdp1")
+    fsdp2 = partial(_case, engine="fsdp2")
     hybrids = [
         ("hybrid-full-shard", hybrid),
         ("hybrid-grad-shard", {**hybrid, "sharding": "hybrid-grad-shard"}),
@@ -437,14 +439,14 @@ def _model_parallel_cases(world_size: int) -> list[ParityCase]:
 def mixture_cases(
     world_size: int, compile_model: bool, dtype: torch.dtype = torch.float32
 ) -> list[ParityCase]:
-    """Strategies of a small mixture of experts: in fp32, since the rounding of bf16 chooses other
-    experts for some tokens.
+    """Strategies of a small mixture of experts, in fp32.
+
+    The rounding of bf16 chooses other experts for some tokens.
     """
     if dtype != torch.float32:
         return []
-    cases = [
-        case for case in strategy_cases(world_size, compile_model) if case.name in MIXTURE_CASES
-    ]
+    cases = strategy_cases(world_size, compile_model)
+    cases = [case for case in cases if case.name in MIXTURE_CASES]
     cases += [
         case
         for case in expert_parallel_cases(world_size)
@@ -456,9 +458,7 @@ def mixture_cases(
 
 
 def expert_parallel_cases(world_size: int) -> list[ParityCase]:
-    """Expert parallelism that fits, alone and with what else cuts a model: for a mixture of 8
-    experts.
-    """
+    """Expert parallelism that fits, alone and with other cuts, for a mixture of 8 experts."""
     full: dict[str, Any] = {"activation_checkpointing": FullCheckpointing.name}
     selective: dict[str, Any] = {"activation_checkpointing": SelectiveOperators.name}
     tensor, context, pipeline, experts = (
@@ -512,13 +512,6 @@ def expert_parallel_cases(world_size: int) -> list[ParityCase]:
             fsdp2("experts 2 × tensor 2 × pipeline 2", 2, **experts, **tensor, **pipeline),
         ]
     if world_size % 8 == 0:
-        cases += [
-            fsdp2(
-                "experts 4 × tensor 2 × pipeline 2",
-                2,
-                expert_parallel_degree=4,
-                **tensor,
-                **pipeline,
-            )
-        ]
+        name = "experts 4 × tensor 2 × pipeline 2"
+        cases.append(fsdp2(name, 2, expert_parallel_degree=4, **tensor, **pipeline))
     return cases

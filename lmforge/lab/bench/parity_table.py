@@ -1,6 +1,4 @@
-"""`lmforge doctor --parity`: the table of whether every parallel strategy computes the same here,
-with these ranks.
-"""
+"""`lmforge doctor --parity`: the table that compares parallel strategies on these ranks."""
 
 import faulthandler
 import gc
@@ -31,7 +29,8 @@ SEQUENCES_PER_RANK = 8
 MIB = 2**20
 STDERR_FILENO = 2
 GRACE_SECONDS = 5.0
-# What a rank holds: the first three between steps, the last between forward and backward.
+# The memory that a rank holds: the first three between steps, the last between forward and
+# backward.
 MEMORY_COLUMNS = {
     "parameters": "weights",
     "gradients": "grads",
@@ -46,7 +45,8 @@ def check_parity(options: DoctorOptions) -> int:
     Returns 1 where one is wrong.
     """
     with init_distributed(options.device, threads=1) as dist_ctx:
-        if options.compile and (missing := missing_for_compile(dist_ctx.device)):
+        missing = missing_for_compile(dist_ctx.device) if options.compile else ""
+        if missing:
             raise UserError(
                 f"--compile: {missing} on this machine; install it, or leave the option out"
             )
@@ -76,9 +76,8 @@ def _run_cases(dist_ctx: DistributedContext, options: DoctorOptions) -> list[dic
     # each time.
     gc.freeze()
     rows = []
-    with Console(stderr=True, quiet=not (dist_ctx.is_rank0 and sys.stderr.isatty())).status(
-        ""
-    ) as status:
+    is_shown = dist_ctx.is_rank0 and sys.stderr.isatty()
+    with Console(stderr=True, quiet=not is_shown).status("") as status:
         for case in cases:
             status.update(case.name)
             if dist_ctx.device.type == "cuda":
@@ -93,8 +92,9 @@ def _run_cases(dist_ctx: DistributedContext, options: DoctorOptions) -> list[dic
 
 @contextmanager
 def _reported_if_late(strategy: str, seconds: float, rank: int) -> Iterator[None]:
-    """A block that, every so many seconds until it ends, is named with its rank and the stacks of
-    all threads.
+    """A context that is named with its rank and the stacks of all threads when it is late.
+
+    It is named every so many seconds until it ends.
     """
     ended = threading.Event()
 
@@ -110,9 +110,11 @@ def _reported_if_late(strategy: str, seconds: float, rank: int) -> Iterator[None
             dump_without_lock()
 
     def dump_without_lock() -> None:
-        """Where the rank holds Python's lock and waits, no thread of Python can print its stacks,
-        but one of faulthandler can. Reading stacks that run may crash, so it begins only when the
-        other has had its time, and begins anew after it.
+        """Let faulthandler print the stacks, later.
+
+        Where the rank holds Python's lock and waits, no thread of Python can print them. Reading
+        stacks that run may crash, so it begins only when the other thread has had its time, and
+        begins anew after it.
         """
         faulthandler.dump_traceback_later(seconds + GRACE_SECONDS, repeat=True, file=STDERR_FILENO)
 
@@ -130,19 +132,20 @@ def _reported_if_late(strategy: str, seconds: float, rank: int) -> Iterator[None
 def _row(
     case: ParityCase, result: ParityResult, reference: ParityResult, dist_ctx: DistributedContext
 ) -> dict[str, Any]:
-    differences, device_type = parity.relative_differences(result, reference), dist_ctx.device.type
+    differences = parity.relative_differences(result, reference)
+    device_type = dist_ctx.device.type
     bound = bound_of_splits(dtype_name(case.dtype), device_type)
+    # Compiled, the residual stream is not seen.
+    seen_dtypes = set() if case.compile_model else {case.dtype}
+    # What is not finite is infinitely far.
+    is_near = all(differences[name] <= getattr(bound, name) for name in differences)
     return {
         "strategy": case.name,
         "ranks": dist_ctx.world_size,
         "loss": result.losses[-1],
         "reference": reference.losses[-1],
         "difference": differences,
-        # What is not finite is infinitely far. Compiled, the residual stream is not seen.
-        "wrong": (
-            not all(differences[name] <= getattr(bound, name) for name in differences)
-            or result.hidden_dtypes != (set() if case.compile_model else {case.dtype})
-        ),
+        "wrong": not is_near or result.hidden_dtypes != seen_dtypes,
         "tokens_per_second": result.tokens_per_second,
         "mib": {name: size / MIB for name, size in result.memory_bytes.items()},
         "peak_gib": result.memory_gib if device_type == "cuda" else None,
@@ -155,16 +158,10 @@ def _print_table(rows: list[dict[str, Any]], dist_ctx: DistributedContext, dtype
     ranks = format_count(dist_ctx.world_size, "rank")
     table = Table(title=f"{ranks} on {device_type}, {dtype}", title_justify="left")
     table.add_column("strategy")
-    peak = ["peak GiB"] if device_type == "cuda" else []
-    for name in (
-        "loss",
-        "Δ loss",
-        "Δ gradient",
-        "Δ weights",
-        "tok/s",
-        *MEMORY_COLUMNS.values(),
-        *peak,
-    ):
+    columns = ["loss", "Δ loss", "Δ gradient", "Δ weights", "tok/s", *MEMORY_COLUMNS.values()]
+    if device_type == "cuda":
+        columns.append("peak GiB")
+    for name in columns:
         table.add_column(name, justify="right")
     for row in rows:
         cells = [
@@ -173,8 +170,9 @@ def _print_table(rows: list[dict[str, Any]], dist_ctx: DistributedContext, dtype
             *(f"{row['difference'][name]:.0e}" for name in ("loss", "gradient_norm", "weights")),
             f"{row['tokens_per_second']:,.0f}",
             *(f"{row['mib'][name]:.2f}" if name in row["mib"] else "?" for name in MEMORY_COLUMNS),
-            *([f"{row['peak_gib']:.2f}"] if peak else []),
         ]
+        if device_type == "cuda":
+            cells.append(f"{row['peak_gib']:.2f}")
         table.add_row(*cells, style="bold red" if row["wrong"] else None)
     console = page_console(160)
     console.print(table)
@@ -182,7 +180,8 @@ def _print_table(rows: list[dict[str, Any]], dist_ctx: DistributedContext, dtype
     bounds = dict.fromkeys(
         f"{each:.2g}" for each in (bound.loss, bound.gradient_norm, bound.weights)
     )
-    wrong, within = [row["strategy"] for row in rows if row["wrong"]], ", ".join(bounds)
+    wrong = [row["strategy"] for row in rows if row["wrong"]]
+    within = ", ".join(bounds)
     verdict = f"{len(rows)} strategies agree with one process within {within}"
     if len(bounds) > 1:
         verdict += f" (loss, gradient, weights), with a residual stream in {dtype}"

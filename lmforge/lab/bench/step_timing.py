@@ -1,7 +1,7 @@
-"""`lmforge bench`: what a step of a recipe costs, for one recipe or a sweep over options or
-recipes; `trial.py` measures it.
+"""`lmforge bench`: the cost of a step of a recipe, or of a sweep over options or recipes.
 
-The prediction of `lmforge plan` for these ranks is printed beside the measurement.
+`trial.py` measures it. The prediction of `lmforge plan` for these ranks is printed beside the
+measurement.
 """
 
 import json
@@ -92,7 +92,8 @@ def _sweep(config: BenchConfig, arguments: list[str]) -> int:
     finally:
         if rows:
             _print_results(rows, config.bench.output)
-    if crashed := [row for row in rows if row.get("crashed")]:
+    crashed = [row for row in rows if row.get("crashed")]
+    if crashed:
         raise RunFailed(
             f"--sweep: {len(crashed)} of {len(rows)} combinations failed; the first:"
             f" {_summary_line(crashed[0])}"
@@ -106,45 +107,33 @@ def _sweep(config: BenchConfig, arguments: list[str]) -> int:
 
 
 def _run_trial(arguments: list[str], overrides: dict[str, str]) -> dict[str, Any]:
-    """One combination in separate processes, so that its memory is freed and its failure is
-    contained.
+    """Time one combination in separate processes.
+
+    So its memory is freed and its failure is contained.
     """
-    recipe = [overrides[RECIPE_AXIS]] if RECIPE_AXIS in overrides else []
-    options = [
-        word
-        for name, value in overrides.items()
-        if name != RECIPE_AXIS
-        for word in (f"--{name}", value)
-    ]
-    # If an option is given twice, the last value counts; a list may be empty.
-    words = [*recipe, *arguments, *options]
+    words = list(arguments)
+    for name, value in overrides.items():
+        if name == RECIPE_AXIS:
+            words.insert(0, value)
+        else:  # if an option is given twice, the last value counts; a list may be empty
+            words += [f"--{name}", value]
     try:
         parse_config(BenchConfig, words)
     except UserError as problem:
         return {"failed": str(problem)}
-    command = [
-        sys.executable,
-        "-m",
-        "lmforge",
-        "bench",
-        *words,
-        "--bench.output",
-        "json",
-        "--bench.sweep",
-    ]
+    command = [sys.executable, "-m", "lmforge", "bench", *words]
+    command += ["--bench.output", "json", "--bench.sweep"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode == 0:
         return dict(json.loads(done.stdout)[0])
-    last_line = next(
-        (line for line in reversed(done.stderr.splitlines()) if line.strip()), "no error message"
-    )
     if ran_out_of_memory(done.returncode, done.stderr):
         return {"failed": OUT_OF_MEMORY}
-    return {"failed": last_line.removeprefix("lmforge: "), "crashed": done.returncode != 2}
+    lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no error message"]
+    return {"failed": lines[-1].removeprefix("lmforge: "), "crashed": done.returncode != 2}
 
 
 def ran_out_of_memory(status: int | None, stderr: str) -> bool:
-    """Whether a process that ended with `status` and wrote `stderr` ran out of memory."""
+    """Return True where a process with this exit status and stderr ran out of memory."""
     return (
         "OutOfMemoryError" in stderr
         or "out of memory" in stderr
@@ -160,12 +149,11 @@ def _words(overrides: dict[str, str]) -> str:
 def _summary_line(row: dict[str, Any]) -> str:
     if "failed" in row:
         return f"{_words(row['swept'])}: {row['failed']}"
-    step, mfu = row["step_seconds"]["median"], f", MFU {row['mfu']:.0%}" if row["mfu"] else ""
-    beside = (
-        f" (predicted {_interval(speeds)})"
-        if (speeds := row["predicted"].get("tokens_per_second_interval"))
-        else ""
-    )
+    step = row["step_seconds"]["median"]
+    mfu = f", MFU {row['mfu']:.0%}" if row["mfu"] else ""
+    beside = ""
+    if speeds := row["predicted"].get("tokens_per_second_interval"):
+        beside = f" (predicted {_interval(speeds)})"
     rates = (
         f"{row['tokens_per_second']:,.0f} tokens/s{beside}, {1e3 * step:.0f} ms per step{mfu},"
         f" {row['memory_gib']:.2f} GiB"
@@ -207,18 +195,17 @@ def _print_results(rows: list[dict[str, Any]], output: str) -> None:
 def _print_of_each(
     console: Console, rows: list[dict[str, Any]], describe: Callable[[dict[str, Any]], str]
 ) -> None:
-    """A line that holds for all rows; where it differs, each line with the combinations that it
-    holds for.
+    """Print a line that holds for all rows.
+
+    Where it differs, each line is printed with the combinations that it holds for.
     """
     rows_of = dict[str, list[dict[str, Any]]]()
     for row in rows:
         rows_of.setdefault(describe(row), []).append(row)
     for line, own in rows_of.items():
-        console.print(
-            line
-            if len(rows_of) == 1
-            else f"{'; '.join(_words(row['swept']) for row in own)}: {line}"
-        )
+        if len(rows_of) > 1:
+            line = f"{'; '.join(_words(row['swept']) for row in own)}: {line}"
+        console.print(line)
 
 
 def _print_table(console: Console, rows: list[dict[str, Any]]) -> None:
@@ -227,7 +214,9 @@ def _print_table(console: Console, rows: list[dict[str, Any]]) -> None:
     short = {name: name.rpartition(".")[2] for name in swept}
     options = list(short.values()) if len(set(short.values())) == len(swept) else swept
     rates = ("tokens/s", "predicted", "ms per step", "TFLOP/s", "MFU", "GiB", "predicted")
-    titles, table, lines = [*options, *rates, *TIMED_PHASES, "comm."], Table(), list[str]()
+    titles = [*options, *rates, *TIMED_PHASES, "comm."]
+    table = Table()
+    lines = list[str]()
     for at, name in enumerate(titles):
         table.add_column(name, justify="left" if at < len(swept) else "right")
     for row in rows:
@@ -237,18 +226,14 @@ def _print_table(console: Console, rows: list[dict[str, Any]]) -> None:
         lines.append(
             ", ".join(f"{title} {value}" for title, value in zip(titles, values, strict=False))
         )
-    if (
-        Measurement.get(console, console.options.update(max_width=FILE_WIDTH), table).maximum
-        <= console.width
-    ):
-        console.print(table, soft_wrap=False)
-        return
-    for line in lines:
-        console.print(line, soft_wrap=False)
+    options_of_width = console.options.update(max_width=FILE_WIDTH)
+    fits = Measurement.get(console, options_of_width, table).maximum <= console.width
+    for each in [table] if fits else lines:
+        console.print(each, soft_wrap=False)
 
 
 def _outcome(row: dict[str, Any]) -> str:
-    """Why a combination was not timed, in a word or two."""
+    """A word or two that say why a combination was not timed."""
     if row["failed"] == OUT_OF_MEMORY:
         return OUT_OF_MEMORY
     return "failed" if row.get("crashed") else "refused"
@@ -259,25 +244,24 @@ def _interval(bounds: list[float]) -> str:
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    step, predicted = row["step_seconds"], row["predicted"]
-    speed, memory = predicted.get("tokens_per_second"), predicted.get("memory_gib_interval")
+    step = row["step_seconds"]
+    predicted = row["predicted"]
+    speed = predicted.get("tokens_per_second")
+    memory = predicted.get("memory_gib_interval")
     speeds = predicted.get("tokens_per_second_interval")
+    predicted_speed = "?"
+    if speed and speeds:
+        predicted_speed = f"{_interval(speeds)} ({speed / row['tokens_per_second']:.2f})"
+    phases = [row["phase_seconds"][phase] for phase in TIMED_PHASES]
     return [
         f"{row['tokens_per_second']:,.0f}",
-        (
-            f"{_interval(speeds)} ({speed / row['tokens_per_second']:.2f})"
-            if speed and speeds
-            else "?"
-        ),
+        predicted_speed,
         f"{1e3 * step['median']:.0f} ({1e3 * step['min']:.0f}–{1e3 * step['max']:.0f})",
         f"{row['tflops_a_rank']:.3g}",
         f"{row['mfu']:.0%}" if row["mfu"] else "?",
         f"{row['memory_gib']:.2f}",
         "–".join(f"{each:.2f}" for each in memory) if memory else "?",
         # A pipeline's schedule mixes the passes: all of it counts as forward.
-        *(
-            f"{1e3 * seconds:.0f}" if (seconds := row["phase_seconds"][phase]) else "–"
-            for phase in TIMED_PHASES
-        ),
+        *(f"{1e3 * seconds:.0f}" if seconds else "–" for seconds in phases),
         f"{1e3 * row['communication_seconds']:.0f}",
     ]

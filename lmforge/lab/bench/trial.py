@@ -1,5 +1,4 @@
-"""The cost of a step of one recipe on these ranks: times of full steps, of their phases, and of
-communication.
+"""The cost of a step of one recipe on these ranks.
 
 A trial builds what training would build, runs whole optimizer steps and times them and their
 phases. It then runs a step under the profiler, to time communication. Tokens come from the recipe's
@@ -61,19 +60,19 @@ class _Trial:
     """A model of a recipe that is trained and timed."""
 
     def __init__(self, config: BenchConfig, dist_ctx: DistributedContext) -> None:
-        self._config, self._device, self._is_rank0 = config, dist_ctx.device, dist_ctx.is_rank0
+        self._config = config
+        self._device = dist_ctx.device
+        self._is_rank0 = dist_ctx.is_rank0
         self._plan = plan_batches(config, dist_ctx.world_size)
         # Compared steps must have one sequence length.
         config = config.model_copy(update={"data": config.data.model_copy(update={"phases": ()})})
         tokens = None if find_missing_folders(config) else TokenSources.open(config)
+        vocab_size = tokens.tokenizer.vocab_size if tokens else None
         pretrained = find_weights(config.model.source) if config.model.source else None
-        self._model_config = resolve_model_config(
-            config, pretrained, tokens.tokenizer.vocab_size if tokens else None
-        )
+        self._model_config = resolve_model_config(config, pretrained, vocab_size)
         check_parallel(config.parallel, self._model_config, self._plan)
-        for line in describe_unused_sharding(
-            config.parallel, dist_ctx.world_size, dist_ctx.device.type
-        ):
+        unused = describe_unused_sharding(config.parallel, dist_ctx.world_size, self._device.type)
+        for line in unused:
             print_line(line)
         config, _ = with_dtype(config, dist_ctx)
         with dist_ctx.raise_on_all():
@@ -86,7 +85,9 @@ class _Trial:
         self._dtype = DTYPES[config.train.dtype]
         self._compiled, _ = choose_compile(config, self._device, config.train.steps)
         self._objective = NextTokenObjective(z_loss=config.train.z_loss)
-        load_weights = pretrained.load_weights if pretrained and config.model.load_weights else None
+        load_weights = None
+        if pretrained and config.model.load_weights:
+            load_weights = pretrained.load_weights
         self._model, self._optimizer = build_model_and_optimizer(
             config,
             self._model_config,
@@ -124,6 +125,10 @@ class _Trial:
         )
         cpu_seconds = (time.process_time() - cpu_before) / bench.steps
         memory_gib = peak_memory_gib(self._device)
+        if isinstance(self._prediction, str):
+            predicted: dict[str, Any] = {"source": self._prediction}
+        else:
+            predicted = self._prediction.as_json()
         return self._row([sum(phases.values()) for phases in steps]) | {
             "warmup_seconds": warmup_seconds,
             # Of all threads of rank 0 in a step, not of other processes.
@@ -131,9 +136,7 @@ class _Trial:
             "memory_gib": memory_gib,
             "phase_seconds": steps[(len(steps) - 1) // 2],
             **self._profile(bench.trace if self._is_rank0 else None),
-            "predicted": {"source": self._prediction}
-            if isinstance(self._prediction, str)
-            else self._prediction.as_json(),
+            "predicted": predicted,
             "data": self._data_words,
         }
 
@@ -162,8 +165,9 @@ class _Trial:
         marks: list[tuple[str, Any]] = []
 
         def mark(phase: str) -> None:
-            now: Any = torch.cuda.Event(enable_timing=True) if on_gpu else time.perf_counter()
+            now: Any = time.perf_counter()
             if on_gpu:
+                now = torch.cuda.Event(enable_timing=True)
                 now.record()
             marks.append((phase, now))
 
@@ -182,12 +186,10 @@ class _Trial:
         The lower median is used, which is the value of an actual step.
         """
         median = statistics.median_low(seconds)
-        tokens_per_second, world_size = self._plan.tokens / median, self._model.dist_ctx.world_size
-        flops = (
-            tokens_per_second
-            / world_size
-            * flops_per_token(self._model_config, self._plan.sequence_length)
-        )
+        tokens_per_second = self._plan.tokens / median
+        world_size = self._model.dist_ctx.world_size
+        per_token = flops_per_token(self._model_config, self._plan.sequence_length)
+        flops = tokens_per_second / world_size * per_token
         # That of bf16 for float8 too, so that the two compare.
         peak = rank_peak_flops(self._model.dist_ctx, self._dtype)
         float8 = ", float8 in blocks" if self._config.train.float8 else ""
@@ -213,17 +215,21 @@ class _Trial:
         }
 
     def _profile(self, trace_file: Path | None) -> dict[str, float]:
-        """Measure one step: seconds in which collectives run, overlapped by computation or not;
-        live tensors at its peak.
+        """Measure one step under the profiler.
+
+        Returns seconds in which collectives run, overlapped by computation or not, and live tensors
+        at the step's peak.
         """
         on_gpu = self._device.type == "cuda"
-        activities = [ProfilerActivity.CPU] + (
-            [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-        )
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
         self._synchronize()
-        live_before = 0 if on_gpu else _live_bytes()
+        live_before = 0
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
+        else:
+            live_before = _live_bytes()
         with profile(activities=activities, profile_memory=not on_gpu) as profiled:
             self._step()
             self._synchronize()
@@ -239,18 +245,18 @@ class _Trial:
             if event.name.startswith(COLLECTIVE_NAMES)
         ]
         results = profiled.profiler.kineto_results
-        live = (
-            torch.cuda.max_memory_allocated()
-            if on_gpu
-            else _peak_bytes(results.events(), live_before)
-        )
+        if on_gpu:
+            live = torch.cuda.max_memory_allocated()
+        else:
+            live = _peak_bytes(results.events(), live_before)
         communication_seconds = _union_length([(span.start, span.end) for span in spans]) / 1e6
         return {"communication_seconds": communication_seconds, "live_gib": live / 2**30}
 
 
 def _union_length(spans: list[tuple[float, float]]) -> float:
     """Length of the union of intervals, since collectives may overlap."""
-    total, until = 0.0, float("-inf")
+    total = 0.0
+    until = float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, until))
         until = max(until, end)
@@ -258,8 +264,9 @@ def _union_length(spans: list[tuple[float, float]]) -> float:
 
 
 class _RandomBatches:
-    """A batch of random tokens, one document a sequence, for every step: used where the recipe's
-    data is missing.
+    """A batch of random tokens for every step, one document a sequence.
+
+    It is used where the recipe's data is missing.
     """
 
     def __init__(self, vocab_size: int, plan: BatchPlan, device: torch.device, seed: int) -> None:
@@ -300,8 +307,9 @@ def _live_bytes() -> int:
 
 
 def _peak_bytes(events: Sequence[Any], live_before: int) -> int:
-    """The maximum of live bytes, from the events of a profiler that recorded memory; `live_before`
-    bytes were live before.
+    """The maximum of live bytes, from the events of a profiler that recorded memory.
+
+    `live_before` bytes were live before.
     """
     changes = sorted(
         (event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"

@@ -9,7 +9,11 @@ from dataclasses import dataclass
 from math import ceil, floor, log10
 from typing import Literal
 
-LEFT, RIGHT, TOP, BOTTOM = 58, 14, 8, 36  # of a drawing, beside what is drawn
+# Margins of a drawing.
+LEFT = 58
+RIGHT = 14
+TOP = 8
+BOTTOM = 36
 HEIGHT = 290
 COLORS = 8  # that report.css has
 
@@ -34,7 +38,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Axis:
-    """Where values of `low` to `high` lie, from `first` to `last` of the drawing."""
+    """Maps values from `low` to `high` to places from `first` to `last` of the drawing."""
 
     low: float
     high: float
@@ -43,9 +47,10 @@ class Axis:
     logarithmic: bool
 
     def __call__(self, value: float) -> float:
-        low, high, value = (
-            log10(each) if self.logarithmic else each for each in (self.low, self.high, value)
-        )
+        low = self.low
+        high = self.high
+        if self.logarithmic:
+            low, high, value = map(log10, (low, high, value))
         return self.first + (value - low) / (high - low) * (self.last - self.first)
 
     def ticks(self, most: int) -> list[float]:
@@ -72,9 +77,9 @@ class Axis:
 
 def short(value: float) -> str:
     """A number in four digits, with a unit of large ones: 1.2M."""
-    for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
-        if 1e15 > abs(value) >= unit:
-            return f"{value / (1e3 if name == 'k' else unit):.4g}{name}"
+    for least, unit, name in ((1e12, 1e12, "T"), (1e9, 1e9, "B"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if 1e15 > abs(value) >= least:
+            return f"{value / unit:.4g}{name}"
     return f"{value:.4g}"
 
 
@@ -92,15 +97,9 @@ def chart(
     if not curves:
         return ""
     xs = [point[0] for curve in curves for point in curve.points]
+    ys = [value for curve in curves for point in curve.points for value in point[1:]]
     x = Axis(*_bounds(xs, x_log), LEFT, width - RIGHT, x_log)
-    y = Axis(
-        *_bounds(
-            [value for curve in curves for point in curve.points for value in point[1:]], y_log
-        ),
-        HEIGHT - BOTTOM,
-        TOP,
-        y_log,
-    )
+    y = Axis(*_bounds(ys, y_log), HEIGHT - BOTTOM, TOP, y_log)
     drawn = []
     for tick in y.ticks(6):
         drawn.append(
@@ -139,12 +138,13 @@ def chart(
 
 
 def _label(x_name: str, value: float) -> str:
-    """FLOPs as a power of ten; a T of other numbers is a trillion."""
+    """A tick's label: FLOPs as a power of ten, other numbers with a unit."""
     return f"{value:.0e}".replace("e+", "e") if "FLOPs" in x_name else short(value)
 
 
 def _bounds(values: Sequence[float], logarithmic: bool) -> tuple[float, float]:
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     if logarithmic:
         room = max((high / low) ** 0.04, 1.001)
         return low / room, high * room

@@ -1,6 +1,7 @@
-"""What rungs and the big run cost, in FLOPs, hours and money: by `lmforge plan` for the GPUs of the
-options or of this machine; on a CPU that was not measured (`lmforge bench --calibrate`), by its
-fastest matrix products.
+"""The costs of rungs and of the big run, in FLOPs, hours and money.
+
+They are by `lmforge plan` for the GPUs of the options or of this machine; on a CPU that was not
+measured (`lmforge bench --calibrate`), by its fastest matrix products.
 """
 
 from dataclasses import dataclass, replace
@@ -25,8 +26,8 @@ from lmforge.lab.plan.planning import (
 )
 from lmforge.lab.plan.prediction.predict import run_cost
 
-# What small models reach of the fastest products of a CPU, with validation and the start of
-# processes.
+# The fraction of the fastest products of a CPU that small models reach, with validation and the
+# start of processes.
 CPU_EFFICIENCY = 0.25
 
 
@@ -47,21 +48,20 @@ class Costs:
 
     def __init__(self, options: MachineOptions, device: str) -> None:
         """device: train.device. Raises UserError for hardware that is not known."""
-        self._options, self._machine = options, None
-        self.unit, self.source = (
-            "hours",
-            f"at {CPU_EFFICIENCY:.0%} of this CPU's fastest matrix products",
-        )
+        self._options = options
+        self._machine = None
+        self.unit = "hours"
+        self.source = f"at {CPU_EFFICIENCY:.0%} of this CPU's fastest matrix products"
         given = {"gpu_type", "gpus", "calibration"} & options.model_fields_set
         if not given and device != "cpu" and torch.cuda.is_available():
             known = data_sheets().find(torch.cuda.get_device_name())
-            self._options = (
-                options.model_copy(update={"gpu_type": known.name}) if known else options
-            )
-            given = {"gpu_type"} if known else given
+            if known:
+                self._options = options.model_copy(update={"gpu_type": known.name})
+                given = {"gpu_type"}
         if given:
             self._machine = find_machine(self._options)
-            self.unit, self.source = "GPU-hours", self._options.gpu_type
+            self.unit = "GPU-hours"
+            self.source = self._options.gpu_type
 
     @cached_property
     def _cpu_flops(self) -> float:
@@ -78,16 +78,12 @@ class Costs:
 
     def _planned_hours(self, trial: Trial, ranks: int, machine: Machine) -> float:
         per_host = min(machine.gpus_per_host, ranks)
-        machine = replace(
-            machine, gpus_per_host=per_host, network=machine.network if ranks > per_host else None
-        )
-        prediction = predict_step(
-            make_step_config(trial.config, trial.model, ranks, machine), machine
-        )
-        phases = predict_phases(trial.config, prediction, machine)
-        return run_cost(
-            phases, self._options, machine.gpu, async_save=trial.config.checkpoint.async_save
-        ).gpu_hours
+        network = machine.network if ranks > per_host else None
+        machine = replace(machine, gpus_per_host=per_host, network=network)
+        step_config = make_step_config(trial.config, trial.model, ranks, machine)
+        phases = predict_phases(trial.config, predict_step(step_config, machine), machine)
+        async_save = trial.config.checkpoint.async_save
+        return run_cost(phases, self._options, machine.gpu, async_save=async_save).gpu_hours
 
     def amount(self, cost: Cost, budget: Budget, big: Cost) -> float:
         """A cost in what a budget is measured in. Raises UserError where a price is not known."""
@@ -106,12 +102,8 @@ class Costs:
         return budget.amount * big.flops / self.amount(big, budget, big)
 
     def describe(self, cost: Cost) -> str:
-        words = (
-            f"{cost.flops:.3g} FLOPs, some {format_duration(3600 * cost.hours)} of"
-            f" {self.unit.removesuffix('-hours')}"
-        )
-        if self.unit == "hours":
-            words = f"{cost.flops:.3g} FLOPs, some {format_duration(3600 * cost.hours)}"
-        elif cost.hours >= 1:
-            words = f"{cost.flops:.3g} FLOPs, {cost.hours:,.1f} GPU-hours"
-        return words + (f", {cost.price:,.2f}$" if cost.price else "")
+        hours = f"some {format_duration(3600 * cost.hours)}"
+        if self.unit == "GPU-hours":
+            hours = f"{cost.hours:,.1f} GPU-hours" if cost.hours >= 1 else f"{hours} of GPU"
+        price = f", {cost.price:,.2f}$" if cost.price else ""
+        return f"{cost.flops:.3g} FLOPs, {hours}{price}"

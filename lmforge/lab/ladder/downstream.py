@@ -1,5 +1,6 @@
-"""The scores of tasks that the big run will have, in two steps (arXiv 2412.04403): a law gives its
-loss, a sigmoid the score.
+"""The scores of tasks that the big run will have, in two steps (arXiv 2412.04403).
+
+A law gives its loss, a sigmoid the score.
 
 The sigmoid is fitted to the losses and scores of the runs. The loss is the bits per byte of the
 task's correct answers, which have a law of their own; where runs lack them, as for answers that the
@@ -28,7 +29,7 @@ OF_ANSWERS = "bits_per_byte"  # of run_task
 def predict_scores(
     fit: Fit, scores: Mapping[str, Mapping[str, float]], target: Target, seed: int = 0
 ) -> list[dict[str, Any]]:
-    """For each score of tasks, what the target will have.
+    """The predicted scores of the target, for each score of tasks that the runs have.
 
     `scores` has those of runs, by name; a run may lack some.
 
@@ -37,7 +38,8 @@ def predict_scores(
     names = dict.fromkeys(
         name for each in scores.values() for name in each if not name.startswith(OF_SOURCES)
     )
-    found, of_answers = [], dict[str, Fit | None]()
+    found = []
+    of_answers = dict[str, Fit | None]()
     for name in names:
         task, _, metric = name.rpartition("/")
         if task not in of_answers:
@@ -46,8 +48,10 @@ def predict_scores(
         if law and metric == OF_ANSWERS:
             bits = estimate(law, lambda each: each.loss(target.parameters, target.tokens))
             found.append({"name": name, "score": asdict(bits), "caution": ""})
-        elif metric != OF_ANSWERS and (score := _predict(law or fit, scores, name, target, seed)):
-            found.append({"name": name, **score})
+        elif metric != OF_ANSWERS:
+            score = _predict(law or fit, scores, name, target, seed)
+            if score:
+                found.append({"name": name, **score})
     return found
 
 
@@ -73,10 +77,8 @@ def _predict(
     losses = np.array([each.loss for each in having])
     if len(having) < MIN_POINTS or not np.ptp(losses):
         return None
-    values, chance = (
-        np.array([scores[each.name][name] for each in having]),
-        np.random.default_rng(seed),
-    )
+    values = np.array([scores[each.name][name] for each in having])
+    chance = np.random.default_rng(seed)
     laws = (fit.law, *fit.draws)
     reached = np.array([law.loss(target.parameters, target.tokens) for law in laws])
     # The first is the best fit; the others are of runs drawn with repetition.
@@ -95,11 +97,14 @@ def _predict(
 
 
 def _sigmoids(losses: Array, scores: Array, weights: Array, at: Array) -> tuple[Array, float]:
-    """(for each row of weights [fits, runs], the value at a loss `at` [fits] of the sigmoid that
-    fits the scores [runs] best; the standard deviation of scores about the first). Floor and height
-    follow in closed form for each of a grid of shapes.
+    """The values [fits] of sigmoids that fit the scores [runs] best, and a standard deviation.
+
+    There is a sigmoid for each row of weights [fits, runs], with its value at a loss `at` [fits];
+    the deviation is that of scores about the first. Floor and height follow in closed form for each
+    of a grid of shapes.
     """
-    lowest, span = losses.min(), np.ptp(losses)
+    lowest = losses.min()
+    span = np.ptp(losses)
     shapes = np.array(
         [(lowest + centre * span, slope / span) for centre, slope in product(CENTRES, SLOPES)]
     )
@@ -109,13 +114,15 @@ def _sigmoids(losses: Array, scores: Array, weights: Array, at: Array) -> tuple[
 
     curves = curve(shapes[:, None], losses)  # [shapes, runs]
     weights = weights / weights.sum(1, keepdims=True)
-    mean, mean_score = weights @ curves.T, (weights @ scores)[:, None]
+    mean = weights @ curves.T
+    mean_score = (weights @ scores)[:, None]
     variance = weights @ (curves**2).T - mean**2
     height = (weights @ (curves * scores).T - mean * mean_score) / np.maximum(variance, 1e-9)
     height = np.clip(height, 0, 1)
     floor = np.clip(mean_score - height * mean, 0, 1 - height)
     fitted = floor[:, :, None] + height[:, :, None] * curves
     errors = np.einsum("fr,fsr->fs", weights, (fitted - scores) ** 2)
-    rows, best = np.arange(len(weights)), errors.argmin(1)
+    rows = np.arange(len(weights))
+    best = errors.argmin(1)
     deviation = np.sqrt(errors[0, best[0]] * len(losses) / max(1, len(losses) - 4))
     return floor[rows, best] + height[rows, best] * curve(shapes[best], at), float(deviation)

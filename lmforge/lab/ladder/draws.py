@@ -1,10 +1,10 @@
-"""Draws laws that the losses of some runs allow, by their probability: what the intervals of a fit
-are taken from.
+"""Draws laws that the losses of some runs allow, for the intervals of a fit.
 
-The noise is unknown, so the likelihood is Student's t; and for given exponents the law is linear in
-its other three parameters, so that these are drawn in closed form. The prior is Jeffreys', which
-depends on no parametrization: it gives equal volumes of predicted losses equal weight, so that an
-interval holds the truth as often as that of a linear model with unknown noise.
+They are drawn by their probability. The noise is unknown, so the likelihood is Student's t; and for
+given exponents the law is linear in its other three parameters, so that these are drawn in closed
+form. The prior is Jeffreys', which depends on no parametrization: it gives equal volumes of
+predicted losses equal weight, so that an interval holds the truth as often as that of a linear
+model with unknown noise.
 
 Not a bootstrap over runs: of nine runs a resample has six different ones on average, which five
 parameters fit nearly exactly. benchmarks/ladder_law.py measures how often intervals hold the truth.
@@ -45,15 +45,16 @@ class LawDraws:
         self._assumed = ASSUMED_NOISE**2 if five else 1e-12
 
     def draw(self, count: int, rng: np.random.Generator) -> tuple[list[Law], Array]:
-        """`count` laws, and for each the standard deviation of the logarithm of a run's loss about
-        it.
+        """`count` laws, and for each the deviation of a run's loss about it.
 
-        Raises UserError where the points allow none.
+        That is the standard deviation of the loss's logarithm. Raises UserError where the points
+        allow no law.
         """
         exponents, log_weights = self._propose_exponents(PROPOSALS * count, rng)
         columns, gram, log_volume = self._problem(exponents)
         best = np.linalg.solve(gram, (self._targets @ columns)[:, :, None])
-        squares, freedom = self._squares(columns, best[:, :, 0]), self._count - 3
+        squares = self._squares(columns, best[:, :, 0])
+        freedom = self._count - 3
         normal = np.linalg.solve(
             np.linalg.cholesky(gram).swapaxes(1, 2), rng.standard_normal(best.shape)
         )
@@ -82,9 +83,11 @@ class LawDraws:
         return [self._losses.law(exponents[each], terms[each]) for each in chosen], noises
 
     def _problem(self, exponents: Array) -> tuple[Array, Array, Array]:
-        """Exponents [laws, 2] → the columns [laws, points, 3] over the losses of the fitted law,
-        their Gram matrices, and the logarithm of the volume [laws] of the losses that a unit of
-        each of the five parameters spans, at terms of 1.
+        """The linear problem of exponents [laws, 2].
+
+        Returns the columns [laws, points, 3] over the losses of the fitted law, their Gram
+        matrices, and the logarithm of the volume [laws] of the losses that a unit of each of the
+        five parameters spans, at terms of 1.
         """
         columns = self._losses.columns(exponents) / self._fitted[:, None]
         slopes = np.concatenate([columns, columns[:, :, 1:] * self._losses.sizes], 2)
@@ -95,14 +98,11 @@ class LawDraws:
 
     def _squares(self, columns: Array, terms: Array) -> Array:
         """The sum of squared residuals of each law."""
-        return ((self._targets - np.einsum("lpt,lt->lp", columns, terms)) ** 2).sum(
-            1
-        ) + self._assumed
+        residuals = self._targets - np.einsum("lpt,lt->lp", columns, terms)
+        return (residuals**2).sum(1) + self._assumed
 
     def _propose_exponents(self, count: int, rng: np.random.Generator) -> tuple[Array, Array]:
-        """Exponents [count, 2], evenly distributed in cells of a grid, and the logarithms of what
-        to weigh them with.
-        """
+        """Exponents [count, 2], evenly distributed in cells of a grid, and their log weights."""
         bounds = np.log([EXPONENTS, EXPONENTS]).T
         low, high = bounds
         while True:
@@ -112,10 +112,8 @@ class LawDraws:
             ).reshape(-1, 2)
             likely = self._log_likelihoods(np.exp(grid))
             kept = grid[likely > likely.max() - UNLIKELY]
-            span, (low, high) = (
-                high - low,
-                np.clip([kept.min(0) - width, kept.max(0) + width], *bounds),
-            )
+            span = high - low
+            low, high = np.clip([kept.min(0) - width, kept.max(0) + width], *bounds)
             if (high - low > span / 2).all():
                 break
         chances = np.exp(likely - likely.max())
@@ -125,9 +123,7 @@ class LawDraws:
         return np.exp(logs), logs.sum(1) - np.log(chances[cells])
 
     def _log_likelihoods(self, exponents: Array) -> Array:
-        """About the logarithm of the probability of exponents [laws, 2], in logarithmic units of
-        them.
-        """
+        """The approximate log probability of exponents [laws, 2], in logarithmic units of them."""
         columns, gram, log_volume = self._problem(exponents)
         weights = np.ones(columns.shape[:2])
         terms = least_squares(columns, weights, weights * self._targets)

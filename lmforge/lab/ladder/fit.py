@@ -1,6 +1,4 @@
-"""The law that fits the losses of some runs best, and the intervals of anything that follows from
-it.
-"""
+"""The law that fits the losses of some runs best, and the intervals of what follows from it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -86,11 +84,10 @@ def fit_points(
 
 
 def _law_of_all(best: Law, draws: Sequence[Law], points: Sequence[Point]) -> Law:
-    """The best law; or the draw that is nearest the middle in all respects, where the best is
-    outside an interval in any.
+    """The best law, or the draw that is nearest the middle in all respects.
 
-    The best law can be at an end of what is possible, such as A = 0, and predict what hardly any
-    draw does.
+    It is the latter where the best is outside an interval in any respect. The best law can be at an
+    end of what is possible, such as A = 0, and predict what hardly any draw does.
     """
     largest = [max(getattr(each, name) for each in points) for name in ("parameters", "tokens")]
     places = [

@@ -1,6 +1,6 @@
-"""What a fit says about larger runs: their loss, the best size for a number of FLOPs, and what
-another size costs.
+"""Conclusions from a fit about larger runs: their loss, and the best size for a number of FLOPs.
 
+They include what another size costs.
 FLOPs are `flops_per_token` of the target over its parameters, times parameters and tokens:
 FLOPS_CONVENTION for its shape, and nearly that for models of other sizes. Everything is plain
 values for JSON: `conclusions` has all of it.
@@ -8,6 +8,7 @@ values for JSON: `conclusions` has all of it.
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from itertools import combinations
 from math import exp, isfinite, log
 from operator import attrgetter
 from typing import Any
@@ -22,7 +23,8 @@ FAR = 100  # FLOPs of the target over those of the largest run: beyond, a law sa
 NOISY = 0.015  # deviation of runs from the law: twice that of seeds of the quickstart
 FLAT = 0.01  # of the loss: sizes that cost no more are as good
 SIZE_RATIOS = (0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 3.0, 4.0)  # over the best size
-FRONTIER_POINTS, CHECK_DRAWS = 30, 200
+FRONTIER_POINTS = 30
+CHECK_DRAWS = 200
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,9 @@ class Target:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value of the law, and the interval of LEVEL of the laws that the runs allow, widened to
-    hold it.
+    """A value of the law, and its interval.
+
+    The interval is that of LEVEL of the laws that the runs allow, widened to hold the value.
     """
 
     value: float
@@ -90,16 +93,15 @@ def loss_at(law: Law, target: Target, flops: float, size_ratio: float = 1) -> fl
 
 
 def flops_ratio(law: Law, target: Target, flops: float, size_ratio: float) -> float:
-    """How many times the FLOPs reach the best loss for `flops` with the best size times
-    `size_ratio`; inf where none do.
+    """The FLOPs over `flops` that reach the best loss for `flops` with another size.
+
+    The size is the best one times `size_ratio`. Returns inf where none reach it.
     """
     parameters = size_ratio * best_size(law, target, flops)
     left = loss_at(law, target, flops) - law.loss(parameters, float("inf"))
-    return (
-        target.flops_of(parameters, (law.B / left) ** (1 / law.beta)) / flops
-        if left > 0
-        else float("inf")
-    )
+    if left > 0:
+        return target.flops_of(parameters, (law.B / left) ** (1 / law.beta)) / flops
+    return float("inf")
 
 
 def flat_range(law: Law, target: Target, flops: float) -> tuple[float, float]:
@@ -111,7 +113,7 @@ def flat_range(law: Law, target: Target, flops: float) -> tuple[float, float]:
 
 
 def cautions(fit: Fit, target: Target) -> list[str]:
-    """What a reader of the prediction must know: each a line."""
+    """Lines that a reader of the prediction must know."""
     largest = max(target.flops_of(each.parameters, each.tokens) for each in fit.points)
     lines = [f"{name} is left out: {reason}" for name, reason in fit.left_out]
     if target.flops > FAR * largest:
@@ -124,17 +126,19 @@ def cautions(fit: Fit, target: Target) -> list[str]:
             f"the runs {min(ratios):.3g} to {max(ratios):.3g}"
         )
     for name, exponent, what in (("A", "alpha", "size"), ("B", "beta", "number of tokens")):
+        value = getattr(fit.best, exponent)
         if getattr(fit.best, name) == 0:
             lines.append(
                 f"{name} is 0 in the best law: these runs do not show what a larger {what} gains,"
                 " nor what the best size is"
             )
-        elif not EXPONENTS[0] * 1.01 < (value := getattr(fit.best, exponent)) < EXPONENTS[1] / 1.01:
+        elif not EXPONENTS[0] * 1.01 < value < EXPONENTS[1] / 1.01:
             lines.append(
                 f"{exponent} is {value:.2g} in the best law, the end of its range: no such law fits"
                 " these runs well"
             )
-    if (noise := float(np.median(fit.noises))) > NOISY:
+    noise = float(np.median(fit.noises))
+    if noise > NOISY:
         lines.append(
             f"losses of the runs are {noise:.1%} from the law: are they too short, or is the"
             " learning rate too high for them? longer ones, or --ladder.learning_rates, would"
@@ -156,27 +160,35 @@ def cautions(fit: Fit, target: Target) -> list[str]:
 
 
 def check_largest(fit: Fit) -> dict[str, Any] | None:
-    """The run with the most FLOPs, as the smaller models predict it: what the ladder would have
-    said of it before it was trained. None where they cannot fix a law.
+    """The run with the most FLOPs, as the smaller models predict it.
+
+    That is what the ladder would have said of it before it was trained. None where they cannot fix
+    a law.
     """
     largest = max(fit.points, key=lambda each: each.parameters * each.tokens)
+    smaller = [each for each in fit.points if each.parameters < largest.parameters]
     try:
-        smaller = fit_points(
-            [each for each in fit.points if each.parameters < largest.parameters], draws=CHECK_DRAWS
-        )
+        fit_of_smaller = fit_points(smaller, draws=CHECK_DRAWS)
     except UserError:
         return None
-    predicted = predicted_loss(smaller, largest.parameters, largest.tokens)
-    found = {"name": largest.name, "loss": largest.loss, "predicted": asdict(predicted)}
-    return found | {"is_inside": predicted.low <= largest.loss <= predicted.high}
+    predicted = predicted_loss(fit_of_smaller, largest.parameters, largest.tokens)
+    return {
+        "name": largest.name,
+        "loss": largest.loss,
+        "predicted": asdict(predicted),
+        "is_inside": predicted.low <= largest.loss <= predicted.high,
+    }
 
 
 def conclusions(fit: Fit, target: Target) -> dict[str, Any]:
-    """Everything that follows from a fit about a target, as values for JSON. Intervals are of
-    LEVEL.
+    """Everything that follows from a fit about a target, as values for JSON.
+
+    Intervals are of LEVEL.
     """
-    flops, law = target.flops, fit.law
+    flops = target.flops
+    law = fit.law
     loss = predicted_loss(fit, target.parameters, target.tokens)
+    low, high = flat_range(law, target, flops)
     own = target.parameters / best_size(law, target, flops)
     smallest = min(target.flops_of(each.parameters, each.tokens) for each in fit.points)
     return {
@@ -184,8 +196,8 @@ def conclusions(fit: Fit, target: Target) -> dict[str, Any]:
         "law": {name: asdict(estimate(fit, attrgetter(name))) for name in asdict(law)},
         "noise": float(np.median(fit.noises)),
         "points": [
-            asdict(each)
-            | {
+            {
+                **asdict(each),
                 "predicted": law.loss(each.parameters, each.tokens),
                 "residual": residual,
             }
@@ -194,16 +206,14 @@ def conclusions(fit: Fit, target: Target) -> dict[str, Any]:
         "left_out": [{"name": name, "reason": reason} for name, reason in fit.left_out],
         "cautions": cautions(fit, target),
         "check": check_largest(fit),
-        "target": (
-            asdict(target)
-            | {
-                "flops": flops,
-                "loss": asdict(loss),
-                "bits_per_byte": _bits(loss, target),
-            }
-        ),
+        "target": {
+            **asdict(target),
+            "flops": flops,
+            "loss": asdict(loss),
+            "bits_per_byte": _bits(loss, target),
+        },
         "best": _best(fit, target, flops),
-        "flat": dict(zip(("low", "high"), flat_range(law, target, flops), strict=True)),
+        "flat": {"low": low, "high": high},
         "sizes": [_with_size(fit, target, ratio, own) for ratio in sorted({*SIZE_RATIOS, own})],
         "frontier": [
             _best(fit, target, float(each))
@@ -213,21 +223,18 @@ def conclusions(fit: Fit, target: Target) -> dict[str, Any]:
 
 
 def compare(fits: Mapping[str, Fit], target: Target) -> list[dict[str, Any]]:
-    """For each pair of mixtures, the loss of the first less that of the second at the target, and
-    whether its interval leaves out 0. Their losses must be of the same held-out text.
+    """For each pair of mixtures, the loss of the first less that of the second at the target.
+
+    "decided" says that its interval leaves out 0. Their losses must be of the same held-out text.
     """
-    names = list(fits)
-    pairs = [(a, b) for place, a in enumerate(names) for b in names[place + 1 :]]
+
+    def losses(fit: Fit) -> list[float]:
+        return [law.loss(target.parameters, target.tokens) for law in (fit.law, *fit.draws)]
+
     found = []
-    for a, b in pairs:
-        losses = [
-            [
-                law.loss(target.parameters, target.tokens)
-                for law in (fits[each].law, *fits[each].draws)
-            ]
-            for each in (a, b)
-        ]
-        differences = [one - other for one, other in zip(*losses, strict=False)]
+    for a, b in combinations(fits, 2):
+        pairs = zip(losses(fits[a]), losses(fits[b]), strict=False)
+        differences = [one - other for one, other in pairs]
         difference = _estimate(differences[0], differences[1:])
         found.append(
             {
@@ -241,7 +248,7 @@ def compare(fits: Mapping[str, Fit], target: Target) -> list[dict[str, Any]]:
 
 
 def _bits(loss: Estimate, target: Target) -> dict[str, float] | None:
-    """In bits per byte."""
+    """A loss in bits per byte."""
     if target.bytes_per_token is None:
         return None
     return {name: value / log(2) / target.bytes_per_token for name, value in asdict(loss).items()}
@@ -261,20 +268,24 @@ def _best(fit: Fit, target: Target, flops: float) -> dict[str, Any]:
 
 
 def _with_size(fit: Fit, target: Target, ratio: float, own: float) -> dict[str, Any]:
-    """What another size than the best costs: loss for the same FLOPs, and FLOPs and tokens for the
-    same loss.
+    """The cost of another size than the best.
+
+    That is its loss for the same FLOPs, and FLOPs and tokens for the same loss.
     """
     flops = target.flops
     parameters = ratio * best_size(fit.law, target, flops)
-    times = flops_ratio(fit.law, target, flops, ratio)
+    times: float | None = None
+    tokens = None
+    most = flops_ratio(fit.law, target, flops, ratio)
+    if isfinite(most):
+        times = most
+        tokens = target.tokens_of(times * flops, parameters)
     return {
         "ratio": ratio,
         "is_target": ratio == own,
         "parameters": parameters,
         "tokens": target.tokens_of(flops, parameters),
         "loss": loss_at(fit.law, target, flops, ratio),
-        "same_loss_flops": times if isfinite(times) else None,
-        "same_loss_tokens": (
-            target.tokens_of(times * flops, parameters) if isfinite(times) else None
-        ),
+        "same_loss_flops": times,
+        "same_loss_tokens": tokens,
     }

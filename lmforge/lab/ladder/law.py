@@ -28,7 +28,8 @@ EXPONENTS = (0.02, 2.0)  # the lowest and highest alpha and beta; published ones
 DIVERGED_RATIO = 1.1
 # A run with fewer steps has not left its fast beginning, and is above the law; so many other runs
 # must remain to say so.
-SHORT_STEPS, LEAST_OTHERS = 250, 2 * NUM_FITTED
+SHORT_STEPS = 250
+LEAST_OTHERS = 2 * NUM_FITTED
 # Where Huber's loss becomes linear, in standard deviations. With few runs more of them are taken
 # for outliers than are.
 HUBER_DEVIATIONS = 2.0
@@ -39,8 +40,10 @@ REWEIGHTINGS = 20
 
 @dataclass(frozen=True)
 class Point:
-    """A run of a ladder: parameters in matrix products, training tokens, its last loss in nats per
-    held-out token, and its steps, where they are known.
+    """A run of a ladder.
+
+    parameters: in matrix products. tokens: of training. loss: the last one, in nats per held-out
+    token. steps: where they are known.
     """
 
     name: str
@@ -65,15 +68,12 @@ class Law:
 
 
 def diverged(points: Sequence[Point], ratio: float = DIVERGED_RATIO) -> list[tuple[str, str]]:
-    """The names of the points that a fit leaves out, each with the reason. ratio: the most over the
-    loss of a smaller run.
+    """The names of the points that a fit leaves out, each with the reason.
+
+    ratio: the most over the loss of a smaller run.
     """
-    found = [
-        (each.name, f"its loss is {each.loss}")
-        for each in points
-        if not (isfinite(each.loss) and each.loss > 0)
-    ]
     usable = [each for each in points if isfinite(each.loss) and each.loss > 0]
+    found = [(each.name, f"its loss is {each.loss}") for each in points if each not in usable]
     for each in usable:
         smaller = [
             other
@@ -82,25 +82,21 @@ def diverged(points: Sequence[Point], ratio: float = DIVERGED_RATIO) -> list[tup
         ]
         best = min(smaller, key=lambda other: other.loss)
         if each.loss > ratio * best.loss:
-            found.append(
-                (
-                    each.name,
-                    f"its loss is {each.loss:.3f}, that of the smaller {best.name} {best.loss:.3f}",
-                )
-            )
+            than = f"that of the smaller {best.name} {best.loss:.3f}"
+            found.append((each.name, f"its loss is {each.loss:.3f}, {than}"))
     return found
 
 
 def too_short(points: Sequence[Point]) -> list[tuple[str, str]]:
-    """The names of the points that a fit leaves out for their few steps, each with the reason; none
-    where too few would be left, or all of one size or token count.
+    """The names of the points that a fit leaves out for their few steps, each with the reason.
+
+    There are none where too few would be left, or all of one size or token count.
     """
     short = [each for each in points if each.steps is not None and each.steps < SHORT_STEPS]
     others = [each for each in points if each not in short]
-    if len(others) < LEAST_OTHERS or 1 in (
-        len({each.parameters for each in others}),
-        len({each.tokens for each in others}),
-    ):
+    sizes = {each.parameters for each in others}
+    token_counts = {each.tokens for each in others}
+    if len(others) < LEAST_OTHERS or len(sizes) == 1 or len(token_counts) == 1:
         return []
     return [
         (each.name, f"it has {each.steps} steps, and below {SHORT_STEPS} a loss is above the law")
@@ -109,19 +105,20 @@ def too_short(points: Sequence[Point]) -> list[tuple[str, str]]:
 
 
 def best_law(points: Sequence[Point], huber: float | None = None) -> tuple[Law, float]:
-    """(the law with the smallest sum of Huber's losses of log residuals, where that loss becomes
-    linear).
+    """The law with the smallest sum of Huber's losses, and where that loss becomes linear.
 
-    The latter is `huber`, or else HUBER_DEVIATIONS. Raises UserError where the points cannot fix a
-    law.
+    The losses are of log residuals. The latter is `huber`, or else HUBER_DEVIATIONS. Raises
+    UserError where the points cannot fix a law.
     """
     missing = MIN_POINTS - len(points)
     if missing > 0:
-        more, runs = format_count(missing, "more run"), format_count(len(points), "run")
+        more = format_count(missing, "more run")
+        runs = format_count(len(points), "run")
         raise UserError(
             f"ladder: the law has five parameters, and {runs} cannot fix them: add at least {more}"
         )
-    if (places := len({(each.parameters, each.tokens) for each in points})) < MIN_POINTS:
+    places = len({(each.parameters, each.tokens) for each in points})
+    if places < MIN_POINTS:
         runs = f"{len(points)} runs of {places} different sizes and token counts"
         raise UserError(
             f"ladder: the law has five parameters, and {runs} cannot fix them: at least"
@@ -157,7 +154,7 @@ class Losses:
         self.log_losses = np.log([each.loss for each in points])
 
     def columns(self, exponents: Array) -> Array:
-        """Exponents [laws, 2] → what the terms are multiplied with, [laws, points, 3]."""
+        """Exponents [laws, 2] → the factors of the terms, [laws, points, 3]."""
         powers = np.exp(-exponents[:, None] * self.sizes)
         return np.concatenate([np.ones_like(powers[:, :, :1]), powers], 2)
 
@@ -167,11 +164,10 @@ class Losses:
         return Law(E, A, float(exponents[0]), B, float(exponents[1]))
 
     def solve(self, exponents: Array, huber: float) -> tuple[Array, Array]:
-        """Exponents [laws, 2] → the best terms [laws, 3], none negative, and their sums of Huber's
-        losses [laws].
+        """Exponents [laws, 2] → the best terms [laws, 3], and their sums of Huber's losses [laws].
 
-        The problem is solved again with new weights, and with the logarithm taken as linear about
-        the last solution.
+        No term is negative. The problem is solved again with new weights, and with the logarithm
+        taken as linear about the last solution.
         """
         columns = self.columns(exponents)
         predicted = np.broadcast_to(np.exp(self.log_losses), columns.shape[:2])
@@ -179,7 +175,8 @@ class Losses:
             residuals = self.log_losses - np.log(predicted)
             weights = np.minimum(1, huber / np.maximum(np.abs(residuals), 1e-12)) / predicted**2
             terms = least_squares(columns, weights, predicted * (1 + residuals))
-            last, predicted = predicted, np.einsum("lpt,lt->lp", columns, terms)
+            last = predicted
+            predicted = np.einsum("lpt,lt->lp", columns, terms)
             if np.abs(predicted - last).max() < 1e-7:
                 break
         sizes = np.abs(self.log_losses - np.log(predicted))
@@ -188,15 +185,14 @@ class Losses:
     def search(self, huber: float, start: Array | None = None) -> Array:
         """The best exponents [1, 2], from a grid or `start`, by ever finer grids about the best."""
         low, high = np.log(EXPONENTS)
-        grid = (
-            np.array(list(product(np.linspace(low, high, 21), repeat=2)))
-            if start is None
-            else np.log(start)
-        )
         near = np.array([(0, 0), *product((-2, -1, 0, 1, 2), repeat=2)])
-        best, step = 0, (high - low) / 20
+        best = 0
+        step = (high - low) / 20
         if start is None:
+            grid = np.array(list(product(np.linspace(low, high, 21), repeat=2)))
             best = int(np.argmin(self.solve(np.exp(grid), huber)[1]))
+        else:
+            grid = np.log(start)
         while step > 1e-4:  # of a logarithm
             grid = np.clip(grid[best] + step * near, low, high)
             best = int(np.argmin(self.solve(np.exp(grid), huber)[1]))
@@ -205,8 +201,9 @@ class Losses:
         return np.exp(grid[best : best + 1])
 
     def deviation(self, exponents: Array, huber: float) -> float:
-        """The standard deviation of log residuals, from the median of those that a robust fit does
-        not bring to nearly 0.
+        """The standard deviation of log residuals.
+
+        It comes from the median of those that a robust fit does not bring to nearly 0.
         """
         terms, _ = self.solve(exponents, huber)
         residuals = np.abs(self.log_losses - np.log(self.columns(exponents)[0] @ terms[0]))
@@ -214,22 +211,27 @@ class Losses:
 
 
 def least_squares(columns: Array, weights: Array, targets: Array) -> Array:
-    """Problems of three unknowns, none negative: columns [problems, points, 3], weights and targets
-    [problems, points] → [problems, 3]. Of the sets of unknowns that are not 0 the best one is
-    taken.
+    """The solutions [problems, 3] of weighted linear problems of three unknowns, none negative.
+
+    columns: [problems, points, 3]. weights, targets: [problems, points]. Of the sets of unknowns
+    that are not 0 the best one is taken.
     """
     weighted = columns * weights[:, :, None]
-    gram, moments = weighted.swapaxes(1, 2) @ columns, np.einsum("lpt,lp->lt", weighted, targets)
+    gram = weighted.swapaxes(1, 2) @ columns
+    moments = np.einsum("lpt,lp->lt", weighted, targets)
     scale = np.sqrt(np.einsum("ltt->lt", gram))
-    gram, moments = gram / (scale[:, :, None] * scale[:, None]) + 1e-12 * np.eye(3), moments / scale
-    best, gains = np.zeros_like(moments), np.zeros(len(moments))
+    gram = gram / (scale[:, :, None] * scale[:, None]) + 1e-12 * np.eye(3)
+    moments = moments / scale
+    best = np.zeros_like(moments)
+    gains = np.zeros(len(moments))
     for chosen in product((True, False), repeat=3):
         used = np.array(chosen)
         found = np.linalg.solve(
             np.where(used[:, None] & used, gram, np.eye(3)), (moments * used)[:, :, None]
         )[:, :, 0]
         gain = np.where((found >= 0).all(1), (found * moments).sum(1), -inf)
-        best, gains = np.where((gain > gains)[:, None], found, best), np.maximum(gains, gain)
+        best = np.where((gain > gains)[:, None], found, best)
+        gains = np.maximum(gains, gain)
         if used.all() and np.isfinite(gain).all():
             break
     return best / scale

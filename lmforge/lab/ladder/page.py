@@ -1,6 +1,4 @@
-"""The page of a ladder, as one HTML file without scripts, and the same numbers as JSON beside
-it.
-"""
+"""The page of a ladder, one HTML file without scripts, and the same numbers as JSON."""
 
 import html
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,8 +13,10 @@ from lmforge.lab.ladder.charts import Curve, chart, short
 from lmforge.lab.ladder.frontier import SIZE_RATIOS
 from lmforge.lab.ladder.law import Law
 
-PAGE_FILE, NUMBERS_FILE = "ladder.html", "ladder-fit.json"
-WIDE, NARROW = 1180, 560
+PAGE_FILE = "ladder.html"
+NUMBERS_FILE = "ladder-fit.json"
+WIDE = 1180
+NARROW = 560
 LINE_POINTS = 60
 GREEK = {"alpha": "α", "beta": "β"}
 
@@ -57,10 +57,11 @@ def render(
 
 
 def check_text(check: Mapping[str, Any]) -> str:
-    """What the smaller models say of the largest run, in words."""
+    """A sentence with what the smaller models say of the largest run."""
     off = check["predicted"]["value"] / check["loss"] - 1
     verdict = f"{abs(off):.1%} too {'high' if off > 0 else 'low'}"
-    verdict += "" if check["is_inside"] else ", outside the interval: these runs follow no one law"
+    if not check["is_inside"]:
+        verdict += ", outside the interval: these runs follow no one law"
     return (
         f"{check['name']} by the smaller models: {interval_text(check['predicted'])}, reached"
         f" {check['loss']:.4f}: {verdict}"
@@ -69,10 +70,11 @@ def check_text(check: Mapping[str, Any]) -> str:
 
 def interval_text(estimate: Mapping[str, float], digits: int = 4) -> str:
     """A value with its interval."""
-    value, low, high = (
-        short(float(f"{estimate[name]:.{digits}g}")) for name in ("value", "low", "high")
-    )
-    return f"{value} ({low} to {high})"
+
+    def rounded(name: str) -> str:
+        return short(float(f"{estimate[name]:.{digits}g}"))
+
+    return f"{rounded('value')} ({rounded('low')} to {rounded('high')})"
 
 
 def _section(heading: str, *parts: str) -> str:
@@ -96,11 +98,9 @@ def _comparison(pairs: Sequence[Mapping[str, Any]]) -> str:
     rows = []
     for pair in pairs:
         better = pair["first"] if pair["value"] < 0 else pair["second"]
-        words = (
-            f"{better} is better"
-            if pair["decided"]
-            else "not decided: more rungs, or a larger budget, would"
-        )
+        words = "not decided: more rungs, or a larger budget, would"
+        if pair["decided"]:
+            words = f"{better} is better"
         rows.append((pair["first"], pair["second"], interval_text(pair), words))
     return _section(
         "Mixtures at the target", _table(("mixture", "against", "difference of losses", ""), rows)
@@ -141,14 +141,19 @@ def _verdict(ladder: Mapping[str, Any]) -> str:
 
 
 def _check(ladder: Mapping[str, Any]) -> str:
-    return f"<p>Check: {html.escape(check_text(ladder['check']))}.</p>" if ladder["check"] else ""
+    if not ladder["check"]:
+        return ""
+    return f"<p>Check: {html.escape(check_text(ladder['check']))}.</p>"
 
 
 def _tiles(ladder: Mapping[str, Any]) -> str:
-    target, best, flat = ladder["target"], ladder["best"], ladder["flat"]
-    facts = {
-        "loss, nats per token": interval_text(target["loss"]),
-        "bits per byte": interval_text(target["bits_per_byte"]) if target["bits_per_byte"] else "",
+    target = ladder["target"]
+    best = ladder["best"]
+    flat = ladder["flat"]
+    facts = {"loss, nats per token": interval_text(target["loss"])}
+    if target["bits_per_byte"]:
+        facts["bits per byte"] = interval_text(target["bits_per_byte"])
+    facts |= {
         "FLOPs of the target": f"{target['flops']:.3g}",
         "best size for as many FLOPs": interval_text(best["parameters"], 3),
         "its tokens": interval_text(best["tokens"], 3),
@@ -158,7 +163,6 @@ def _tiles(ladder: Mapping[str, Any]) -> str:
     tiles = (
         f'<div class="tile"><small>{html.escape(name)}</small><b>{html.escape(fact)}</b></div>'
         for name, fact in facts.items()
-        if fact
     )
     return f'<div class="tiles">{"".join(tiles)}</div>'
 
@@ -169,43 +173,27 @@ def _cautions(ladder: Mapping[str, Any]) -> str:
 
 def _losses(ladder: Mapping[str, Any], law: Law) -> str:
     """Loss over tokens, with a line of the law for each size."""
-    target, curves = ladder["target"], []
+    target = ladder["target"]
+
+    def line(size: float, points: Sequence[Mapping[str, Any]], most: float) -> list[Any]:
+        span = np.geomspace(min(point["tokens"] for point in points), most, LINE_POINTS).tolist()
+        return [(tokens, law.loss(size, tokens)) for tokens in span]
+
+    curves = []
     most = max(target["tokens"], *(point["tokens"] for point in ladder["points"]))
     for number, size in enumerate(sorted({point["parameters"] for point in ladder["points"]})):
         points = [point for point in ladder["points"] if point["parameters"] == size]
-        span = np.geomspace(min(point["tokens"] for point in points), most, LINE_POINTS).tolist()
-        curves.append(
-            Curve(
-                f"{short(size)} parameters",
-                number,
-                [(tokens, law.loss(size, tokens)) for tokens in span],
-            )
-        )
+        curves.append(Curve(f"{short(size)} parameters", number, line(size, points, most)))
         notes = [
             f"{point['name']}: {point['loss']:.4f}, law {point['predicted']:.4f}"
             for point in points
         ]
-        curves.append(
-            Curve("", number, [(point["tokens"], point["loss"]) for point in points], "dots", notes)
-        )
-    span = np.geomspace(
-        min(point["tokens"] for point in ladder["points"]), target["tokens"], LINE_POINTS
-    ).tolist()
+        dots = [(point["tokens"], point["loss"]) for point in points]
+        curves.append(Curve("", number, dots, "dots", notes))
     label = f"{short(target['parameters'])} parameters, the target"
-    curves.append(
-        Curve(
-            label,
-            7,
-            [(tokens, law.loss(target["parameters"], tokens)) for tokens in span],
-            "dashed",
-        )
-    )
-    return chart(
-        "Losses and the law",
-        [*curves, *_target_mark(target, target["tokens"])],
-        "tokens",
-        width=WIDE,
-    )
+    dashed = line(target["parameters"], ladder["points"], target["tokens"])
+    curves += [Curve(label, 7, dashed, "dashed"), *_target_mark(target, target["tokens"])]
+    return chart("Losses and the law", curves, "tokens", width=WIDE)
 
 
 def _target_mark(target: Mapping[str, Any], at: float) -> list[Curve]:
@@ -229,7 +217,8 @@ def _curves(ladder: Mapping[str, Any]) -> str:
 
 
 def _residuals(ladder: Mapping[str, Any]) -> str:
-    points, noise = ladder["points"], 100 * ladder["noise"]
+    points = ladder["points"]
+    noise = 100 * ladder["noise"]
     dots = [
         (6 * point["parameters"] * point["tokens"], 100 * point["residual"]) for point in points
     ]
@@ -292,18 +281,23 @@ def _sizes(ladder: Mapping[str, Any]) -> str:
     best = ladder["best"]["loss"]["value"]
     rows = []
     for size in ladder["sizes"]:
-        times, tokens = size["same_loss_flops"], size["same_loss_tokens"]
-        costs = ("out of reach", "") if times is None else (f"{times:.2f}", short(tokens))
-        above = f"{100 * (size['loss'] / best - 1):+.2f} %"
-        ratio = f"{size['ratio']:.2g}" + (", the target" if size["is_target"] else "")
+        times = "out of reach"
+        tokens = ""
+        if size["same_loss_flops"] is not None:
+            times = f"{size['same_loss_flops']:.2f}"
+            tokens = short(size["same_loss_tokens"])
+        ratio = f"{size['ratio']:.2g}"
+        if size["is_target"]:
+            ratio += ", the target"
         rows.append(
             (
                 ratio,
                 short(size["parameters"]),
                 short(size["tokens"]),
                 f"{size['loss']:.4f}",
-                above,
-                *costs,
+                f"{100 * (size['loss'] / best - 1):+.2f} %",
+                times,
+                tokens,
             )
         )
     head = (
@@ -340,9 +334,8 @@ def _law(ladder: Mapping[str, Any]) -> str:
         for name, each in ladder["law"].items()
     ]
     noise = ("noise of a run", f"{100 * ladder['noise']:.2g} %", "")
-    return f"<p>{formula}</p>" + _table(
-        ("", "value", f"interval, {ladder['level']:.0%}"), [*rows, noise]
-    )
+    head = ("", "value", f"interval, {ladder['level']:.0%}")
+    return f"<p>{formula}</p>" + _table(head, [*rows, noise])
 
 
 def _runs(ladder: Mapping[str, Any]) -> str:

@@ -1,6 +1,4 @@
-"""What a fitted ladder says of its big run: the loss at its end and along the way, and the recipe
-that is ready to start.
-"""
+"""Predictions of a fitted ladder for its big run: its loss along the way, and its best shape."""
 
 from collections.abc import Sequence
 
@@ -14,9 +12,10 @@ from lmforge.lab.ladder.frontier import predicted_loss
 from lmforge.lab.ladder.rungs import Trial, scaled_parameters, shapes, tokens_per_step
 
 # Points of the curve that is predicted for a run; the part of a run before which its loss says
-# little, and the part in which a rung was first validated, if how its loss falls is to be known
-# from it.
-CURVE_POINTS, CURVE_FROM, FIRST_BEFORE = 20, 0.2, 0.5
+# little; and the part in which a rung must first be validated to show how its loss falls.
+CURVE_POINTS = 20
+CURVE_FROM = 0.2
+FIRST_BEFORE = 0.5
 
 
 def predict_curve(
@@ -41,12 +40,12 @@ def predict_curve(
     ]
     begin = max([CURVE_FROM, *(ats[0] for ats, _ in known)])
     points = []
-    for part in np.linspace(begin, 1.0, CURVE_POINTS).tolist() if known else [1.0]:
-        factors = [float(np.interp(part, ats, values)) for ats, values in known]
-        # At the end they are the residuals of the fit, which its interval has already.
-        low, middle, high = (
-            np.quantile(factors, [0.05, 0.5, 0.95]).tolist() if part < 1.0 else (1.0, 1.0, 1.0)
-        )
+    parts = np.linspace(begin, 1.0, CURVE_POINTS).tolist() if known else [1.0]
+    for part in parts:
+        low = middle = high = 1.0
+        if part < 1.0:  # at the end factors are residuals of the fit, which its interval has
+            factors = [float(np.interp(part, ats, values)) for ats, values in known]
+            low, middle, high = np.quantile(factors, [0.05, 0.5, 0.95]).tolist()
         tokens = target.tokens * part
         loss = predicted_loss(fit, target.parameters, tokens)
         points.append(
@@ -61,8 +60,9 @@ def predict_curve(
 
 
 def candidates(target: Trial, flops: float) -> list[tuple[ModelConfig, float]]:
-    """The models in the target's proportions among which the best is sought, the smallest first;
-    each with its tokens.
+    """The models in the target's proportions among which the best is sought, with their tokens.
+
+    The smallest comes first.
     """
     times = 4 * max(1.0, (flops / target.flops) ** 0.5)
     length = target.config.data.sequence_length
@@ -73,10 +73,13 @@ def candidates(target: Trial, flops: float) -> list[tuple[ModelConfig, float]]:
 
 
 def best_shape(fit: Fit, target: Trial, flops: float) -> tuple[ModelConfig, float]:
-    """The model in the target's proportions that reaches the lowest loss with so many FLOPs, and
-    its tokens.
+    """The model in the target's proportions with the lowest loss for so many FLOPs.
+
+    It comes with its tokens.
     """
-    return min(
-        candidates(target, flops),
-        key=lambda each: fit.law.loss(scaled_parameters(each[0]), each[1]),
-    )
+
+    def loss(candidate: tuple[ModelConfig, float]) -> float:
+        shape, tokens = candidate
+        return fit.law.loss(scaled_parameters(shape), tokens)
+
+    return min(candidates(target, flops), key=loss)

@@ -1,6 +1,8 @@
-"""From the recipe of a big run to those of its rungs: models of the same proportions, run lengths
-on both sides of the optimum, and all that changes with them. What rungs cost is in costs.py; who
-trains them, in runs.py.
+"""The recipes of rungs, made from the recipe of a big run.
+
+They have models of the same proportions, run lengths on both sides of the optimum, all that changes
+with them, and the best of several learning rates, which transfers. What rungs cost is in costs.py;
+who trains them, in runs.py.
 """
 
 import math
@@ -8,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from lmforge.core.errors import UserError
 from lmforge.core.model.config import ModelConfig
@@ -26,19 +30,18 @@ LEAST_RUNGS = 5
 LEAST_USED = 2 / 3  # of a budget: where a ladder costs less, a line says why
 # Where a model has fewer heads, those of its rungs are narrower, down to LEAST_HEAD_DIM: widths
 # would be too far apart.
-FEW_HEADS, LEAST_HEAD_DIM = 8, 16
-# Validations of a rung: how the loss of the big run falls before its learning rate has decayed is
-# known from them.
+FEW_HEADS = 8
+LEAST_HEAD_DIM = 16
+# Validations of a rung. They show how the loss of the big run falls before its learning rate has
+# decayed.
 VALIDATIONS = 5
 SHAPE = (
-    *(
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-    ),
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
     "moe_intermediate_size",
 )
 
@@ -68,8 +71,9 @@ class Trial:
 
 
 def scaled_parameters(model: ModelConfig) -> int:
-    """The N of the law: the parameters in matrix products with each token, head included, input
-    embedding not.
+    """The N of the law: the parameters in matrix products with each token.
+
+    They include the head, but not the input embedding.
     """
     return parameter_count(model).active_matmul
 
@@ -80,9 +84,8 @@ def tokens_per_step(config: PretrainConfig) -> int:
 
 def check_target(config: PretrainConfig, vocab_size: int) -> Trial:
     """The big run. Raises UserError where no ladder leads to it."""
-    if config.model.implementation != "lmforge" or (
-        config.model.source and config.model.load_weights
-    ):
+    has_weights = config.model.source and config.model.load_weights
+    if config.model.implementation != "lmforge" or has_weights:
         raise UserError(
             "model.source: a ladder trains lmforge's models from random weights; add"
             " --model.load_weights false"
@@ -91,20 +94,22 @@ def check_target(config: PretrainConfig, vocab_size: int) -> Trial:
 
 
 def shapes(model: ModelConfig, times: float = 1.0) -> list[ModelConfig]:
-    """Models in the proportions of this one, each with more parameters than the one before, up to
-    `times` its width.
+    """Models in the proportions of this one, up to `times` its width.
+
+    Each has more parameters than the one before.
     """
-    heads, head_dim = model.num_attention_heads, model.head_dim
+    heads = model.num_attention_heads
+    head_dim = model.head_dim
     while heads < FEW_HEADS and head_dim >= 2 * LEAST_HEAD_DIM and model.family.grouped_heads:
-        heads, head_dim = 2 * heads, head_dim // 2
+        heads *= 2
+        head_dim //= 2
     found: dict[int, ModelConfig] = {}
     for count in range(1, math.floor(heads * times) + 1):
-        width = model.hidden_size * count / heads
-        layers = max(
-            min(2, model.num_hidden_layers), round(model.num_hidden_layers * count / heads)
-        )
+        width = round(model.hidden_size * count / heads)
+        layers = round(model.num_hidden_layers * count / heads)
+        layers = max(min(2, model.num_hidden_layers), layers)
         try:
-            shape = in_proportion(model, round(width), count, head_dim, layers)
+            shape = in_proportion(model, width, count, head_dim, layers)
         except UserError:  # such as a width that the family's heads do not divide
             continue
         found.setdefault(scaled_parameters(shape), shape)
@@ -118,14 +123,12 @@ def reshape(
 
     `changes`: further options by section.
     """
-    big, model = target.model, target.config.model
+    big = target.model
+    model = target.config.model
     options = {name: getattr(shape, name) for name in SHAPE if getattr(shape, name)}
     if not big.family.grouped_heads:
-        options = {
-            name: value
-            for name, value in options.items()
-            if name not in ("num_key_value_heads", "head_dim")
-        }
+        options.pop("num_key_value_heads", None)
+        options.pop("head_dim", None)
     if model.parametrization == "standard":  # the recipe's settings are for its own model
         options |= {
             "parametrization": "completep",
@@ -159,20 +162,24 @@ def with_changes(config: PretrainConfig, changes: dict[str, dict[str, Any]]) -> 
 
 
 def in_length(config: PretrainConfig, steps: int) -> dict[str, dict[str, Any]]:
-    """The options, by section, that keep their proportions to a run of another length: warm-up,
-    decay, phases, validation.
+    """Options, by section, that keep their proportions to a run of another length.
+
+    They are those of warm-up, decay, phases and validation.
     """
     share = steps / config.train.steps
-    decay, every = config.schedule.decay_steps, config.validation.every_steps
+
+    def scaled(count: int | None, unit: int = 1) -> int | None:
+        """A number of steps or tokens in proportion, as a multiple of `unit`."""
+        if not count:
+            return count
+        return max(1, round(count * share / unit)) * unit
+
+    length = config.data.sequence_length
     phases = config.data.model_dump(mode="json")["phases"]
     for phase in phases:
-        phase["steps"] = phase["steps"] and max(1, round(phase["steps"] * share))
-        size = (
-            tokens_per_step(config)
-            // config.data.sequence_length
-            * (phase["sequence_length"] or config.data.sequence_length)
-        )
-        phase["tokens"] = phase["tokens"] and max(1, round(phase["tokens"] * share / size)) * size
+        size = tokens_per_step(config) // length * (phase["sequence_length"] or length)
+        phase["steps"] = scaled(phase["steps"])
+        phase["tokens"] = scaled(phase["tokens"], size)
     if phases:  # what is rounded need not add up to the run
         phases[-1] |= {"steps": None, "tokens": None}
     return {
@@ -180,9 +187,9 @@ def in_length(config: PretrainConfig, steps: int) -> dict[str, dict[str, Any]]:
         "schedule": {
             "warmup_steps": ScheduleOptions().warmup_steps,  # instead of which the ratio holds
             "warmup_ratio": config.schedule.warmup(config.train.steps) / config.train.steps,
-            "decay_steps": decay and max(1, round(decay * share)),
+            "decay_steps": scaled(config.schedule.decay_steps),
         },
-        "validation": {"every_steps": every and max(1, round(every * share))},
+        "validation": {"every_steps": scaled(config.validation.every_steps)},
     }
 
 
@@ -203,26 +210,25 @@ def make_rung(
     folder: Path,
     prefix: str = "",
 ) -> Trial:
-    """A rung: this model, trained on so many tokens with a schedule of its own to its end; a run in
-    `folder`.
+    """A rung, which is a run in `folder`: this model, trained on so many tokens.
+
+    It has a schedule of its own to its end.
     """
-    config, steps = target.config, math.ceil(tokens / tokens_per_step(target.config))
-    sizes = [
-        f"{round(count / 1e6, 3):g}M"
-        for count in (scaled_parameters(shape), steps * tokens_per_step(config))
-    ]
+    config = target.config
+    steps = math.ceil(tokens / tokens_per_step(config))
+    counts = (scaled_parameters(shape), steps * tokens_per_step(config))
+    name = "-".join(f"{round(count / 1e6, 3):g}M" for count in counts)
+    if prefix:
+        name = f"{prefix}-{name}"
+    options = in_length(config, steps)
+    options["validation"] = {"every_steps": math.ceil(steps / VALIDATIONS), "at_start": False}
     return reshape(
         target,
         shape,
         steps,
         vocab_size,
-        **in_length(config, steps)
-        | {"validation": {"every_steps": math.ceil(steps / VALIDATIONS), "at_start": False}},
-        run={
-            "name": "-".join([prefix, *sizes] if prefix else sizes),
-            "folder": str(folder),
-            "overwrite": False,
-        },
+        **options,
+        run={"name": name, "folder": str(folder), "overwrite": False},
         # What the big model needs does not suit small ones.
         parallel=ParallelOptions().model_dump(mode="json"),
         train={"micro_batch_size": None},
@@ -246,12 +252,12 @@ def plan_rungs(
     most: float,
     make: Callable[[ModelConfig, float], Trial],
 ) -> tuple[list[Trial], str]:
-    """(the rungs of the largest ladder whose cost is at most `most`, the cheapest first; why it
-    costs much less, if so).
+    """The rungs of the largest ladder whose cost is at most `most`, the cheapest first.
 
-    Sizes are halves of each other, as far as there are models between; each is trained for every
-    length, but the largest not for the longest, which would cost as much as the others together.
-    Raises UserError where no ladder is so cheap.
+    They come with a line that says why the ladder costs much less, if so. Sizes are halves of each
+    other, as far as there are models between; each is trained for every length, but the largest not
+    for the longest, which would cost as much as the others together. Raises UserError where no
+    ladder is so cheap.
     """
     models = [each for each in shapes(target.model) if scaled_parameters(each) < target.parameters]
     known: dict[tuple[ModelConfig, float], Trial] = {}
@@ -269,10 +275,10 @@ def plan_rungs(
             continue
         for rung in rungs:
             costs.setdefault(rung.name, cost(rung))
-        if (total := sum(costs[rung.name] for rung in rungs)) <= most:
-            return sorted(rungs, key=lambda rung: rung.flops), _unused(
-                total / most, cheapest / most
-            )
+        total = sum(costs[rung.name] for rung in rungs)
+        if total <= most:
+            rungs.sort(key=lambda rung: rung.flops)
+            return rungs, _unused(total / most, cheapest / most)
         cheapest = min(cheapest, total)
     if cheapest < math.inf:
         raise UserError(
@@ -287,7 +293,7 @@ def plan_rungs(
 
 
 def _without_short(rungs: Sequence[Trial]) -> list[Trial]:
-    """Without those that a fit would leave out for their few steps."""
+    """The rungs but for those that a fit would leave out for their few steps."""
     points = [
         Point(rung.name, rung.parameters, rung.tokens, math.nan, rung.config.train.steps)
         for rung in rungs
@@ -297,16 +303,15 @@ def _without_short(rungs: Sequence[Trial]) -> list[Trial]:
 
 
 def _unused(used: float, larger: float) -> str:
-    """Why much of a budget stays unused; `larger`: what the next larger ladder takes of it, if
-    there is one.
+    """A line that says why much of a budget stays unused.
+
+    larger: the part of it that the next larger ladder takes, if there is one.
     """
     if used > LEAST_USED:
         return ""
-    reason = (
-        f"the next larger size takes {larger:.2g} times the budget"
-        if larger < math.inf
-        else "no larger size is below it"
-    )
+    reason = "no larger size is below it"
+    if larger < math.inf:
+        reason = f"the next larger size takes {larger:.2g} times the budget"
     way = "more --ladder.tokens_per_parameter or --ladder.sizes use more"
     return f"{1 - used:.0%} of the budget: {reason}; {way}"
 
@@ -314,10 +319,12 @@ def _unused(used: float, larger: float) -> str:
 def _grid(
     models: Sequence[ModelConfig], sizes: int, lengths: Sequence[float]
 ) -> Iterator[tuple[ModelConfig, Sequence[float]]]:
-    """(model, tokens per parameter) for the largest of the models, and those with about a half, a
-    quarter, … of its size.
+    """(model, tokens per parameter) of the models of a ladder.
+
+    They are the largest, and those with about a half, a quarter, … of its size.
     """
-    largest, left = models[-1], list(models[:-1])
+    largest = models[-1]
+    left = list(models[:-1])
     yield largest, lengths[:-1]
     for number in range(1, sizes):
         wanted = math.log(scaled_parameters(largest)) - number * math.log(2)
@@ -326,3 +333,37 @@ def _grid(
         nearest = min(left, key=lambda each: abs(math.log(scaled_parameters(each)) - wanted))
         left = [each for each in left if scaled_parameters(each) < scaled_parameters(nearest)]
         yield nearest, lengths
+
+
+def with_rate(rung: Trial, rate: float, name: str | None = None) -> Trial:
+    """The rung with another learning rate; with a name it is another run."""
+    run = {} if name is None else {"run": {"name": name}}
+    return Trial(with_changes(rung.config, {"optimizer": {"lr": rate}, **run}), rung.model)
+
+
+def rate_trials(rungs: Sequence[Trial], rates: Sequence[float]) -> list[Trial]:
+    """A run of the rung in the middle with each rate."""
+    rung = rungs[len(rungs) // 2]
+    return [with_rate(rung, rate, f"{rung.name}-lr-{rate:g}") for rate in rates]
+
+
+def best_rate(rates: Sequence[float], losses: Sequence[float]) -> tuple[float, bool]:
+    """(the rate with the lowest loss, whether it is one of the outer ones).
+
+    Between three rates loss is taken for a parabola of the rate's logarithm. Raises UserError where
+    no run has a loss.
+    """
+    pairs = sorted(zip(rates, losses, strict=True))
+    finite = [loss if math.isfinite(loss) else math.inf for _, loss in pairs]
+    lowest = finite.index(min(finite))
+    if finite[lowest] == math.inf:
+        raise UserError("--ladder.learning_rates: every run diverged; give lower ones")
+    around = pairs[max(0, lowest - 1) : lowest + 2]
+    if len(around) < 3 or not all(math.isfinite(loss) for _, loss in around):
+        return pairs[lowest][0], len(around) < 3
+    square, slope, _ = np.polyfit(
+        [math.log(rate) for rate, _ in around], [loss for _, loss in around], 2
+    )
+    if square <= 0:
+        return pairs[lowest][0], False
+    return float(f"{math.exp(-slope / (2 * square)):.3g}"), False

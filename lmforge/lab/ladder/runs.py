@@ -1,6 +1,7 @@
-"""Trains the rungs of a ladder, as ordinary runs in processes of their own or as jobs of `lmforge
-launch`, and reads what they have reached. Whatever was killed, it goes on: a finished run is read,
-one that trains is waited for, any other is resumed.
+"""Trains the rungs of a ladder, and reads what they have reached.
+
+Rungs are ordinary runs in processes of their own, or jobs of `lmforge launch`. Whatever was killed,
+it goes on: a finished run is read, one that trains is waited for, any other is resumed.
 """
 
 import math
@@ -35,22 +36,23 @@ from lmforge.ops.jobs.job import read_job
 from lmforge.ops.jobs.launchers import job_state
 from lmforge.ops.report.run_data import read_events
 
-POLL_SECONDS, JOB_SECONDS = 0.2, 5.0
+POLL_SECONDS = 0.2
+JOB_SECONDS = 5.0
 # A rung whose process was killed is started again so often.
 MOST_RESTARTS = 3
-# What makes the points of a fit comparable: what rungs are trained and validated on, and how. Steps
-# and shapes differ.
+# The options that make the points of a fit comparable: what rungs are trained and validated on, and
+# how. Steps and shapes differ.
 OWN_OPTIONS = ("data", "model", "optimizer", "schedule", "validation", "objective", "train")
 FREE_OPTIONS = {"threads", "device", "compile", "stage_to", "cache_folder", "cache_gib"}
 
 
 @dataclass(frozen=True)
 class Reached:
-    """What a finished run says to a fit.
+    """The result of a finished run, for a fit.
 
     loss, bits_per_byte: on the held-out text, at the end; NaN for a run that diverged.
     curve: (fraction of the run, loss) at its validations. scores: of validation tasks.
-    text: what its tokens and its held-out text are; points of one fit have the same.
+    text: its tokens and its held-out text; points of one fit have the same.
     """
 
     name: str
@@ -69,7 +71,7 @@ class Reached:
 
 
 def read_reached(path: Path) -> Reached:
-    """What a run has reached. Raises UserError where it is not a finished run of pretraining."""
+    """The result of a run. Raises UserError where it is not a finished run of pretraining."""
     run = Run.open(path)
     if not run.exists():
         raise UserError(f"{path}: no run of lmforge (it has no recipe.toml)")
@@ -88,25 +90,24 @@ def read_reached(path: Path) -> Reached:
     except CorruptCheckpoint as error:
         raise UserError(f"{run.checkpoint_path(steps)}: {error}") from error
     last = records[-1]
-    curve = [
-        (record["step"] / steps, record["val/loss"])
-        for record in records
-        if record["step"] and record["val/loss"]
-    ]
     return Reached(
-        path.name,
-        scaled_parameters(stored_model_config(manifest)),
-        manifest.step * manifest.global_batch_size * config.data.sequence_length,
-        math.nan if last["val/loss"] is None else last["val/loss"],
-        last.get("val/bits_per_byte") or math.nan,
-        tuple(curve),
-        text_of(config, manifest.tokenizer_hash, manifest.data_plan),
-        {
+        name=path.name,
+        parameters=scaled_parameters(stored_model_config(manifest)),
+        tokens=manifest.step * manifest.global_batch_size * config.data.sequence_length,
+        loss=math.nan if last["val/loss"] is None else last["val/loss"],
+        bits_per_byte=last.get("val/bits_per_byte") or math.nan,
+        curve=tuple(
+            (record["step"] / steps, record["val/loss"])
+            for record in records
+            if record["step"] and record["val/loss"]
+        ),
+        text=text_of(config, manifest.tokenizer_hash, manifest.data_plan),
+        scores={
             name: value
             for name, value in last.items()
             if name.startswith("val/") and name.count("/") > 1 and value is not None
         },
-        steps,
+        steps=steps,
     )
 
 
@@ -121,7 +122,7 @@ def text_of(config: PretrainConfig, tokenizer_hash: str, plan: Mapping[str, Any]
 
 
 def read_rung(rung: Trial) -> Reached:
-    """What a rung of a ladder has reached: one that has diverged is not finished."""
+    """The result of a rung; its loss is NaN where it has diverged and so is not finished."""
     run = Run.from_config(rung.config)
     if final_records(run, rung.config.train.steps):
         return read_reached(run.path)
@@ -131,46 +132,45 @@ def read_rung(rung: Trial) -> Reached:
 def check_same_text(reached: Sequence[Reached]) -> None:
     """Raise UserError where the losses of runs do not compare."""
     finished = [each for each in reached if each.text]
-    for first, each in ((finished[0], each) for each in finished[1:]):
+    for each in finished[1:]:
+        first = finished[0]
         for name, value in each.text.items():
             if value != first.text[name]:
-                what = {"tokenizer": "another tokenizer", "data": "other data"}.get(
-                    name, f"another {name}"
-                )
+                other = "other data" if name == "data" else f"another {name}"
                 raise UserError(
-                    f"{each.name}: trained with {what} than {first.name}: no law holds for both"
+                    f"{each.name}: trained with {other} than {first.name}: no law holds for both"
                 )
 
 
 def final_records(run: Run, steps: int) -> list[dict[str, Any]]:
     """The validations of a run; none where it has not measured its last step, or not saved it."""
-    records = run.read_metrics() if run.checkpoint_steps()[-1:] == [steps] else []
-    is_final = bool(records) and records[-1]["step"] == steps and "val/loss" in records[-1]
-    return [record for record in records if "val/loss" in record] if is_final else []
+    if run.checkpoint_steps()[-1:] != [steps]:
+        return []
+    records = run.read_metrics()
+    if not records or records[-1]["step"] != steps or "val/loss" not in records[-1]:
+        return []
+    return [record for record in records if "val/loss" in record]
 
 
 def is_over(run: Run, rung: Trial) -> bool:
-    """Whether a rung is finished, or bad steps have ended it."""
+    """Return True where a rung is finished, or bad steps have ended it."""
     return bool(final_records(run, rung.config.train.steps)) or has_diverged(run)
 
 
 def has_diverged(run: Run) -> bool:
-    """Whether bad steps have ended a run: other failures are of its machine."""
+    """Return True where bad steps have ended a run: other failures are of its machine."""
     ended = [event for event in read_events(run)[0] if event["kind"] == "end"]
-    return (
-        bool(ended)
-        and ended[-1].get("state") == "failed"
-        and IN_A_ROW in str(ended[-1].get("error"))
-    )
+    if not ended:
+        return False
+    return ended[-1].get("state") == "failed" and IN_A_ROW in str(ended[-1].get("error"))
 
 
 def check_options(rung: Trial, run: Run) -> None:
     """Raise UserError where a run of this name was trained with other options."""
     if not run.exists():
         return
-    recorded, planned = (
-        config.model_dump(mode="json") for config in (run.load_config(), rung.config)
-    )
+    recorded = run.load_config().model_dump(mode="json")
+    planned = rung.config.model_dump(mode="json")
     for section in OWN_OPTIONS:
         for name, value in planned[section].items():
             if name not in FREE_OPTIONS and recorded.get(section, {}).get(name) != value:
@@ -181,13 +181,16 @@ def check_options(rung: Trial, run: Run) -> None:
 
 
 class RungRunner:
-    """Trains rungs, `parallel` at once; `tell` is called with a line about each that begins or
-    ends.
+    """Trains rungs, `parallel` at once.
+
+    `tell` is called with a line about each that begins or ends.
     """
 
     def __init__(self, recipes: Path, parallel: int, tell: Callable[[str], None]) -> None:
         """recipes: folder of NAME.toml and NAME.log of each rung."""
-        self._recipes, self._parallel, self._tell = recipes, parallel, tell
+        self._recipes = recipes
+        self._parallel = parallel
+        self._tell = tell
         self._signals = list[int]()
         self._restarts = Counter[str]()
 
@@ -201,7 +204,9 @@ class RungRunner:
         """
         for rung in rungs:  # each is refused before one is trained
             check_options(rung, Run.from_config(rung.config))
-        waiting, active, slots = deque(rungs), dict[str, _Active](), list(range(self._parallel))
+        waiting = deque(rungs)
+        active = dict[str, _Active]()
+        slots = list(range(self._parallel))
         previous = handle_signals(STOP_SIGNALS, lambda number, frame: self._signals.append(number))
         try:
             while active or (waiting and not self._signals):
@@ -215,13 +220,15 @@ class RungRunner:
                 if self._signals:
                     active = {name: each for name, each in active.items() if self._pass_on(each)}
                 for name, each in list(active.items()):
-                    if (status := each.poll()) is not None:
-                        del active[name]
-                        slots.append(each.slot)
-                        if self._has_ended(each, status):
-                            self._tell_reached(each.rung)
-                        elif not self._signals:
-                            waiting.appendleft(each.rung)
+                    status = each.poll()
+                    if status is None:
+                        continue
+                    del active[name]
+                    slots.append(each.slot)
+                    if self._has_ended(each, status):
+                        self._tell_reached(each.rung)
+                    elif not self._signals:
+                        waiting.appendleft(each.rung)
                 time.sleep(POLL_SECONDS)
         except BaseException:
             for each in active.values():
@@ -236,7 +243,8 @@ class RungRunner:
 
     def _tell_reached(self, rung: Trial) -> None:
         loss = read_rung(rung).loss
-        self._tell(f"{rung.name}: " + ("diverged" if math.isnan(loss) else f"val/loss {loss:.4f}"))
+        result = "diverged" if math.isnan(loss) else f"val/loss {loss:.4f}"
+        self._tell(f"{rung.name}: {result}")
 
     def _pass_on(self, active: "_Active") -> bool:
         """Give a rung the signals that it has not had.
@@ -251,7 +259,8 @@ class RungRunner:
         return active.process is not None
 
     def _start(self, rung: Trial, run: Run, slot: int) -> "_Active":
-        recipe, launch = self._recipes / f"{rung.name}.toml", rung.config.launch
+        recipe = self._recipes / f"{rung.name}.toml"
+        launch = rung.config.launch
         if run.path.exists():
             lock = try_lock(run.path / ".lock")
             if lock is None:
@@ -268,10 +277,8 @@ class RungRunner:
             if shutil.which("nvidia-smi") and rung.config.train.device != "cpu":
                 environment |= _visible_gpus(slot, launch.processes)
             elif rung.config.train.threads is None:
-                command += [
-                    "--train.threads",
-                    str(threads_per_rank(self._parallel * launch.processes)),
-                ]
+                threads = threads_per_rank(self._parallel * launch.processes)
+                command += ["--train.threads", str(threads)]
         with open(self._recipes / f"{rung.name}.log", "ab") as log:
             # In a session of its own Ctrl-C reaches it once, by this process: a second one would
             # end it unsaved.
@@ -286,11 +293,12 @@ class RungRunner:
         return _Local(rung=rung, run=run, slot=slot, process=process)
 
     def _has_ended(self, active: "_Active", status: int) -> bool:
-        """Whether a rung is done, or has diverged; False where it is to be started again.
+        """Return True where a rung is done, or has diverged; False where it is started again.
 
         Raises for any other end.
         """
-        run, rung = active.run, active.rung
+        run = active.run
+        rung = active.rung
         if is_over(run, rung):
             return True
         log = self._recipes / f"{rung.name}.log"
@@ -309,17 +317,18 @@ def _visible_gpus(slot: int, count: int) -> dict[str, str]:
     """The GPUs of one of several runs at once."""
     import torch
 
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = given.split(",") if given else [str(each) for each in range(torch.cuda.device_count())]
-    chosen = (
-        [names[(slot * count + number) % len(names)] for number in range(count)] if names else []
-    )
+    names = [str(each) for each in range(torch.cuda.device_count())]
+    if given := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        names = given.split(",")
+    chosen = []
+    if names:
+        chosen = [names[(slot * count + number) % len(names)] for number in range(count)]
     return {"CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(chosen))}
 
 
 @dataclass(kw_only=True)
 class _Active(ABC):
-    """A rung that trains, in the place `slot`. signals: how many were passed on to it.
+    """A rung that trains, in the place `slot`. signals: the number that was passed on to it.
 
     One without a process of this ladder's goes on when the ladder ends.
     """
@@ -344,14 +353,12 @@ class _Active(ABC):
             self.process.wait()
 
     def last_words(self, log: Path) -> str:
-        """Its last line."""
+        """The last message of the rung in its log."""
         lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-        return cut(
-            next(
-                (line for line in reversed(lines) if line.startswith("lmforge: ")), ""
-            ).removeprefix("lmforge: "),
-            500,
-        )
+        for line in reversed(lines):
+            if line.startswith("lmforge: "):
+                return cut(line.removeprefix("lmforge: "), 500)
+        return ""
 
 
 class _Local(_Active):
@@ -361,10 +368,11 @@ class _Local(_Active):
 
 
 class _Elsewhere(_Active):
-    """Of a ladder that was killed: its rungs go on."""
+    """A rung of a ladder that was killed: it goes on."""
 
     def poll(self) -> int | None:
-        if (lock := try_lock(self.run.path / ".lock")) is None:
+        lock = try_lock(self.run.path / ".lock")
+        if lock is None:
             return None
         lock.release()
         return 0
@@ -395,7 +403,9 @@ class _Job(_Active):
             assert job is not None, "lmforge launch has written it"
         self.next_at = time.monotonic() + JOB_SECONDS
         state, _ = job_state(job)
-        return None if state.is_active else {"done": 0, "refused": 2, "failed": 1}.get(state, 143)
+        if state.is_active:
+            return None
+        return {"done": 0, "refused": 2, "failed": 1}.get(state, 143)
 
     def last_words(self, log: Path) -> str:
         job = read_job(self.run.path)

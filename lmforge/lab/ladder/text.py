@@ -1,6 +1,4 @@
-"""The text of a ladder: runs that exist beside the recipe's, and runs that read their data too
-often.
-"""
+"""The text of a ladder: runs beside the recipe's, and runs that read their data too often."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,13 +19,14 @@ def adopt(paths: Sequence[Path], rungs: Sequence[Trial]) -> list[Reached]:
     Raises UserError.
     """
     taken = [rung.name for rung in rungs] + [path.name for path in paths]
-    own, found = {Run.from_config(rung.config).path.resolve() for rung in rungs}, []
+    own = {Run.from_config(rung.config).path.resolve() for rung in rungs}
+    found = []
     for path in paths:
         if path.resolve() not in own:
             reached = read_reached(path)
-            found.append(
-                replace(reached, name=str(path)) if taken.count(path.name) > 1 else reached
-            )
+            if taken.count(path.name) > 1:
+                reached = replace(reached, name=str(path))
+            found.append(reached)
     return found
 
 
@@ -46,13 +45,12 @@ def as_planned(trial: Trial, sources: TokenSources, name: str = "the big run") -
 def repeated(
     target: Trial, rungs: Sequence[Trial], sources: TokenSources, best_tokens: float | None = None
 ) -> list[str]:
-    """What is said of the big run and of rungs that read a source more than MOST_EPOCHS times, and
-    of a run of the best size, which has `best_tokens`.
+    """Lines about runs that read a source more than MOST_EPOCHS times.
+
+    The runs are the big one, the rungs, and one of the best size, which has `best_tokens`.
     """
-    read = [
-        (who, *most_epochs(trial, sources))
-        for who, trial in (("the target", target), *((rung.name, rung) for rung in rungs))
-    ]
+    read = [("the target", *most_epochs(target, sources))]
+    read += [(rung.name, *most_epochs(rung, sources)) for rung in rungs]
     if best_tokens is not None:
         _, name, epochs = read[0]
         read.append(("the best run for as many FLOPs", name, epochs * best_tokens / target.tokens))
@@ -65,12 +63,13 @@ def repeated(
 
 
 def most_epochs(trial: Trial, sources: TokenSources) -> tuple[str, float]:
-    """The source of which a run reads most, and how often it reads it.
+    """The source that a run reads most often, and how often it reads it.
 
     Raises UserError where its data does not suffice.
     """
     size = _sequences_per_step(trial)
-    epochs, left = dict.fromkeys(sources.names, 0.0), trial.config.train.steps * size
+    epochs = dict.fromkeys(sources.names, 0.0)
+    left = trial.config.train.steps * size
     for phase in TokenSources(trial.config, sources.folders).training(size).phases:
         samples = left if phase.num_samples is None else min(left, phase.num_samples)
         left -= samples

@@ -1,6 +1,4 @@
-"""The options of `lmforge bench`: a step of a recipe that is timed, a sweep over its options, or a
-calibration. And what a `--sweep` asks for.
-"""
+"""The options of `lmforge bench`, and the combinations of a `--sweep`."""
 
 import itertools
 import math
@@ -20,7 +18,7 @@ RECIPE_AXIS = "recipe"
 
 
 class BenchOptions(Options):
-    """What is timed, and for how long."""
+    """The steps that are timed, and how long they are."""
 
     steps: int = option(10, "timed steps", **COUNT)
     warmup_steps: int = option(3, "untimed steps before them, which include compilation", **COUNT)
@@ -41,12 +39,14 @@ class BenchOptions(Options):
 
     def problems(self) -> Iterator[str]:
         changed = self.changed()
-        if not self.calibrate and (
-            given := [name for name in ("out", "calibrate_seconds") if name in changed]
-        ):
-            yield f"--bench.{given[0]}: only with --calibrate; add it, or leave this out"
-        if self.calibrate and (others := [name for name in ("sweep", "trace") if name in changed]):
-            yield f"--{others[0]}: not with --calibrate, which times no step; leave one out"
+        if self.calibrate:
+            others = [name for name in ("sweep", "trace") if name in changed]
+            if others:
+                yield f"--{others[0]}: not with --calibrate, which times no step; leave one out"
+        else:
+            given = [name for name in ("out", "calibrate_seconds") if name in changed]
+            if given:
+                yield f"--bench.{given[0]}: only with --calibrate; add it, or leave this out"
 
 
 class BenchConfig(PretrainConfig):
@@ -94,7 +94,8 @@ def sweep_combinations(sweep: tuple[str, ...]) -> list[dict[str, str]]:
                 f"--sweep {cut(name)}: given twice; write all of its values after one {cut(name)}="
             )
         axes.append([(name, value) for value in values.split(",")])
-    if (count := math.prod(map(len, axes))) > MAX_COMBINATIONS:
+    count = math.prod(map(len, axes))
+    if count > MAX_COMBINATIONS:
         raise UserError(
             f"--sweep: {count:,} combinations, each of which takes seconds at least; at most"
             f" {MAX_COMBINATIONS:,}"

@@ -1,6 +1,4 @@
-"""The options of `lmforge ladder`: how many small runs predict a big one, and what they may
-cost.
-"""
+"""The options of `lmforge ladder`: the small runs that predict a big one, and their budget."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -25,16 +23,16 @@ SUFFIXES: dict[str, BudgetUnit] = {"": "FLOPs", "%": "share", "h": "GPU-hours", 
 
 @dataclass(frozen=True)
 class Budget:
-    """An amount of what it is measured in; a share is a fraction of the big run's FLOPs."""
+    """An amount in a unit; a share is a fraction of the big run's FLOPs."""
 
     amount: float
     unit: BudgetUnit
 
 
 def parse_budget(value: Any, shares: bool = True) -> Budget:
-    """The budget that a word says: a share up to 1 (0.1, 10%), FLOPs (1e18), GPU-hours (20h), or a
-    price (500$). Raises an error of pydantic's for any other, and for a share where these are not
-    allowed.
+    """Parse a budget: a share up to 1 (0.1, 10%), FLOPs (1e18), GPU-hours (20h), a price (500$).
+
+    Raises an error of pydantic's for any other, and for a share where these are not allowed.
     """
     match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]{1,2})?([%h$]?)", str(value))
     if match and (amount := float(f"{match[1]}{match[2] or ''}")):
@@ -98,7 +96,8 @@ class LadderOptions(Options):
             "learning_rates": [f"{each:g}" for each in self.learning_rates],
         }
         for name, given in names.items():
-            if twice := [each for each in given if given.count(each) > 1]:
+            twice = [each for each in given if given.count(each) > 1]
+            if twice:
                 way = "rename one, for it names runs" if name == "mixtures" else "leave one out"
                 yield f"--ladder.{name}: {quoted(twice[0])} twice; {way}"
         if len(self.tokens_per_parameter) < 2:

@@ -61,7 +61,7 @@ class MachineOptions(Options):
 
 
 class PlanOptions(MachineOptions):
-    """What the run is planned for, and what is searched."""
+    """The hardware that the run is planned for, and the search."""
 
     search: bool = option(
         False, "rank the configurations that fit, and say why each of the others is slower"
@@ -81,9 +81,8 @@ class PlanOptions(MachineOptions):
     output: Literal["text", "json"] = OUTPUT_FORMAT
 
     def problems(self) -> Iterator[str]:
-        if not self.search and (
-            given := [name for name in ("write", "configurations") if name in self.changed()]
-        ):
+        given = [name for name in ("write", "configurations") if name in self.changed()]
+        if given and not self.search:
             yield f"--{given[0]}: only with --search; add it, or leave this out"
         if self.write is None and "finalists" in self.changed():
             yield "--finalists: only with --write, which names the files; add it, or leave this out"

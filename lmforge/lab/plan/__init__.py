@@ -1,5 +1,4 @@
-"""What a run needs, computed from its options and its model: memory, time and cost, and what would
-fit.
+"""The memory, time and cost of a run, computed from its options and its model, and what would fit.
 
 Begin with `traces.py` (what a block and the head compute and keep, traced on tensors without
 memory; `operators.py` counts what is traced). `planning.py` goes from a recipe to a prediction, for

@@ -57,9 +57,7 @@ Count = Annotated[int, Field(gt=0, le=2**20)]
 
 
 class Measurement(BaseModel):
-    """One value, `unit` says of what; collectives are the seconds for so many bytes on each
-    rank.
-    """
+    """One measured value. Those of collectives are seconds for so many bytes on each rank."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -82,12 +80,14 @@ class Measurement(BaseModel):
 
 
 class RateTable:
-    """Values on a grid of sizes, and between them: linear in the logarithm of each size, beyond the
-    grid as at its edge.
+    """Values on a grid of sizes, and between them.
+
+    They are linear in the logarithm of each size, and beyond the grid as at its edge.
     """
 
     def __init__(self, values: Mapping[tuple[int, ...], float]) -> None:
-        self._values, self._known = values, dict[tuple[float, ...], float]()
+        self._values = values
+        self._known = dict[tuple[float, ...], float]()
         self._axes = [sorted(set(axis)) for axis in zip(*values, strict=True)]
         if any(corner not in values for corner in product(*self._axes)):
             raise ValueError("a size that was measured in one row is missing in another")
@@ -107,15 +107,16 @@ class RateTable:
     def _between(self, sizes: tuple[float, ...], chosen: tuple[int, ...]) -> float:
         if len(chosen) == len(sizes):
             return self._values[chosen]
-        axis, size = self._axes[len(chosen)], sizes[len(chosen)]
+        axis = self._axes[len(chosen)]
+        size = sizes[len(chosen)]
         above = bisect_right(axis, size)
         if above in (0, len(axis)):
             return self._between(sizes, (*chosen, axis[min(above, len(axis) - 1)]))
-        low, high = axis[above - 1], axis[above]
+        low = axis[above - 1]
+        high = axis[above]
         weight = math.log(size / low) / math.log(high / low)
-        return (1 - weight) * self._between(sizes, (*chosen, low)) + weight * self._between(
-            sizes, (*chosen, high)
-        )
+        below = self._between(sizes, (*chosen, low))
+        return (1 - weight) * below + weight * self._between(sizes, (*chosen, high))
 
 
 # Plans print names from a file.
@@ -148,18 +149,15 @@ class Calibration(BaseModel):
         if self.hosts > self.ranks:
             raise ValueError(f"{self.hosts} hosts with {self.ranks} ranks")
         measured = {(each.what, each.dtype) for each in self.measurements}
-        if self.ranks == 1 and (
-            alone := [name for name in COLLECTIVES if (name, None) in measured]
-        ):
-            raise ValueError(f"{alone[0]}: measured with one rank")
+        for name in COLLECTIVES:
+            if self.ranks == 1 and (name, None) in measured:
+                raise ValueError(f"{name}: measured with one rank")
+        has_bf16 = ("product", "bf16") in measured
         for name in REQUIRED:
-            if (name, None if name == "memory" else "fp32") not in measured:
+            dtype = None if name == "memory" else "fp32"
+            if (name, dtype) not in measured:
                 raise ValueError(f"{name}: not measured")
-            if (
-                name != "memory"
-                and ("product", "bf16") in measured
-                and (name, "bf16") not in measured
-            ):
+            if dtype and has_bf16 and (name, "bf16") not in measured:
                 raise ValueError(f"{name}: not measured in bf16, in which product is")
         try:
             _ = self._tables
@@ -183,7 +181,7 @@ class Calibration(BaseModel):
         return self._tables[what, dtype]
 
     def value(self, what: str) -> float | None:
-        """Of what has no sizes."""
+        """The measurement of something that has no sizes."""
         table = self.table(what)
         return None if table is None else table.at()
 

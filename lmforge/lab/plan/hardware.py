@@ -1,6 +1,7 @@
-"""Data sheet figures of GPUs and networks: the file hardware.toml in this folder, and a user's own
-file in the same format. MFU (`peak_flops`) and predictions read them only from here. It does not
-import torch.
+"""Data sheet figures of GPUs and networks.
+
+They are in the file hardware.toml in this folder, and in a user's own file of the same format. MFU
+(`peak_flops`) and predictions read them only from here. It does not import torch.
 """
 
 import difflib
@@ -48,8 +49,9 @@ class GPU(BaseModel):
 
     @property
     def memory_bytes(self) -> int:
-        """What torch can see of it."""
-        return int(self.memory_gb * 2**30 * (1 if self.is_cpu else 1 - DRIVER_FRACTION))
+        """The memory that torch can see."""
+        visible = 1 if self.is_cpu else 1 - DRIVER_FRACTION
+        return int(self.memory_gb * 2**30 * visible)
 
     @property
     def is_cpu(self) -> bool:
@@ -57,10 +59,11 @@ class GPU(BaseModel):
 
     @property
     def power_factor(self) -> float:
-        """The relative speed of its matrix products under `power_limit_watts`: power grows with the
-        cube of the clock.
+        """The relative speed of its matrix products under `power_limit_watts`.
+
+        Power grows with the cube of the clock.
         """
-        limit = self.watts if self.power_limit_watts is None else self.power_limit_watts
+        limit = self.power_limit_watts or self.watts
         return min(1.0, (limit / self.watts) ** (1 / 3))
 
     def peak_flops(self, dtype: str) -> float | None:
@@ -71,8 +74,9 @@ class GPU(BaseModel):
         # Tensor cores of these chips run both 16-bit formats at the same speed; older ones have
         # only fp16.
         known = {str(name): rate for name, rate in self.tflops.items()}
-        teraflops = known.get(dtype, known.get("bf16") if dtype == "fp16" else None)
-        return None if teraflops is None else teraflops * 1e12
+        if dtype == "fp16" and dtype not in known:
+            dtype = "bf16"
+        return known[dtype] * 1e12 if dtype in known else None
 
 
 class Network(BaseModel):
@@ -89,7 +93,8 @@ class Network(BaseModel):
 
     def host_bytes_per_second(self, gpus_per_host: int) -> float:
         """The bandwidth of all ports of a host, in one direction."""
-        return self.gb_s * GB * self.ports * (1 if self.per_host else gpus_per_host)
+        cards = 1 if self.per_host else gpus_per_host
+        return self.gb_s * GB * self.ports * cards
 
 
 EntryT = TypeVar("EntryT", GPU, Network)
@@ -108,10 +113,10 @@ class Hardware(BaseModel):
 
         Raises UserError with the nearest names.
         """
-        named = next(
-            (gpu.name for gpu in self.gpus if name and gpu.matches.lower() == name.lower()), name
-        )
-        return _by_name(self.gpus, named, "--gpu_type", ", or describe it in a file for --hardware")
+        for gpu in self.gpus:
+            if name and gpu.matches.lower() == name.lower():
+                return gpu
+        return _by_name(self.gpus, name, "--gpu_type", ", or describe it in a file for --hardware")
 
     def network(self, name: str) -> Network:
         """The network of a name. Raises UserError with the nearest names."""
@@ -119,8 +124,10 @@ class Hardware(BaseModel):
 
     def find(self, device_name: str) -> GPU | None:
         """The GPU that torch.cuda.get_device_name() calls so; None where it is not here."""
-        patterns = ((gpu, rf"\b{re.escape(gpu.matches)}\b") for gpu in self.gpus if gpu.matches)
-        return next((gpu for gpu, pattern in patterns if re.search(pattern, device_name)), None)
+        for gpu in self.gpus:
+            if gpu.matches and re.search(rf"\b{re.escape(gpu.matches)}\b", device_name):
+                return gpu
+        return None
 
 
 def _by_name(entries: Sequence[EntryT], name: str, option: str, way: str = "") -> EntryT:
@@ -133,7 +140,7 @@ def _by_name(entries: Sequence[EntryT], name: str, option: str, way: str = "") -
 
 @cache
 def data_sheets() -> Hardware:
-    """hardware.toml."""
+    """The content of hardware.toml."""
     return Hardware(**read_toml(HARDWARE_FILE))
 
 
@@ -152,19 +159,19 @@ def read_hardware(path: Path | None) -> Hardware:
     networks = tuple(
         network.model_copy(update={"name": network.name.lower()}) for network in own.networks
     )
-    own_gpus, own_networks = {gpu.name for gpu in gpus}, {network.name for network in networks}
     return Hardware(
-        gpus=(*gpus, *(each for each in data_sheets().gpus if each.name not in own_gpus)),
-        networks=(
-            *networks,
-            *(each for each in data_sheets().networks if each.name not in own_networks),
-        ),
+        gpus=_with_own(data_sheets().gpus, gpus),
+        networks=_with_own(data_sheets().networks, networks),
     )
 
 
+def _with_own(entries: tuple[EntryT, ...], own: tuple[EntryT, ...]) -> tuple[EntryT, ...]:
+    """The entries, but for those that have the name of one of a user's own, which come first."""
+    names = {each.name for each in own}
+    return own + tuple(each for each in entries if each.name not in names)
+
+
 def gpu_peak_flops(name: str, dtype: str) -> float | None:
-    """Peak FLOP/s of a GPU by the name that its driver gives; None where it is not in the hardware
-    file.
-    """
+    """Peak FLOP/s of a GPU by its driver's name for it; None where the hardware file lacks it."""
     gpu = data_sheets().find(name)
     return None if gpu is None else gpu.peak_flops(dtype)

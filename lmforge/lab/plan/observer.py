@@ -1,5 +1,6 @@
-"""The prediction for a run that trains: printed before its first step, and compared with its first
-steps (log.predict).
+"""The prediction for a run that trains (log.predict).
+
+It is printed before the run's first step, and compared with its first steps.
 """
 
 import statistics
@@ -15,9 +16,7 @@ PREDICTED_STEPS = 20
 
 
 class PredictionObserver(Observer):
-    """Predicts the memory and the speed of a run on rank 0, and compares them with its first
-    steps.
-    """
+    """Predicts memory and speed of a run on rank 0, and compares them with its first steps."""
 
     def __init__(self, run: ObservedRun) -> None:
         super().__init__(run)
@@ -61,8 +60,11 @@ class PredictionCheck:
         log: Callable[[str], None],
     ) -> None:
         """`prediction` is a string with the reason where there is no prediction."""
-        self._prediction, self._tokens, self._log = prediction, tokens_per_step, log
-        self._due_step, self._seconds = start_step + PREDICTED_STEPS, list[float]()
+        self._prediction = prediction
+        self._tokens = tokens_per_step
+        self._log = log
+        self._due_step = start_step + PREDICTED_STEPS
+        self._seconds = list[float]()
 
     def add_step(self, seconds: float) -> None:
         """Record the seconds of a step, which is neither the first nor one that compiled."""
@@ -70,8 +72,9 @@ class PredictionCheck:
             self._seconds.append(seconds)
 
     def compare(self, step: int, memory_gib: float, *, is_last: bool) -> dict[str, float]:
-        """Fields for metrics.jsonl, once: at the first log step after PREDICTED_STEPS, or at the
-        last of a shorter run.
+        """Fields for metrics.jsonl, once.
+
+        They come at the first log step after PREDICTED_STEPS, or at the last of a shorter run.
         """
         prediction = self._prediction
         if isinstance(prediction, str) or not (step >= self._due_step or is_last):

@@ -1,9 +1,9 @@
-"""The work of operators, and the memory that they leave: matrix products, attention, and the bytes
-that all others move.
+"""The work of operators, and the memory that they leave.
 
-`WorkCounter` counts operators as they run, one kernel each. `graph_work` counts those of a compiled
-graph, whose cheap operators are fused: what a kernel reads and writes is what enters and leaves a
-group of them. `ActivationTracker` measures what a forward pass saves for its backward pass.
+Work is matrix products, attention, and the bytes that all others move. `WorkCounter` counts
+operators as they run, one kernel each. `graph_work` counts those of a compiled graph, whose cheap
+operators are fused: what a kernel reads and writes is what enters and leaves a group of them.
+`ActivationTracker` measures what a forward pass saves for its backward pass.
 """
 
 import gc
@@ -22,7 +22,7 @@ from lmforge.core.model.mixture import grouped_mm  # noqa: F401  (its operators)
 from lmforge.core.model.quantization import matrices  # noqa: F401  (its operators)
 
 aten: Any = torch.ops.aten
-# Whose last two tensors are multiplied.
+# Products of their last two tensors.
 PRODUCTS = {aten.mm.default, aten.addmm.default}
 BATCHED_PRODUCTS = {aten.bmm.default, aten.baddbmm.default}
 GROUPED_PRODUCTS = {
@@ -59,8 +59,9 @@ VIEWS = (
 
 
 class Product(NamedTuple):
-    """[rows, inner] x [inner, columns] of numbers of `number_bytes`; each of several experts has
-    its own rows and matrix.
+    """A product [rows, inner] x [inner, columns] of numbers of `number_bytes`.
+
+    Each of several experts has its own rows and matrix.
     """
 
     rows: int
@@ -72,7 +73,9 @@ class Product(NamedTuple):
 
 @dataclass
 class Work:
-    """products: in order. attention_flops: of the forward pass of attention, also where a backward
+    """The work of a graph of operators.
+
+    products: in order. attention_flops: of the forward pass of attention, also where a backward
     pass computes that again.
     moved_bytes: read and written by all operators but products and attention.
     """
@@ -86,14 +89,17 @@ class Work:
         return sum(2.0 * each.rows * each.inner * each.columns for each in self.products)
 
     def add_expensive(self, operator: Any, arguments: Any, named: Any) -> bool:
-        """Whether an operator is a product, attention or a collective; the first two are counted.
+        """Count an operator if it is a product or attention. Returns True for collectives too.
 
         The masked half of causal attention is not computed.
         """
-        tensors, name = _tensors(arguments), str(operator)
+        tensors = _tensors(arguments)
+        name = str(operator)
         if operator in PRODUCTS | BATCHED_PRODUCTS:
             left, right = tensors[-2:]
-            rows, inner, columns = left.shape[-2], left.shape[-1], right.shape[-1]
+            rows = left.shape[-2]
+            inner = left.shape[-1]
+            columns = right.shape[-1]
             if operator in PRODUCTS:
                 self.products.append(Product(rows, inner, columns, left.itemsize))
             else:
@@ -107,12 +113,12 @@ class Work:
                 Product(left.shape[0], left.shape[1], columns, left.itemsize, ends.shape[0])
             )
         elif operator in QUANTIZED_PRODUCTS:
-            left, last, shape = tensors[0], tensors[-1], arguments[-3]
+            left = tensors[0]
+            last = tensors[-1]
+            shape = arguments[-3]
             columns = shape[-2 if operator is torch.ops.lmforge.quantized_product.default else -1]
-            rows, experts = (
-                left.numel() // left.shape[-1],
-                last.shape[0] if last.dtype == torch.int32 else 1,
-            )
+            rows = left.numel() // left.shape[-1]
+            experts = last.shape[0] if last.dtype == torch.int32 else 1
             self.products.append(Product(rows, left.shape[-1], columns, left.itemsize, experts))
         elif "scaled_dot_product" not in name:
             return "c10d" in getattr(operator, "namespace", "")
@@ -120,23 +126,21 @@ class Work:
             names = [argument.name for argument in operator._schema.arguments]
             is_causal = (dict(zip(names, arguments, strict=False)) | named).get("is_causal", False)
             queries, keys = tensors[:2]
-            self.attention_flops += (
-                4.0 * queries.numel() * keys.shape[-2] * (0.5 if is_causal else 1.0)
-            )
+            flops = 4.0 * queries.numel() * keys.shape[-2]
+            self.attention_flops += flops / 2 if is_causal else flops
         return True
 
     def beyond(self, other: "Work") -> "Work":
-        """What this does that `other` does not."""
+        """The work that this does and `other` does not."""
         products = Counter(self.products) - Counter(other.products)
-        flops, moved = (
-            self.attention_flops - other.attention_flops,
-            self.moved_bytes - other.moved_bytes,
-        )
+        flops = self.attention_flops - other.attention_flops
+        moved = self.moved_bytes - other.moved_bytes
         return Work([*products.elements()], flops, max(0.0, moved))
 
     def scaled(self, sequences: float, span: float) -> "Work":
-        """That of so many sequences, whose attention reaches over the fraction `span` of what was
-        traced.
+        """The work of so many sequences.
+
+        Their attention reaches over the fraction `span` of what was traced.
         """
         products = [each._replace(rows=round(each.rows * sequences)) for each in self.products]
         return Work(products, self.attention_flops * sequences * span, self.moved_bytes * sequences)
@@ -172,7 +176,8 @@ def _tensors(values: Any) -> list[Tensor]:
 
 def graph_work(graph: torch.fx.Graph) -> Work:
     """The work of a compiled graph."""
-    work, cheap = Work(), list[torch.fx.Node]()
+    work = Work()
+    cheap = list[torch.fx.Node]()
     level: dict[torch.fx.Node, int] = {}
     for node in graph.nodes:
         level[node] = max((level[source_node(each)] for each in node.all_input_nodes), default=0)
@@ -189,7 +194,8 @@ def graph_work(graph: torch.fx.Graph) -> Work:
                 for number, each in enumerate(arguments)
                 if isinstance(each, torch._ops.OpOverload)
             )
-            operator, arguments = arguments[at], arguments[at + 1 :]
+            operator = arguments[at]
+            arguments = arguments[at + 1 :]
         if work.add_expensive(operator, arguments, named):
             level[node] += 1
         elif _is_tensor(node):
@@ -199,7 +205,7 @@ def graph_work(graph: torch.fx.Graph) -> Work:
 
 
 def is_passed_through(node: torch.fx.Node) -> bool:
-    """Whether a node only shows memory of its input."""
+    """Return True where a node only shows memory of its input."""
     return "getitem" in str(node.target) or is_view(node.target)
 
 
@@ -212,8 +218,9 @@ def source_node(node: torch.fx.Node) -> torch.fx.Node:
 
 @dataclass
 class _Kernel:
-    """Operators of one level that are fused: what is read, what is read once more, and what is
-    written.
+    """Operators of one level that are fused.
+
+    read, again, written: what is read, what is read once more, and what is written.
     """
 
     level: int
@@ -230,11 +237,9 @@ def _fused_bytes(cheap: list[torch.fx.Node], level: dict[torch.fx.Node, int]) ->
     kernel where they read the same; sums over all tokens, such as the gradients of norms, are
     kernels of their own. A kernel that reduces long rows reads them twice.
     """
-    members, reads, kernels = (
-        set(cheap),
-        dict[torch.fx.Node, frozenset[torch.fx.Node]](),
-        list[_Kernel](),
-    )
+    members = set(cheap)
+    reads = dict[torch.fx.Node, frozenset[torch.fx.Node]]()
+    kernels = list[_Kernel]()
     for node in cheap:
         sources = [source_node(each) for each in node.all_input_nodes]
         written_before = {
@@ -310,8 +315,10 @@ _COLLECTIVE_NAMESPACES = ("c10d", "fsdp")
 
 
 class ActivationTracker(TorchDispatchMode):
-    """Tracks the memory that operators allocate inside this context, without keeping it alive:
-    storages, since activation checkpointing keeps some where autograd's hooks do not look.
+    """Tracks the memory that operators allocate inside this context, without keeping it alive.
+
+    It tracks storages, since activation checkpointing keeps some where autograd's hooks do not
+    look.
 
     Parameters, batches and everything else that existed before do not count, nor do gathered
     parameters. Operators in compiled code are not seen: of FlexAttention, which is always compiled,
@@ -323,9 +330,8 @@ class ActivationTracker(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """FlexAttention is compiled where blocks are not, and under another mode torch refuses to
-        compile it.
-        """
+        # FlexAttention is compiled where blocks are not, and under another mode torch refuses to
+        # compile it.
         return True
 
     def __init__(self) -> None:
@@ -346,11 +352,9 @@ class ActivationTracker(TorchDispatchMode):
         result = function(*args, **kwargs)
         inputs = _tensors((args, kwargs))
         of_parameters = bool(inputs) and all(map(self._is_of_parameters, inputs))
+        into = self._ignored if function.namespace in _COLLECTIVE_NAMESPACES else self._created
         for tensor in _tensors(result):
-            self._track(
-                tensor,
-                self._ignored if function.namespace in _COLLECTIVE_NAMESPACES else self._created,
-            )
+            self._track(tensor, into)
             if of_parameters and not is_traceable_wrapper_subclass(tensor):
                 self._of_parameters.add(tensor.untyped_storage()._cdata)
         return result
@@ -376,8 +380,9 @@ class ActivationTracker(TorchDispatchMode):
             into[storage._cdata] = StorageWeakRef(storage)
 
     def live_bytes(self, *, only_of_parameters: bool = False) -> int:
-        """Bytes of the tracked storages that are still referenced; or of those computed from
-        parameters alone.
+        """Bytes of the tracked storages that are still referenced.
+
+        only_of_parameters: of those alone that are computed from parameters alone.
         """
         gc.collect()  # reference cycles do not count
         counted = (

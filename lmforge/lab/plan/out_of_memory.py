@@ -1,4 +1,4 @@
-"""When memory runs out: how much was requested, how much there was, and what would have fitted.
+"""Advice after memory ran out: how much was requested, how much there was, and what would fit.
 
 The prediction of `lmforge plan` (lab/plan/prediction) is compared with the memory that was free
 before this process built anything. The failure is itself a measurement: where the prediction says
@@ -42,8 +42,9 @@ ACTIVATION_KINDS = (
 
 @dataclass(frozen=True)
 class MemoryEstimator:
-    """What a run needs on each rank. step_config: of the recipe. resident_bytes: of this process,
-    before it builds anything.
+    """Estimates the memory that a run needs on each rank.
+
+    step_config: of the recipe. resident_bytes: of this process, before it builds anything.
     """
 
     step_config: StepConfig
@@ -70,26 +71,27 @@ class MemoryEstimator:
     def required_bytes(self, step_config: StepConfig) -> float:
         """All memory that a rank needs for a step, including margins."""
         margin = MARGIN if step_config.on_gpu else step_config.checkpointing.host_margin
-        kinds = {
-            name: count for name, count in peak_memory(step_config).items() if name != OVERHEAD
-        }
         return sum(
             count * (margin if name in ACTIVATION_KINDS else MARGIN)
-            for name, count in kinds.items()
+            for name, count in peak_memory(step_config).items()
+            if name != OVERHEAD
         )
 
     @cached_property
     def overhead_bytes(self) -> float:
-        """Bytes that any training process needs, without the CUDA context, which exists before the
-        model.
+        """Bytes that any training process needs.
+
+        The CUDA context does not count, since it exists before the model.
         """
-        return peak_memory(self.step_config)[OVERHEAD] - (
-            CONTEXT_BYTES if self.step_config.on_gpu else 0
-        )
+        overhead = peak_memory(self.step_config)[OVERHEAD]
+        if self.step_config.on_gpu:
+            overhead -= CONTEXT_BYTES
+        return overhead
 
     def predict_run(self, config: StageConfig, device: torch.device) -> RunPrediction | str:
-        """The estimate of what this run will need, or the reason why there is none, which does not
-        end the run.
+        """The prediction for this run, or the reason why there is none.
+
+        The lack of one does not end the run.
         """
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
         try:
@@ -106,8 +108,9 @@ class MemoryEstimator:
             )
 
     def suggest_what_fits(self, available_bytes: float) -> str:
-        """Advice after the run did not fit into `available_bytes` on each rank: only what fits by
-        estimate.
+        """Advice after the run did not fit into `available_bytes` on each rank.
+
+        It names only what fits by estimate.
         """
         step_config = self.step_config
         try:

@@ -1,5 +1,4 @@
-"""From a recipe to a prediction: with the options of `lmforge plan`, or of a run on the ranks that
-it has.
+"""From a recipe to a prediction, with the options of `lmforge plan` or on the ranks of a run.
 
 A run logs the memory and the speed that `lmforge plan` predicts before its first step, and later
 the measured values with them. There is no speed for unknown hardware.
@@ -71,7 +70,7 @@ class Machine:
         return rates if self.calibration is None else rates.calibrate(self.calibration, dtype)
 
     def describe_constants(self, dtype: str) -> str:
-        """Which constants were measured, and which are from a data sheet."""
+        """A phrase that says which constants were measured and which are from a data sheet."""
         measured, rest = self.constants(dtype)
         if self.calibration is None:
             return f"constants from data sheets: {self.gpu.source}"
@@ -79,30 +78,33 @@ class Machine:
         return f"constants measured ({self.calibration.describe()}): {', '.join(measured)}{sheets}"
 
     def constants(self, dtype: str) -> tuple[list[str], list[str]]:
-        """Those that were measured, and those of data sheets."""
+        """The names of the constants that were measured, and of those from data sheets."""
         measured = list(self.rates(dtype).calibrated)
         rest = [name for name in CONSTANTS if name not in measured]
+        if self._disk is not None:
+            measured.append("disk")
         if self.gpu.is_cpu:  # copies on the device itself
             rest.remove("host copies")
         if self.network is not None and (self.calibration is None or self.calibration.hosts == 1):
             rest.append("network")
-        return measured + ["disk"] * (self._disk is not None), rest
+        return measured, rest
 
     @property
     def _disk(self) -> float | None:
         return None if self.calibration is None else self.calibration.value("disk write")
 
     def with_disk(self, options: PlanOptions) -> PlanOptions:
-        """The options with the measured speed at which checkpoints are written, unless they name
-        one.
-        """
+        """The options with the measured speed of writing checkpoints, unless they name one."""
         if self._disk is None or "disk_gb_s" in options.changed():
             return options
         return options.model_copy(update={"disk_gb_s": self._disk / GB})
 
 
 def find_machine(options: MachineOptions) -> Machine:
-    """Raises UserError for hardware that is not known, and for a calibration of another device."""
+    """The hardware that the options name.
+
+    Raises UserError for hardware that is not known, and for a calibration of another device.
+    """
     hardware: Hardware = read_hardware(options.hardware)
     network = hardware.network(options.network)
     per_host = min(options.gpus_per_host, options.gpus)
@@ -110,7 +112,8 @@ def find_machine(options: MachineOptions) -> Machine:
         near = options.gpus // per_host * per_host
         way = f"use {near} or {near + per_host}, or another --gpus_per_host"
         raise UserError(f"--gpus {options.gpus} do not fill hosts of {per_host}; {way}")
-    gpu, calibration = hardware.gpu(options.gpu_type), None
+    gpu = hardware.gpu(options.gpu_type)
+    calibration = None
     if options.calibration is not None:
         calibration = read_calibration(options.calibration)
         gpu = calibrated_gpu(gpu, calibration, hardware, options.calibration, per_host)
@@ -124,15 +127,13 @@ def calibrated_gpu(
 
     Raises UserError for a calibration of another one.
     """
-    measured = (
-        hardware.gpu("cpu") if calibration.kind == "cpu" else hardware.find(calibration.device)
-    )
+    measured: GPU | None = hardware.gpu("cpu")
+    if calibration.kind != "cpu":
+        measured = hardware.find(calibration.device)
     if measured is None or measured.name != gpu.name:
-        way = (
-            f"; give --gpu_type {measured.name}"
-            if measured
-            else "; describe it in a file for --hardware, with `matches`"
-        )
+        way = "; describe it in a file for --hardware, with `matches`"
+        if measured:
+            way = f"; give --gpu_type {measured.name}"
         raise UserError(
             f"--calibration: {path}: of {cut(calibration.device)}, and the plan is for"
             f" {gpu.name}{way}"
@@ -160,7 +161,8 @@ def calibrated_gpu(
 def _check_peaks(gpu: GPU, calibration: Calibration, path: Path) -> None:
     """Raise UserError where measured products were faster than the data sheet permits."""
     for dtype in ("fp32", "bf16", "fp8"):
-        table, peak = calibration.table("product", dtype), gpu.peak_flops(dtype)
+        table = calibration.table("product", dtype)
+        peak = gpu.peak_flops(dtype)
         if table is not None and peak is not None and table.largest > MOST_OF_PEAK * peak:
             raise UserError(
                 f"--calibration: {path}: products in {dtype} at {table.largest / 1e12:,.0f}"
@@ -180,26 +182,25 @@ def choose_dtypes(
     if gpu.is_cpu:  # an unmeasured one may have bf16 or not, at any speed
         measured = calibration is not None and calibration.table("product", "bf16") is not None
         fast = measured and is_bf16_faster(gpu.tflops["bf16"], gpu.tflops["fp32"])
-    dtype = config.train.dtype if config.train.dtype != "auto" else ("bf16" if fast else "fp32")
+    train = config.train
+    dtype: str = train.dtype
+    if dtype == "auto":
+        dtype = "bf16" if fast else "fp32"
     check_dtype(gpu, dtype)
-    if config.train.float8 and gpu.peak_flops("fp8") is None:
-        raise UserError(f"train.float8: {gpu.name} has no float8 arithmetic; leave it out")
-    if config.train.float8:
+    if train.float8:
+        if gpu.peak_flops("fp8") is None:
+            raise UserError(f"train.float8: {gpu.name} has no float8 arithmetic; leave it out")
         check_float8_dtype(dtype)
-    return dtype, config.train.compile == "on" or (
-        config.train.compile == "auto" and not gpu.is_cpu
-    )
+    return dtype, train.compile == "on" or (train.compile == "auto" and not gpu.is_cpu)
 
 
 def check_dtype(gpu: GPU, dtype: str) -> None:
     """Raise UserError where there is no peak to predict speed from."""
     if gpu.peak_flops(dtype) is None:
         known = [name for name in ("bf16", "fp32") if name in gpu.tflops]
-        way = (
-            f"use train.dtype = {known[0]}"
-            if known
-            else "give bf16 or fp32 in its entry of the hardware file"
-        )
+        way = "give bf16 or fp32 in its entry of the hardware file"
+        if known:
+            way = f"use train.dtype = {known[0]}"
         raise UserError(f"train.dtype: no {dtype} among the tflops of {cut(gpu.name)}; {way}")
 
 
@@ -249,15 +250,14 @@ def _loss_kind(config: StageConfig) -> LossKind:
 
 
 def _reference(config: StageConfig) -> Literal["none", "copy", "policy"]:
-    """What scores batches while a recipe trains: not a reference whose log-probabilities were
-    computed before.
+    """The reference that scores batches while a recipe trains.
+
+    It is "none" where the reference's log-probabilities were computed before.
     """
     if not isinstance(config, AlignConfig) or config.reference in (None, "precomputed"):
         return "none"
-    if (
-        config.align.method == "grpo"
-        and build_policy_loss_config(config.rollout).kl_estimator == "none"
-    ):
+    is_grpo = config.align.method == "grpo"
+    if is_grpo and build_policy_loss_config(config.rollout).kl_estimator == "none":
         return "none"
     return "copy" if config.reference == "copy" else "policy"
 
@@ -277,19 +277,21 @@ def _check_predictable(config: StageConfig) -> None:
 
 
 def with_default_batch(config: AnyPlanConfig) -> tuple[AnyPlanConfig, list[str]]:
-    """The recipe with a sequence for each GPU, where it gives no global batch and the default has
-    fewer; and a line that says so.
+    """The recipe with a large enough global batch, and the lines that say what was changed.
+
+    Where it gives no global batch and the default has fewer sequences than there are GPUs, it gets
+    one sequence for each GPU.
     """
-    train, gpus = config.train, config.plan.gpus
+    train = config.train
+    gpus = config.plan.gpus
     if train.global_batch_size or train.global_batch_tokens or gpus <= DEFAULT_GLOBAL_BATCH_SIZE:
         return config, []
     note = (
         f"train.global_batch_size = {gpus}, one sequence for each GPU, since the default is"
         f" {DEFAULT_GLOBAL_BATCH_SIZE}"
     )
-    return config.model_copy(
-        update={"train": train.model_copy(update={"global_batch_size": gpus})}
-    ), [note]
+    train = train.model_copy(update={"global_batch_size": gpus})
+    return config.model_copy(update={"train": train}), [note]
 
 
 def make_step_config(
@@ -341,8 +343,9 @@ def predict_step(step_config: StepConfig, machine: Machine) -> Prediction:
 
 
 def suggest_reduction(prediction: Prediction, machine: Machine, usable: float) -> str:
-    """What reducing gradients once per step would bring; empty where it is done, makes no
-    difference, or may not fit.
+    """A line that says what reducing gradients once per step would bring.
+
+    It is empty where that is done, makes no difference, or may not fit.
     """
     step_config = prediction.step_config
     if not can_reduce_once(step_config) or not step_config.options.reduce_every_micro_batch:
@@ -361,25 +364,22 @@ def suggest_reduction(prediction: Prediction, machine: Machine, usable: float) -
 def predict_phases(
     config: StageConfig, prediction: Prediction, machine: Machine
 ) -> list[tuple[int, Prediction]]:
-    """(steps, prediction) of each phase of the run, whose sequences may be shorter than those of
-    `prediction`, the longest.
+    """(steps, prediction) of each phase of the run.
+
+    Its sequences may be shorter than those of `prediction`, which has the longest.
     """
-    step_config, steps = prediction.step_config, config.train.steps
+    step_config = prediction.step_config
+    steps = config.train.steps
     if not isinstance(config, PretrainConfig) or not config.data.phases:
         return [(steps, prediction)]
-    size, known = (
-        plan_batches(config, step_config.world_size).global_batch_size,
-        {step_config.sequence_length: prediction},
-    )
-    by_length, rates = (
-        tokens_by_length(config.data.phases, steps, size, step_config.sequence_length),
-        machine.rates(step_config.dtype),
-    )
+    size = plan_batches(config, step_config.world_size).global_batch_size
+    known = {step_config.sequence_length: prediction}
+    by_length = tokens_by_length(config.data.phases, steps, size, step_config.sequence_length)
+    rates = machine.rates(step_config.dtype)
     for length, _ in by_length:
         if length not in known:
-            known[length] = predict(
-                replace(step_config, sequence_length=length), machine.gpu, rates
-            )
+            phase = replace(step_config, sequence_length=length)
+            known[length] = predict(phase, machine.gpu, rates)
     return [(tokens // (length * size), known[length]) for length, tokens in by_length if tokens]
 
 
@@ -407,19 +407,17 @@ class RunPrediction:
 
     def as_json(self) -> dict[str, Any]:
         """The fields, with memory in GiB."""
-        low, high = (each / 2**30 for each in self.memory_interval)
+        speeds = None if self.speed_interval is None else list(self.speed_interval)
         return {
             "memory_gib": self.memory_bytes / 2**30,
-            "memory_gib_interval": [low, high],
+            "memory_gib_interval": [each / 2**30 for each in self.memory_interval],
             "tokens_per_second": self.tokens_per_second,
-            "tokens_per_second_interval": (
-                None if self.speed_interval is None else list(self.speed_interval)
-            ),
+            "tokens_per_second_interval": speeds,
             "source": self.speed_source,
         }
 
     def compare(self, memory_bytes: float, tokens_per_second: float | None) -> str:
-        """What was measured, and the prediction beside it."""
+        """A phrase with the measured values and the prediction beside them."""
         words = f"memory {format_bytes(memory_bytes)} (predicted {self._memory_words})"
         if tokens_per_second is not None:
             predicted = f" (predicted {self._speed_words})" if self.speed_interval else ""
@@ -457,12 +455,14 @@ def predict_run(
     interval = memory * MEMORY_INTERVAL[0], memory * MEMORY_INTERVAL[1]
     if not step_config.on_gpu:
         before, most = resident
-        memory, interval = memory + before, (interval[0] + before, most)
+        memory += before
+        interval = (interval[0] + before, most)
     try:
         machine = _find_machine(step_config, config, device_name)
     except UserError as problem:
         return RunPrediction(memory, interval, None, None, str(problem))
-    prediction, ranks = predict_step(step_config, machine), step_config.world_size
+    prediction = predict_step(step_config, machine)
+    ranks = step_config.world_size
     slow, fast = prediction.speed_interval
     source = machine.describe_constants(step_config.dtype)
     return RunPrediction(
@@ -471,10 +471,11 @@ def predict_run(
 
 
 def _find_machine(step_config: StepConfig, config: StageConfig, device_name: str | None) -> Machine:
-    """Raises UserError where a constant would be a guess."""
+    """The hardware of a run. Raises UserError where a constant would be a guess."""
     if len(set(getattr(config.data, "sequence_lengths", ()))) > 1:
         raise UserError("data.phases has several sequence lengths")
-    path, per_host = config.log.calibration, step_config.gpus_per_host
+    path = config.log.calibration
+    per_host = step_config.gpus_per_host
     gpu = data_sheets().gpu("cpu") if device_name is None else data_sheets().find(device_name)
     if gpu is None:
         raise UserError(f"{device_name} is not in the hardware file")
@@ -485,14 +486,15 @@ def _find_machine(step_config: StepConfig, config: StageConfig, device_name: str
             "no measurements of this CPU; lmforge bench --calibrate makes them, log.calibration"
             " names the file"
         )
-    if step_config.world_size > per_host and (calibration is None or calibration.hosts == 1):
-        raise UserError(
-            "no measurements of the network between hosts; lmforge bench --calibrate on several"
-            " hosts makes them"
-        )
-    if path is None or calibration is None:
-        return Machine(gpu, None, per_host)
-    gpu = calibrated_gpu(gpu, calibration, data_sheets(), path, per_host)
-    # What was measured takes the place of the data sheet.
-    network = data_sheets().network("infiniband-ndr") if step_config.world_size > per_host else None
+    network = None
+    if step_config.world_size > per_host:
+        if calibration is None or calibration.hosts == 1:
+            raise UserError(
+                "no measurements of the network between hosts; lmforge bench --calibrate on several"
+                " hosts makes them"
+            )
+        # What was measured takes the place of the data sheet.
+        network = data_sheets().network("infiniband-ndr")
+    if path is not None and calibration is not None:
+        gpu = calibrated_gpu(gpu, calibration, data_sheets(), path, per_host)
     return Machine(gpu, network, per_host, calibration)

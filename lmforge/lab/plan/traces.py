@@ -1,5 +1,6 @@
-"""What a block computes and keeps, and what the head and its loss keep, traced on fake tensors:
-real forward and backward passes without memory or values.
+"""Traces of what a block computes and keeps, and of what the head and its loss keep.
+
+They are real forward and backward passes on fake tensors, without memory or values.
 
 A block that is not compiled runs under an ActivationTracker. One that is compiled goes through
 torch.compile to the two graphs that AOT autograd's partition makes of it, as inductor is given
@@ -45,7 +46,7 @@ SPLIT_SIZES = ("num_attention_heads", "num_key_value_heads", "intermediate_size"
 
 @dataclass(frozen=True)
 class TracedModel:
-    """Whose block and head are traced, as they are on one rank.
+    """A model whose block and head are traced, as they are on one rank.
 
     dtype: of weights and activations. lora: its adapters. tensor: how many ranks split the
     matrices, and the sequence between them; `vocabulary` how many split the embedding and the head.
@@ -60,7 +61,7 @@ class TracedModel:
     sparse: bool = False
 
     def build(self) -> LanguageModel:
-        """It with one block, on the meta device."""
+        """The model with one block, on the meta device."""
         config = self.config
         if config.implementation == "lmforge":
             config = copy(config.with_layers(1, sparse=self.sparse))
@@ -78,9 +79,10 @@ class TracedModel:
 
 @dataclass(frozen=True)
 class ModelShapes:
-    """(rows, columns) of the parameters of a model, vectors as [size, 1]: of the embedding tables,
-    of a block, trained and frozen, of its experts, which are among these, trained and frozen, of
-    the head, and of all else, such as the last norm.
+    """(rows, columns) of the parameters of a model, vectors as [size, 1].
+
+    tables: of the embedding. trained, frozen: of a block. experts, frozen_experts: of its experts,
+    which are among these. rest: of all else but the head, such as the last norm.
     quantized: (rows, bytes) of those of a block in 4 or 8 bits, and `widest` the numbers of the
     largest of these.
     """
@@ -132,7 +134,7 @@ def model_shapes(traced: TracedModel) -> ModelShapes:
 
 @dataclass(frozen=True)
 class BlockTrace:
-    """What one sequence costs a block on a rank.
+    """The cost of one sequence for a block on a rank.
 
     forward, backward: what the two passes compute; the backward pass also what it recomputes.
     saved_bytes: kept from the forward to the backward pass, with the block's input, which has
@@ -159,21 +161,21 @@ def trace_block(
     on_gpu: bool,
     has_dropout: bool = False,
 ) -> BlockTrace:
-    """Trace a block that `mode` of activation checkpointing applies to, for a sequence of `length`
-    tokens.
+    """Trace a block that `mode` of activation checkpointing applies to.
 
-    On a GPU attention is causal and has no mask; on a CPU it has a dense one. Raises UserError
-    where a model cannot be traced, such as one whose work depends on its data.
+    length: of the sequence, in tokens. On a GPU attention is causal and has no mask; on a CPU it
+    has a dense one. Raises UserError where a model cannot be traced, such as one whose work depends
+    on its data.
     """
     with fake_model(traced) as model:
-        if not traced.config.num_experts and any(
-            parameter.dim() > 2 for parameter in model.blocks.parameters()
-        ):
-            words = "its blocks have stacked weights, such as experts, of which a token uses some"
+        is_stacked = any(parameter.dim() > 2 for parameter in model.blocks.parameters())
+        if is_stacked and not traced.config.num_experts:
             raise UserError(
-                f"a {traced.config.model_type} model cannot be traced without data: {words}"
+                f"a {traced.config.model_type} model cannot be traced without data: its blocks have"
+                " stacked weights, such as experts, of which a token uses some"
             )
-        model.dropout = DROPOUT_RATE * has_dropout
+        if has_dropout:
+            model.dropout = DROPOUT_RATE
         apply_activation_checkpointing(model, mode, every=1)
         block = model.blocks[0]
         args, kwargs, embedded = _block_inputs(model, length, on_gpu, has_dropout)
@@ -222,16 +224,15 @@ class _Reached(Exception):
 def _block_inputs(
     model: LanguageModel, length: int, on_gpu: bool, has_dropout: bool
 ) -> tuple[list[Any], dict[str, Any], int]:
-    """The arguments of the first block, as the model itself makes them, and the bytes that are kept
-    until then.
-    """
+    """The arguments of the first block, as the model makes them, and the bytes kept until then."""
     reached: dict[str, Any] = {}
 
     def stop(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         reached.update(args=[*args], kwargs=kwargs)
         raise _Reached
 
-    tracker, tokens = ActivationTracker(), torch.zeros(1, length, dtype=torch.long)
+    tracker = ActivationTracker()
+    tokens = torch.zeros(1, length, dtype=torch.long)
     batch = (tokens, tokens.clone(), tokens.int())  # made before, so that it does not count
     keys = tokens.clone() if has_dropout else None
     hook = model.blocks[0].register_forward_pre_hook(stop, with_kwargs=True)
@@ -241,10 +242,12 @@ def _block_inputs(
     except _Reached:
         pass
     hook.remove()
-    args, kwargs = reached["args"], reached["kwargs"]
+    args = reached["args"]
+    kwargs = reached["kwargs"]
     if not args:  # all by name
         args = [kwargs.pop("hidden_states")]
-    hidden, masks = args[0], [each.dense_mask for each in args if isinstance(each, AttentionMask)]
+    hidden = args[0]
+    masks = [each.dense_mask for each in args if isinstance(each, AttentionMask)]
     of_block = [hidden, *masks, *(each.rng_keys for each in args if isinstance(each, TokenRng))]
     embedded = tracker.live_bytes() - sum(each.nbytes for each in of_block if each is not None)
     if on_gpu:
@@ -256,8 +259,9 @@ def _block_inputs(
 
 
 def _split_sequence(block: nn.Module, ranks: int) -> None:
-    """Gather the sequence before each module that has matrices, and sum and scatter it after it, as
-    tensor parallelism does.
+    """Gather the sequence before each module that has matrices, and sum and scatter it after it.
+
+    Tensor parallelism does the same.
     """
     operators: Any = torch.ops._c10d_functional_autograd
 
@@ -285,7 +289,9 @@ def _split_sequence(block: nn.Module, ranks: int) -> None:
 def _trace_eager(
     block: nn.Module, args: list[Any], kwargs: dict[str, Any]
 ) -> tuple[Work, Work, int, int]:
-    tracker, forward, backward = ActivationTracker(), WorkCounter(), WorkCounter()
+    tracker = ActivationTracker()
+    forward = WorkCounter()
+    backward = WorkCounter()
     with tracker:
         hidden = args[0] + 0  # made in this context, so that it counts where it is kept
         block_args = [
@@ -313,7 +319,9 @@ def _trace_compiled(
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
 
-    works, saved, fixed = list[Work](), 0, 0
+    works = list[Work]()
+    saved = 0
+    fixed = 0
 
     def partition(joint: Any, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
         nonlocal saved, fixed
@@ -336,7 +344,7 @@ def _trace_compiled(
     backend = aot_autograd(
         fw_compiler=run_as_it_is, partition_fn=partition, decompositions=select_decomp_table()
     )
-    # Whose graphs of other blocks would count as recompilations.
+    # Its graphs of other blocks would count as recompilations.
     torch._dynamo.reset_code(traced_block.__code__)
     torch.compile(traced_block, backend=backend, dynamic=False)(*args, **kwargs)
     torch._dynamo.reset_code(traced_block.__code__)
@@ -347,10 +355,11 @@ def _trace_compiled(
 def _saved_bytes(
     nodes: list[torch.fx.Node], hidden: Tensor, parameters: set[torch.Size]
 ) -> tuple[int, int]:
-    """Bytes of what a compiled forward pass hands to its backward pass, each memory once, and of
-    what is computed from `parameters`, whose shapes these are, alone. Of the block's inputs its
-    hidden states and its own rng keys count: parameters are there in any case, and all blocks share
-    the others.
+    """Bytes (saved, fixed) of what a compiled forward pass hands to its backward pass.
+
+    Each memory counts once. `fixed` are those that are computed from parameters alone, whose shapes
+    are `parameters`. Of the block's inputs its hidden states and its own rng keys count: parameters
+    are there in any case, and all blocks share the others.
     """
     saved = fixed = 0
     for node in {source_node(each) for each in nodes}:
@@ -375,8 +384,8 @@ def _is_of_parameters(node: torch.fx.Node, shapes: set[torch.Size]) -> bool:
 
 # Sequences of these lengths are traced: bytes grow linearly with tokens.
 LENGTHS = (128, 256)
-# What losses read of the head: the cross-entropy of tokens, whose gradients the forward pass
-# computes; log-probabilities of tokens, whose backward pass computes the logits again; or the
+# The output of the head that a loss reads: the cross-entropy of tokens, whose gradients the forward
+# pass computes; log-probabilities of tokens, whose backward pass computes the logits again; or the
 # reward of each document.
 LossKind = Literal["tokens", "logprobs", "rewards"]
 OBJECTIVES: dict[LossKind, Objective] = {
@@ -388,9 +397,7 @@ OBJECTIVES: dict[LossKind, Objective] = {
 
 @dataclass(frozen=True)
 class HeadTrace:
-    """Bytes per token that the norm and the loss keep, and those that the loss keeps of the head's
-    gradient.
-    """
+    """Bytes per token that the norm and the loss keep; and those of the head's gradient."""
 
     norm_bytes: float
     loss_bytes: float
@@ -399,8 +406,9 @@ class HeadTrace:
 
 @cache
 def trace_head(traced: TracedModel, loss: LossKind, *, is_trained: bool) -> HeadTrace:
-    """`is_trained`: whether the head's weights are."""
-    norm, whole = list[int](), list[int]()
+    """Trace the head with its loss. is_trained: the head's weights are trained."""
+    norm = list[int]()
+    whole = list[int]()
     with fake_model(traced) as model:
         model.set_submodule(model.blocks_name, nn.ModuleList())
         for embedding in model.embeddings:

@@ -1,8 +1,7 @@
-"""`lmforge compare`: the first step at which runs differ by more than rounding, by which bound, and
-what else differs in them.
+"""`lmforge compare`: the first step at which runs differ by more than rounding.
 
-The bounds are in bounds.py. Read are the files of the runs, which may have been resumed on other
-ranks in between.
+It names the bound, and what else differs in the runs. The bounds are in bounds.py. The files of the
+runs are read, which may have been resumed on other ranks in between.
 """
 
 import json
@@ -44,11 +43,9 @@ NO_STEP = (
 )
 OF_SPLIT = ("parallel.", "train.micro_batch_size", "train.compile", "train.threads")
 # They matter where the learning rate that was used differs, or the plan of the data.
-OF_LR, OF_PLAN = (
-    ("schedule.", "train.steps", "train.epochs"),
-    ("data.folder", "data.files", "data.sources", "data.phases"),
-)
-# What decides the last bits: of environment.json, and of each start in events.jsonl.
+OF_LR = ("schedule.", "train.steps", "train.epochs")
+OF_PLAN = ("data.folder", "data.files", "data.sources", "data.phases")
+# Facts that decide the last bits: of environment.json, and of each start in events.jsonl.
 VERSIONS = ("packages", "python", "processor", "cores", "git_commit")
 HARDWARE = {"threads": int, "gpu": str}
 METRICS = {"loss": "loss", "val/loss": "loss", "grad_norm": "gradient_norm"}
@@ -56,8 +53,9 @@ METRICS = {"loss": "loss", "val/loss": "loss", "grad_norm": "gradient_norm"}
 
 @dataclass(frozen=True)
 class Row:
-    """A relative difference at a step: of a metric, with both values, the first run's first; or of
-    the named tensor.
+    """A relative difference at a step.
+
+    It is of a metric, with both values, the first run's first; or of the named tensor.
     """
 
     step: int
@@ -68,8 +66,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Compared:
-    """A metric, or the weights, at `steps` steps that both runs have: the largest difference, and
-    the first beyond `bound`.
+    """The differences of a metric, or of the weights, at `steps` steps that both runs have.
+
+    largest: the largest of all. first: the first that is beyond `bound`.
     """
 
     bound: float
@@ -95,7 +94,7 @@ class Comparison:
 
 
 class ComparedRun:
-    """What is compared of a run.
+    """The parts of a run that are compared.
 
     Raises UserError where it is no run, or its recipe or metrics cannot be read.
     """
@@ -103,7 +102,8 @@ class ComparedRun:
     def __init__(self, run: Run) -> None:
         if not run.exists():
             raise UserError(f"{run.path}: not a run (it has no recipe.toml)")
-        self.run, self.config = run, run.load_config()
+        self.run = run
+        self.config = run.load_config()
         self.options = dict(flat_options(self.config)) | {"stage": self.config.of_stage}
         self.environment = read_environment(run)
         starts = [event for event in read_events(run)[0] if event["kind"] == "start"]
@@ -124,23 +124,21 @@ class ComparedRun:
             with suppress(UserError):  # a damaged one
                 self.checkpoints[step] = read_manifest(run.checkpoint_path(step))
         # Resuming may have changed the split.
-        recipes = [each.recipe for each in self.checkpoints.values()]
-        then = [
-            (f"{section}.{name}", value)
-            for each in recipes
-            for section in each
-            for name, value in each[section].items()
-        ]
         changed = any(
-            name.startswith(OF_SPLIT) and value != self.options.get(name) for name, value in then
+            f"{section}.{name}".startswith(OF_SPLIT)
+            and value != self.options.get(f"{section}.{name}")
+            for each in self.checkpoints.values()
+            for section, values in each.recipe.items()
+            for name, value in values.items()
         )
         mixed = any(len(each) > 1 for each in self.hardware.values())
         self.has_one_split = len(self.ranks) == 1 and not changed and not mixed
         self._windows = dict(self._log_windows([event["step"] or 0 for event in starts]))
 
     def _log_windows(self, starts: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Each log step, and the step after which its mean begins: the log step before, or where
-        the run was resumed.
+        """Each log step, and the step after which its mean begins.
+
+        That is the log step before, or the step where the run was resumed.
         """
         kept: list[int] = []
         for start in starts:  # what is after a start is trained again
@@ -151,7 +149,10 @@ class ComparedRun:
             before = step
 
     def values(self, metric: str) -> dict[tuple[int, int], float | None]:
-        """By step and where its mean begins; other metrics than the loss are of the step alone."""
+        """The values of a metric, by step and where its mean begins.
+
+        Other metrics than the loss are of the step alone.
+        """
         begins = self._windows if metric == "loss" else {}
         return {
             (step, begins.get(step, 0)): each[metric]
@@ -176,14 +177,17 @@ def run_compare(options: CompareOptions) -> int:
 
 
 def compare_runs(first: ComparedRun, other: ComparedRun, *, weights: bool = False) -> Comparison:
-    """How far `other` is from `first` at the steps that both have logged, and in the checkpoints of
-    both. Raises UserError.
+    """Compare two runs at the steps that both have logged, and in their common checkpoints.
+
+    Raises UserError.
     """
     differs = dict(_differences(first, other))
     bound, reason = _choose_bound(first, other, differs)
-    limits, compared = bound or EQUAL_BITS, {}
+    limits = bound or EQUAL_BITS
+    compared = {}
     for metric, field in METRICS.items():
-        theirs, ours = first.values(metric), other.values(metric)
+        theirs = first.values(metric)
+        ours = other.values(metric)
         if metric == "val/loss" and any(name.startswith("validation.") for name in differs):
             continue
         rows = [_row(*key, theirs[key], ours[key]) for key in sorted(theirs.keys() & ours.keys())]
@@ -204,23 +208,24 @@ def compare_runs(first: ComparedRun, other: ComparedRun, *, weights: bool = Fals
 
 
 def _differences(first: ComparedRun, other: ComparedRun) -> Iterator[tuple[str, list[Any]]]:
-    """What differs in options, ranks, device, versions and data, with both values; the first run's
-    value is the first.
+    """The differences in options, ranks, device, versions and data, with both values.
+
+    The first run's value is the first.
     """
     for name in first.options | other.options:
         values = [run.options.get(name) for run in (first, other)]
         if values[0] != values[1] and not name.startswith(NO_STEP):
             yield name, values
-    for name, pair in (
-        ("ranks", [first.ranks, other.ranks]),
-        ("device", [first.device, other.device]),
-        *(
-            (name, pair)
-            for name in HARDWARE
-            if all(pair := [run.hardware[name] for run in (first, other)])
-        ),
-        *((name, [run.environment.get(name) for run in (first, other)]) for name in VERSIONS),
-    ):
+    facts: dict[str, list[Any]] = {
+        "ranks": [first.ranks, other.ranks],
+        "device": [first.device, other.device],
+    }
+    for name in HARDWARE:
+        if first.hardware[name] and other.hardware[name]:
+            facts[name] = [first.hardware[name], other.hardware[name]]
+    for name in VERSIONS:
+        facts[name] = [first.environment.get(name), other.environment.get(name)]
+    for name, pair in facts.items():
         if pair[0] != pair[1]:
             yield name, pair
     for step in sorted(first.checkpoints.keys() & other.checkpoints.keys()):
@@ -235,9 +240,7 @@ def _differences(first: ComparedRun, other: ComparedRun) -> Iterator[tuple[str, 
 def _choose_bound(
     first: ComparedRun, other: ComparedRun, differs: dict[str, list[Any]]
 ) -> tuple[Bound | None, str]:
-    """The bound between the runs and why it is this one; None where they do not compute the
-    same.
-    """
+    """The bound between the runs and why it is this one; None where they compute other things."""
     unlike_plan = any(" at step " in name for name in differs)
     lr = [run.values("lr") for run in (first, other)]
     ignored: tuple[str, ...] = (*OF_SPLIT, *VERSIONS, *HARDWARE, "validation.", "ranks")
@@ -250,13 +253,8 @@ def _choose_bound(
         return None, f"they do not compute the same ({_name_differences(differs, names)})"
     options = first.options
     if "auto" in (options["train.dtype"], other.options["train.dtype"]):
-        return (
-            None,
-            (
-                "a recipe says train.dtype = auto, which no longer tells what it was where the run"
-                " began"
-            ),
-        )
+        why = "a recipe says train.dtype = auto, which no longer tells what it was where the run"
+        return None, f"{why} began"
     split = [
         name for name in differs if name.startswith((*OF_SPLIT, *VERSIONS[:-1], *HARDWARE, "ranks"))
     ]
@@ -269,22 +267,16 @@ def _choose_bound(
         return EQUAL_BITS, EQUAL_BITS.reason
     if options["train.float8"] or first.options.get("align.method") == "grpo":
         what = "float8" if options["train.float8"] else "sampled completions"
-        return (
-            None,
-            (
-                f"there is no bound for {what} with another split"
-                f" ({_name_differences(differs, split)})"
-            ),
-        )
+        parts = _name_differences(differs, split)
+        return None, f"there is no bound for {what} with another split ({parts})"
     keeps_bf16 = not {"bf16", "8bit"}.isdisjoint(
         (options["train.master_dtype"], options["optimizer.state_dtype"])
     )
-    optimizer, epsilon = options["optimizer.name"], options["optimizer.eps"]
+    optimizer = options["optimizer.name"]
+    epsilon = options["optimizer.eps"]
     bound = bound_of_splits(options["train.dtype"], first.device, optimizer, epsilon, keeps_bf16)
-    return (
-        bound,
-        f"{bound.reason} ({_name_differences(differs, split) if split else 'not --deterministic'})",
-    )
+    why = _name_differences(differs, split) if split else "not --deterministic"
+    return bound, f"{bound.reason} ({why})"
 
 
 def _name_differences(differs: dict[str, list[Any]], names: Sequence[str]) -> str:
@@ -297,11 +289,11 @@ def _name_differences(differs: dict[str, list[Any]], names: Sequence[str]) -> st
 
 
 def _shown(value: Any) -> str:
-    return cut(json.dumps(value) if not isinstance(value, str) else value, 60)
+    return cut(value if isinstance(value, str) else json.dumps(value), 60)
 
 
 def _row(step: int, begin: int, theirs: float | None, ours: float | None) -> Row:
-    """None, which is not finite, equals None only."""
+    """The difference of two values. None, which is not finite, equals None only."""
     if theirs is None or ours is None:
         return Row(step, 0.0 if theirs is ours else inf, (theirs, ours))
     return Row(step, relative_difference(ours, theirs), (theirs, ours))
@@ -326,20 +318,14 @@ def _weight_rows(first: ComparedRun, other: ComparedRun, limit: float) -> Iterat
     for step in steps:
         models = []
         for run in (first, other):
-            with prefix_errors(str(folder := run.run.checkpoint_path(step))):
+            folder = run.run.checkpoint_path(step)
+            with prefix_errors(str(folder)):
                 check_sizes(folder, run.checkpoints[step])
                 models.append(StoredModel(folder, run.checkpoints[step]))
         names = sorted(models[0].tensors.keys() | models[1].tensors.keys())
         for name in names:
-            if (
-                len(
-                    {
-                        model.tensors[name].shape if name in model.tensors else None
-                        for model in models
-                    }
-                )
-                > 1
-            ):
+            shapes = {model.tensors[name].shape for model in models if name in model.tensors}
+            if len(shapes) > 1 or not all(name in model.tensors for model in models):
                 yield Row(step, inf, tensor=name)
                 continue
             theirs, ours = (model.read(name) for model in models)
@@ -351,9 +337,9 @@ def _weight_rows(first: ComparedRun, other: ComparedRun, limit: float) -> Iterat
             # whose norm is the weight's for inputs of size 1.
             weight = name.removesuffix("bias") + "weight"
             is_bias = name.endswith(".bias") and weight in models[0].tensors
-            scale = (
-                float(torch.linalg.vector_norm(models[0].read(weight).float())) if is_bias else 0.0
-            )
+            scale = 0.0
+            if is_bias:
+                scale = float(torch.linalg.vector_norm(models[0].read(weight).float()))
             difference = weights_difference(name, ours, theirs, order=2, at_least=max(scale, 1e-12))
             yield Row(step, difference if same_bits else max(1e-300, difference), tensor=name)
 
@@ -365,8 +351,9 @@ def _bits(tensor: "Tensor") -> "Tensor":
 
 
 def _find_differences(rows: Iterable[Row], limit: float) -> Compared:
-    """Rows in order of their steps; tensors of later checkpoints than the first beyond `limit` are
-    not read.
+    """The differences in rows that are in order of their steps.
+
+    Tensors of later checkpoints than the first beyond `limit` are not read.
     """
     steps: set[int] = set()
     largest = first = None
@@ -374,8 +361,10 @@ def _find_differences(rows: Iterable[Row], limit: float) -> Compared:
         if first and row.step > first.step and row.tensor:
             break
         steps.add(row.step)
-        first = first or (None if row.difference <= limit else row)
-        largest = row if largest is None or row.difference > largest.difference else largest
+        if first is None and not row.difference <= limit:
+            first = row
+        if largest is None or row.difference > largest.difference:
+            largest = row
     assert largest is not None
     return Compared(limit, len(steps), largest, first)
 
@@ -388,7 +377,8 @@ def _describe(
     compared: dict[str, Compared],
 ) -> str:
     """The verdict in one line."""
-    theirs, ours = first.run.path, other.run.path
+    theirs = first.run.path
+    ours = other.run.path
     beyond = [(each.first, each.bound, name) for name, each in compared.items() if each.first]
     if not beyond:
         within = "bit for bit" if bound in (None, EQUAL_BITS) else "to rounding"
@@ -421,9 +411,9 @@ def _print(first: ComparedRun, comparison: Comparison) -> None:
     for name, each in comparison.compared.items():
         row = each.largest
         limit = f" (bound {each.bound:.2g})" if comparison.bound else ""
-        largest = f"largest difference {row.difference:.1e}{limit} at step {row.step} {row.tensor}".rstrip()
-        print(
-            f"  {name}: {format_count(each.steps, 'step')} compared,"
-            f" {largest if row.difference else 'all equal'}"
-        )
+        words = "all equal"
+        if row.difference:
+            words = f"largest difference {row.difference:.1e}{limit} at step {row.step}"
+            words = f"{words} {row.tensor}".rstrip()
+        print(f"  {name}: {format_count(each.steps, 'step')} compared, {words}")
     print(comparison.verdict)

@@ -1,6 +1,4 @@
-"""`lmforge ladder`: plans small runs from the recipe of a big one, says what they cost, trains
-them, and predicts it.
-"""
+"""`lmforge ladder`: predicts a big run by small ones, which it plans, prices and trains."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -28,14 +26,16 @@ from lmforge.lab.ladder.fit import Fit, fit_points
 from lmforge.lab.ladder.frontier import FAR, Target, compare, conclusions
 from lmforge.lab.ladder.page import check_text, interval_text, write_page
 from lmforge.lab.ladder.prediction import best_shape, candidates, predict_curve
-from lmforge.lab.ladder.rates import best_rate, rate_trials, with_rate
 from lmforge.lab.ladder.rungs import (
     Trial,
+    best_rate,
     check_target,
     make_rung,
     plan_rungs,
+    rate_trials,
     resized,
     with_changes,
+    with_rate,
 )
 from lmforge.lab.ladder.runs import Reached, RungRunner, check_same_text, read_rung
 from lmforge.lab.ladder.text import adopt, as_planned, most_epochs, repeated
@@ -44,12 +44,15 @@ from lmforge.serve.validation import open_validation_tasks
 
 # The FLOPs of ladder.target over the recipe's, or the reverse: proportions are kept from there.
 MOST_TIMES = 1000
-RECIPES, RECORD, TARGET, PREDICTION = "recipes", "ladder.json", "target.toml", "prediction.json"
+RECIPES = "recipes"
+RECORD = "ladder.json"
+TARGET = "target.toml"
+PREDICTION = "prediction.json"
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """What a ladder says: `numbers` are those of its page."""
+    """The prediction of a ladder: `numbers` are those of its page."""
 
     fit: Fit
     target: Target
@@ -82,11 +85,10 @@ def run_ladder(config: LadderConfig) -> int:
     Returns the exit status. Raises UserError where no law can be fitted.
     """
     if config.ladder.budget is None and not config.ladder.runs:
-        rungs = (
-            "say what the rungs may cost, such as 0.1 of the big run; or name finished"
-            " --ladder.runs"
+        raise UserError(
+            "--ladder.budget: say what the rungs may cost, such as 0.1 of the big run; or name"
+            " finished --ladder.runs"
         )
-        raise UserError(f"--ladder.budget: {rungs}")
     folder = config.run.folder / f"{config.run.name}-ladder"
     costs = Costs(config.plan, config.train.device)
     ladders = [_plan(name, each, config, folder, costs) for name, each in _mixtures(config)]
@@ -121,8 +123,9 @@ def run_ladder(config: LadderConfig) -> int:
 
 
 def _mixtures(config: LadderConfig) -> Iterator[tuple[str, PretrainConfig]]:
-    """(name, recipe of the big run) of each mixture that is compared; one without a name where
-    there are none.
+    """(name, recipe of the big run) of each mixture that is compared.
+
+    Where none is compared there is one without a name.
     """
     recipe = with_changes(config, {})
     if not config.ladder.mixtures:
@@ -141,12 +144,14 @@ def _mixtures(config: LadderConfig) -> Iterator[tuple[str, PretrainConfig]]:
 def _plan(
     mixture: str, recipe: PretrainConfig, config: LadderConfig, folder: Path, costs: Costs
 ) -> Ladder:
-    """Raises UserError where a budget does not suffice, or the data does not."""
+    """The ladder of a mixture. Raises UserError where a budget or the data does not suffice."""
     sources = TokenSources.open(recipe)
     vocab_size = sources.tokenizer.vocab_size
     target = check_target(recipe, vocab_size)
     open_validation_tasks(recipe, sources.tokenizer, target.model)
-    options, rungs, unused = config.ladder, list[Trial](), ""
+    options = config.ladder
+    rungs = list[Trial]()
+    unused = ""
     big = costs.of(target, config.plan.gpus)
     flops = _flops_paid(options.target, costs, big)
     paid = replace(big, flops=flops or big.flops)
@@ -174,7 +179,8 @@ def _flops_paid(target: Budget | None, costs: Costs, big: Cost) -> float | None:
     if target is None:
         return None
     flops = costs.flops_for(target, big)
-    if not 1 / MOST_TIMES <= (times := flops / big.flops) <= MOST_TIMES:
+    times = flops / big.flops
+    if not 1 / MOST_TIMES <= times <= MOST_TIMES:
         raise UserError(
             f"--ladder.target: it pays {times:.2g} times the recipe's FLOPs; write a recipe that is"
             " nearer to it"
@@ -183,9 +189,7 @@ def _flops_paid(target: Budget | None, costs: Costs, big: Cost) -> float | None:
 
 
 def _check_choice(ladder: Ladder) -> None:
-    """Raise UserError where the smallest or largest of the runs that ladder.target may choose is no
-    run.
-    """
+    """Raise UserError where the smallest or largest run of ladder.target's choice is no run."""
     if ladder.flops is not None:
         choices = candidates(ladder.target, ladder.flops)
         for choice in (choices[0], choices[-1]):
@@ -193,33 +197,33 @@ def _check_choice(ladder: Ladder) -> None:
 
 
 def _check_held_out_text(ladders: Sequence[Ladder]) -> None:
-    """Raise UserError where mixtures would be validated on different text: that of their sources,
-    whatever these weigh.
+    """Raise UserError where mixtures would be validated on different text.
+
+    They are validated on that of their sources, whatever these weigh.
     """
+
+    def held_out(ladder: Ladder) -> list[tuple[Path, Any]]:
+        sources = ladder.target.config.data.all_sources
+        return [
+            (folder.path.resolve(), source.quarantine)
+            for folder, source in zip(ladder.sources.folders, sources, strict=True)
+        ]
+
+    first = ladders[0]
+    length = first.target.config.data.sequence_length
     for ladder in ladders:
-        names = f"--ladder.mixtures: {ladder.mixture} has other {{}} than {ladders[0].mixture}"
-        lengths = [each.target.config.data.sequence_length for each in (ladders[0], ladder)]
-        if lengths[0] != lengths[1]:
+        own_length = ladder.target.config.data.sequence_length
+        if own_length != length:
             raise UserError(
-                f"{names.format('sequences')}: data.sequence_length = {lengths[1]}, not"
-                f" {lengths[0]}"
+                f"--ladder.mixtures: {ladder.mixture} has other sequences than {first.mixture}:"
+                f" data.sequence_length = {own_length}, not {length}"
             )
-        first, own = (
-            [
-                (folder.path.resolve(), source.quarantine)
-                for folder, source in zip(folders, data.all_sources, strict=True)
-            ]
-            for folders, data in (
-                (each.sources.folders, each.target.config.data) for each in (ladders[0], ladder)
-            )
-        )
-        if first != own:  # in another order, other sequences of the same text are taken
-            way = (
-                "give both the same sources in one order; one that is left out has a weight in no"
-                " phase of data.phases"
-            )
+        if held_out(ladder) != held_out(first):
+            # In another order, other sequences of the same text are taken.
             raise UserError(
-                f"{names.format('sources')}, so its losses are of other held-out text; {way}"
+                f"--ladder.mixtures: {ladder.mixture} has other sources than {first.mixture}, so"
+                " its losses are of other held-out text; give both the same sources in one order;"
+                " one that is left out has a weight in no phase of data.phases"
             )
 
 
@@ -242,7 +246,9 @@ def _choose_rate(
 
 
 def _print_plan(ladder: Ladder, config: LadderConfig, costs: Costs) -> None:
-    target, rungs, big = ladder.target, ladder.rungs, ladder.cost
+    target = ladder.target
+    rungs = ladder.rungs
+    big = ladder.cost
     flops = ladder.flops or big.flops
     if ladder.mixture:
         print(f"mixture    {ladder.mixture}")
@@ -263,9 +269,12 @@ def _print_plan(ladder: Ladder, config: LadderConfig, costs: Costs) -> None:
                 Cost(),
             )
             print(f"rates      {len(rates)} are tried first: {costs.describe(tried)} more")
-        if flops > FAR * (largest := max(rung.flops for rung in rungs)):
-            times = f"{flops / largest:,.0f} times the FLOPs of the largest rung"
-            print(f"far        the target has {times}: its interval says more than its prediction")
+        largest = max(rung.flops for rung in rungs)
+        if flops > FAR * largest:
+            print(
+                f"far        the target has {flops / largest:,.0f} times the FLOPs of the largest"
+                " rung: its interval says more than its prediction"
+            )
     for line in repeated(target, rungs, ladder.sources):
         print(f"epochs     {line}")
     sys.stdout.flush()
@@ -286,9 +295,8 @@ def _describe(trial: Trial) -> str:
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """The ladder's folder, made and locked. Raises UserError."""
-    with storage_errors(
-        folder, "cannot be made a folder", "choose another --run.folder or --run.name"
-    ):
+    way = "choose another --run.folder or --run.name"
+    with storage_errors(folder, "cannot be made a folder", way):
         (folder / RECIPES).mkdir(parents=True, exist_ok=True)
         with hold_lock(folder / ".lock") as is_ours:
             if not is_ours:
@@ -327,11 +335,11 @@ def _finish(ladder: Ladder, adopted: list[Reached], folder: Path) -> Fitted:
     prediction = folder / f"{stem}{PREDICTION}"
     atomic_write_json(prediction, {"steps": trial.config.train.steps, "points": curve})
     recipe = with_changes(trial.config, {"log": {"prediction": str(prediction)}})
-    atomic_write_text(folder / f"{stem}{TARGET}", to_toml(recipe, changed_only=True))
-    bytes_per_token = median(
-        each.loss / each.bits_per_byte for each in reached if isfinite(each.loss)
-    ) / log(2)
-    target = Target(trial.parameters, trial.tokens, trial.flops / trial.tokens, bytes_per_token)
+    recipe_file = folder / f"{stem}{TARGET}"
+    atomic_write_text(recipe_file, to_toml(recipe, changed_only=True))
+    per_byte = median(each.loss / each.bits_per_byte for each in reached if isfinite(each.loss))
+    flops_per_token = trial.flops / trial.tokens
+    target = Target(trial.parameters, trial.tokens, flops_per_token, per_byte / log(2))
     curves = {
         each.name: [[part * each.tokens, loss] for part, loss in each.curve] for each in reached
     }
@@ -345,7 +353,7 @@ def _finish(ladder: Ladder, adopted: list[Reached], folder: Path) -> Fitted:
     if ladder.mixture:
         print(f"mixture    {ladder.mixture}")
     _print_prediction(fitted, trial)
-    print(f"to start   {typed_command()} pretrain {quote(str(folder / f'{stem}{TARGET}'))}")
+    print(f"to start   {typed_command()} pretrain {quote(str(recipe_file))}")
     return fitted
 
 
@@ -364,34 +372,29 @@ def _write_page(fitted: Sequence[Fitted], config: LadderConfig, folder: Path) ->
             f"compared   {pair['first']} less {pair['second']}: {difference} nats per"
             f" token{verdict}"
         )
-    print(
-        "page      "
-        f" {write_page(folder, [each.numbers for each in fitted], pairs, f'Ladder of {config.run.name}')}"
-    )
+    title = f"Ladder of {config.run.name}"
+    print(f"page       {write_page(folder, [each.numbers for each in fitted], pairs, title)}")
 
 
 def _print_prediction(fitted: Fitted, trial: Trial) -> None:
-    numbers, best = fitted.numbers, fitted.numbers["best"]
+    numbers = fitted.numbers
+    best = fitted.numbers["best"]
     for line in numbers["cautions"]:
         print(f"caution    {line}")
-    loss, bits = (
-        "{value:.4f} ({low:.4f} to {high:.4f})".format(**numbers["target"][name])
-        for name in ("loss", "bits_per_byte")
-    )
+    four_digits = "{value:.4f} ({low:.4f} to {high:.4f})"
+    loss = four_digits.format(**numbers["target"]["loss"])
+    bits = four_digits.format(**numbers["target"]["bits_per_byte"])
     print(f"predicted  {_describe(trial)}: val/loss {loss}, {bits} bits per byte")
     if numbers["check"]:
         print(f"check      {check_text(numbers['check'])}")
     for task in numbers["tasks"]:
+        score = "{value:.3f} ({low:.3f} to {high:.3f})".format(**task["score"])
         caution = f" ({task['caution']})" if task["caution"] else ""
-        print(
-            f"score      {task['name']}:"
-            f" {'{value:.3f} ({low:.3f} to {high:.3f})'.format(**task['score'])}{caution}"
-        )
-    size = (
-        f"{interval_text(best['parameters'], 3)} parameters, {short(best['tokens']['value'])}"
-        " tokens"
+        print(f"score      {task['name']}: {score}{caution}")
+    print(
+        f"best       for as many FLOPs: {interval_text(best['parameters'], 3)} parameters,"
+        f" {short(best['tokens']['value'])} tokens, val/loss {best['loss']['value']:.4f}"
     )
-    print(f"best       for as many FLOPs: {size}, val/loss {best['loss']['value']:.4f}")
     own = next(size for size in numbers["sizes"] if size["is_target"])
     print(
         f"           {numbers['flat']['low']:.2g} to {numbers['flat']['high']:.2g} times that size"
@@ -401,8 +404,6 @@ def _print_prediction(fitted: Fitted, trial: Trial) -> None:
     print(
         f"           the predicted run has {own['ratio']:.2g} times that size: {100 * above:+.2f} %"
     )
-    lr, kind = trial.config.optimizer.lr, trial.config.model.parametrization
-    print(
-        f"           learning rate {lr:g}"
-        + (f", with the factors of {kind}" if kind != "standard" else "")
-    )
+    kind = trial.config.model.parametrization
+    factors = f", with the factors of {kind}" if kind != "standard" else ""
+    print(f"           learning rate {trial.config.optimizer.lr:g}{factors}")

@@ -1,5 +1,7 @@
-"""`lmforge plan`: prints what a run will need and cost; with `--search` the configurations that
-fit, why the others are slower, and the fastest as recipes. The arithmetic is in plan/prediction.
+"""`lmforge plan`: prints what a run will need and cost.
+
+With `--search` it prints the configurations that fit and why the others are slower, and writes the
+fastest as recipes. The arithmetic is in plan/prediction.
 """
 
 import json
@@ -68,7 +70,8 @@ CHOICES = (
     "cpu_offload",
 )
 # Characters of the picture of a step.
-PICTURE_WIDTH, PICTURE_HEIGHT = 72, 8
+PICTURE_WIDTH = 72
+PICTURE_HEIGHT = 8
 
 
 def run_plan(config: AnyPlanConfig) -> int:
@@ -90,27 +93,22 @@ def run_plan(config: AnyPlanConfig) -> int:
     host_bytes = prediction.host_bytes
     fits = fits_device and host_bytes <= machine.host_memory_bytes
     on_host = f"{format_bytes(host_bytes)} of host memory on each host, for offload"
-    advice = (
-        ""
-        if fits_device
-        else suggest_what_fits(step_config, lambda other: sum(peak_memory(other).values()), budget)
-    )
-    if fits_device and not fits:
+    room = format_bytes(budget)
+    advice = ""
+    if not fits_device:
+        advice = suggest_what_fits(step_config, _device_bytes, budget)
+    elif not fits:
+        room = "the hosts"
         advice = (
             f"it takes {on_host}, which has {format_bytes(machine.host_memory_bytes)}; use more"
             " hosts, or no offload"
         )
     if config.plan.output == "json":
-        print(
-            json.dumps(
-                _as_json(prediction, phases, cost, fits, advice, machine)
-                | {"vocabulary": vocabulary},
-                indent=1,
-            )
-        )
+        content = _as_json(prediction, phases, cost, fits, advice, machine)
+        print(json.dumps(content | {"vocabulary": vocabulary}, indent=1))
         return 0
     console = page_console(110)
-    options = prediction.step_config.options
+    options = step_config.options
     where = f"{config.plan.gpus} × {machine.gpu.name}"
     if machine.network is not None:
         where += f", {machine.gpus_per_host} per host, {machine.network.name}"
@@ -121,31 +119,25 @@ def run_plan(config: AnyPlanConfig) -> int:
             f" {describe_experts(step_config.model)}"
         )
     console.print(escape("\n".join(lines)), soft_wrap=True)
-    once = can_reduce_once(prediction.step_config) and not options.reduce_every_micro_batch
-    reduced = (
-        "; gradients reduced once per step (reduce_every_micro_batch = false), which takes memory"
-        if once
-        else ""
-    )
-    engine = (
-        options.engine
-        if not prediction.step_config.is_fsdp
-        else f"{options.engine} {prediction.step_config.dims}"
-    )
+    engine = str(options.engine)
+    if step_config.is_fsdp:
+        engine += f" {step_config.dims}"
+    compiled = "compiled" if step_config.compiled else "not compiled"
+    if can_reduce_once(step_config) and not options.reduce_every_micro_batch:
+        compiled += (
+            "; gradients reduced once per step (reduce_every_micro_batch = false), which takes"
+            " memory"
+        )
     console.print(
-        f"{engine}; {prediction.step_config.accumulation} ×"
-        f" {prediction.step_config.micro_batch_size} sequences of"
-        f" {prediction.step_config.sequence_length:,} tokens per rank; activation checkpointing:"
-        f" {options.activation_checkpointing};"
-        f" {'compiled' if prediction.step_config.compiled else 'not compiled'}{reduced}",
+        f"{engine}; {step_config.accumulation} × {step_config.micro_batch_size} sequences of"
+        f" {step_config.sequence_length:,} tokens per rank; activation checkpointing:"
+        f" {options.activation_checkpointing}; {compiled}",
         soft_wrap=True,
     )
     console.print(_memory_table(prediction))
     console.print(picture(prediction), soft_wrap=True)
     low, high = (format_bytes(each) for each in prediction.memory_interval)
-    room = format_bytes(budget)
-    into = room if fits or not fits_device else "the hosts"
-    verdict = f"fits into {room}" if fits else f"[bold]does not fit[/bold] into {into}; {advice}"
+    verdict = f"fits into {room}" if fits else f"[bold]does not fit[/bold] into {room}; {advice}"
     console.print(
         f"memory     {low} to {high} per rank, peak in: {prediction.peak_at}; {verdict}\n",
         soft_wrap=True,
@@ -167,6 +159,10 @@ def run_plan(config: AnyPlanConfig) -> int:
     return 0
 
 
+def _device_bytes(step_config: StepConfig) -> float:
+    return sum(peak_memory(step_config).values())
+
+
 def _step_config(config: AnyPlanConfig, machine: Machine) -> tuple[StepConfig, str]:
     """The step, and a line that says whose vocabulary it has.
 
@@ -179,9 +175,8 @@ def _step_config(config: AnyPlanConfig, machine: Machine) -> tuple[StepConfig, s
     model = resolve_model(config, vocab_size)
     whose = "the model's own" if has_own else "lmforge's default"
     if model.vocab_size == vocab_size and isinstance(config, PretrainConfig):
-        whose = (
-            f"of the tokenizer in {', '.join(source.folder for source in config.data.all_sources)}"
-        )
+        folders = ", ".join(source.folder for source in config.data.all_sources)
+        whose = f"of the tokenizer in {folders}"
     step_config = make_step_config(
         config, model, config.plan.gpus, machine, resolve_teacher(config)
     )
@@ -205,8 +200,8 @@ def _time_table(prediction: Prediction) -> Table:
     waits = {
         "(exposed communication)": prediction.exposed_seconds,
         "(pipeline bubble)": prediction.bubble_seconds,
+        "(waiting for the host)": prediction.host_seconds,
     }
-    waits["(waiting for the host)"] = prediction.host_seconds
     parts = {
         name: seconds
         for name, seconds in prediction.seconds.items()
@@ -223,8 +218,9 @@ def _time_table(prediction: Prediction) -> Table:
 
 
 def live_peaks(prediction: Prediction) -> list[float]:
-    """The maximum bytes of live tensors in each of PICTURE_WIDTH equal parts of the operations, in
-    issue order.
+    """The maximum live bytes in each of PICTURE_WIDTH equal parts of the step.
+
+    The operations are in issue order.
     """
     values = [count for _, count in prediction.timeline]
     edges = [len(values) * at // PICTURE_WIDTH for at in range(PICTURE_WIDTH + 1)]
@@ -242,27 +238,27 @@ def picture(prediction: Prediction) -> str:
             min(8, max(0, round(8 * (count / most * PICTURE_HEIGHT - row + 1))))
             for count in columns
         )
-        label = (
-            f"{most / 2**30 * row / PICTURE_HEIGHT:7.1f} GiB "
-            if row in (PICTURE_HEIGHT, PICTURE_HEIGHT // 2)
-            else " " * 12
-        )
+        if row in (PICTURE_HEIGHT, PICTURE_HEIGHT // 2):
+            label = f"{most / 2**30 * row / PICTURE_HEIGHT:7.1f} GiB "
+        else:
+            label = " " * 12
         lines.append(label + "".join(bars[cell] for cell in cells))
-    shown = (
-        ""
-        if prediction.step_config.accumulation <= 3
-        else f", 3 of {prediction.step_config.accumulation} micro-batches"
-    )
+    shown = ""
+    if prediction.step_config.accumulation > 3:
+        shown = f", 3 of {prediction.step_config.accumulation} micro-batches"
     return "\n".join(
         [*lines, f"{'':12}live memory in the order in which operations are issued{shown}"]
     )
 
 
 def _print_phases(console: Console, phases: list[tuple[int, Prediction]]) -> None:
-    """For a run with several sequence lengths: memory and the times above are those of the
-    longest.
+    """Print the speed of each phase of a run with several sequence lengths.
+
+    Memory and the times that were printed before are those of the longest.
     """
-    for steps, each in phases if len(phases) > 1 else ():
+    if len(phases) == 1:
+        return
+    for steps, each in phases:
         console.print(
             f"phase      {steps:,} steps with sequences of {each.step_config.sequence_length:,}"
             f" tokens: {each.tokens_per_second:,.0f} tokens/s per GPU, {each.step_seconds:.3g} s"
@@ -272,12 +268,20 @@ def _print_phases(console: Console, phases: list[tuple[int, Prediction]]) -> Non
 
 
 def _run_intervals(prediction: Prediction, cost: RunCost) -> dict[str, tuple[float, float]]:
-    """(least, most) of what the speed decides about a whole run."""
+    """The interval (least, most) of each number of a whole run that depends on the speed."""
     below, above = (each / prediction.tokens_per_second for each in prediction.speed_interval)
     values = {
         name: getattr(cost, name) for name in ("days", "gpu_hours", "kilowatt_hours", "price")
     }
     return {name: (value / above, value / below) for name, value in values.items()}
+
+
+def _format_days(days: float) -> str:
+    return f"{days:,.1f} days" if days >= 1 else format_duration(days * 86400)
+
+
+def _format_amount(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
 
 
 def _print_cost(
@@ -287,18 +291,13 @@ def _print_cost(
 
     def described(name: str, unit: str = "") -> str:
         values = [getattr(cost, name), *intervals[name]]
-        if name == "days":
-            words = [
-                f"{days:,.1f} days" if days >= 1 else format_duration(days * 86400)
-                for days in values
-            ]
-        else:
-            words = [f"{value:,.0f}" if value >= 10 else f"{value:.2g}" for value in values]
-        return f"{words[0]}{unit} ({words[1]} to {words[2]})"
+        format_value = _format_days if name == "days" else _format_amount
+        middle, least, most = map(format_value, values)
+        return f"{middle}{unit} ({least} to {most})"
 
-    price = (
-        f", {described('price')} at {config.plan.price:g} a GPU-hour" if config.plan.price else ""
-    )
+    price = ""
+    if config.plan.price:
+        price = f", {described('price')} at {config.plan.price:g} a GPU-hour"
     console.print(
         f"run        {cost.steps:,} steps = {cost.tokens:,} tokens: {described('days')},"
         f" {described('gpu_hours', ' GPU-hours')}, {described('kilowatt_hours', ' kWh')}{price}",
@@ -382,21 +381,11 @@ def run_search(config: AnyPlanConfig) -> int:
     size = plan_batches(plain, 1).global_batch_size
     budget = config.plan.usable * machine.gpu.memory_bytes
     rates = machine.rates(base.dtype)
-    result = search(
-        base, size, machine.gpu, rates, budget, config.plan.configurations, config.train.float8
-    )
-    for smaller in in_fewer_bits(base):
+    most = config.plan.configurations
+    for each in (base, *in_fewer_bits(base)):
+        result = search(each, size, machine.gpu, rates, budget, most, config.train.float8)
         if result.best or not result.tried:
             break
-        result = search(
-            smaller,
-            size,
-            machine.gpu,
-            rates,
-            budget,
-            config.plan.configurations,
-            config.train.float8,
-        )
     if result.tried == 0:
         raise UserError(
             f"--search: a global batch of {size} sequences cannot be divided over"
@@ -407,12 +396,8 @@ def run_search(config: AnyPlanConfig) -> int:
     else:
         print(f"{config.plan.gpus} × {machine.gpu.name}; {machine.describe_constants(base.dtype)}")
         print(vocabulary)
-        lengths = (
-            {phase.sequence_length for phase in config.data.phases}
-            if isinstance(config, PretrainConfig)
-            else set()
-        )
-        if lengths - {None, base.sequence_length}:
+        phases = config.data.phases if isinstance(config, PretrainConfig) else ()
+        if {phase.sequence_length for phase in phases} - {None, base.sequence_length}:
             print(
                 "phases differ in sequence length: the search is for the longest,"
                 f" {base.sequence_length:,} tokens"
@@ -441,28 +426,25 @@ def run_search(config: AnyPlanConfig) -> int:
 
 def _print_search(result: SearchResult, config: AnyPlanConfig, budget: float) -> None:
     console = page_console(130)
-    counts = (
-        f"{result.tried:,} configurations tried: {len(result.fitting):,} fit into"
-        f" {format_bytes(budget)},"
-    )
     left = f", {result.left_out:,} left out by --configurations" if result.left_out else ""
     console.print(
-        f"{counts} {len(result.too_large):,} do not, {result.refused:,} are refused by a run{left}"
+        f"{result.tried:,} configurations tried: {len(result.fitting):,} fit into"
+        f" {format_bytes(budget)}, {len(result.too_large):,} do not, {result.refused:,} are refused"
+        f" by a run{left}"
     )
     if not result.best:
         return
     winner = result.best[0]
     table = Table(title="fastest", title_justify="left")
-    for name in ("configuration", "tokens/s per GPU", "MFU", "GiB", "why slower"):
-        table.add_column(
-            name, justify="left" if name in ("configuration", "why slower") else "right"
-        )
+    table.add_column("configuration")
+    for name in ("tokens/s per GPU", "MFU", "GiB"):
+        table.add_column(name, justify="right")
+    table.add_column("why slower")
     for each in result.best[:SHOWN]:
-        speed = f"{each.tokens_per_second:,.0f}"
         reason = "" if each is winner else why_slower(each, winner)
         table.add_row(
             each.step_config.describe(),
-            speed,
+            f"{each.tokens_per_second:,.0f}",
             f"{each.mfu:.0%}",
             f"{each.device_bytes / 2**30:.1f}",
             reason,
@@ -476,21 +458,21 @@ def _print_search(result: SearchResult, config: AnyPlanConfig, budget: float) ->
 
 
 def other_choices(result: SearchResult) -> list[tuple[str, Candidate, str]]:
-    """For each value of an option that the winner does not have: the best candidate with it, and
-    why it is slower.
+    """Rows (choice, candidate, reason) of the values that the winner does not have.
+
+    The candidate is the best one with such a value, and the reason says why it is slower.
     """
-    winner, rows = result.best[0], list[tuple[str, Candidate, str]]()
-    seen: set[tuple[str, Any]] = {
-        (name, getattr(winner.step_config.options, name)) for name in CHOICES
-    }
-    seen.add(("micro_batch_size", winner.step_config.micro_batch_size))
+
+    def choices(candidate: Candidate | Prediction) -> dict[str, Any]:
+        step_config = candidate.step_config
+        values = {name: getattr(step_config.options, name) for name in CHOICES}
+        return values | {"micro_batch_size": step_config.micro_batch_size}
+
+    winner = result.best[0]
+    rows = list[tuple[str, Candidate, str]]()
+    seen = set(choices(winner).items())
     for each in (*result.fitting, *result.too_large):
-        for name in (*CHOICES, "micro_batch_size"):
-            value = (
-                each.step_config.micro_batch_size
-                if name == "micro_batch_size"
-                else getattr(each.step_config.options, name)
-            )
+        for name, value in choices(each).items():
             if (name, value) in seen or value is None:
                 continue
             seen.add((name, value))
@@ -507,32 +489,25 @@ def _files(config: AnyPlanConfig) -> list[Path]:
         return []
     if not first.name:
         raise UserError(f"--write: {first} is a folder; name a file")
-    return [
-        first,
-        *(
-            first.with_stem(f"{first.stem}-{number}")
-            for number in range(2, config.plan.finalists + 1)
-        ),
-    ]
+    numbers = range(2, config.plan.finalists + 1)
+    return [first, *(first.with_stem(f"{first.stem}-{number}") for number in numbers)]
 
 
 def _write(prediction: Prediction, config: AnyPlanConfig, file: Path) -> None:
-    """The recipe with the configuration that was found, as `lmforge pretrain` reads it."""
+    """Write the recipe with the configuration that was found, as `lmforge pretrain` reads it."""
+    step_config = prediction.step_config
     table = config.model_dump(mode="json", exclude={"plan"})
-    options = prediction.step_config.options.model_dump(mode="json")
-    table["parallel"] |= options
-    table["train"] |= {
-        "micro_batch_size": prediction.step_config.micro_batch_size,
-        "float8": prediction.step_config.float8,
-    }
-    table["run"] |= {"name": ""}
-    for name, value in prediction.step_config.bits.items():
+    table["parallel"] |= step_config.options.model_dump(mode="json")
+    table["train"]["micro_batch_size"] = step_config.micro_batch_size
+    table["train"]["float8"] = step_config.float8
+    table["run"]["name"] = ""
+    for name, value in step_config.bits.items():
         section, _, option = name.partition(".")
         table[section][option] = value
     recipe = validate_options(STAGES[config.of_stage], table, str(file))
     header = (
         f"# Found by `lmforge plan --search` for {config.plan.gpus} x {config.plan.gpu_type}:"
-        f" {prediction.step_config.describe()}.\n# By estimate {prediction.tokens_per_second:,.0f}"
+        f" {step_config.describe()}.\n# By estimate {prediction.tokens_per_second:,.0f}"
         f" tokens/s per GPU and {prediction.device_bytes / 2**30:.1f} GiB.\n"
     )
     try:
@@ -554,27 +529,29 @@ def _how_to_measure(files: list[Path], config: AnyPlanConfig, machine: Machine) 
         )
     if any("," in str(file) for file in files):  # which separates the values of a sweep
         return f"to measure them: lmforge bench FILE --launch.processes {config.plan.gpus} for each"
-    calibration = [f"--log.calibration {shlex.quote(str(config.plan.calibration))}"] * (
-        config.plan.calibration is not None
-    )
     sweep = shlex.quote(f"recipe={','.join(map(str, files))}")
-    words = ["lmforge bench --sweep", sweep, f"--launch.processes {config.plan.gpus}", *calibration]
-    return f"to measure them: {' '.join(words)}"
+    command = f"lmforge bench --sweep {sweep} --launch.processes {config.plan.gpus}"
+    if config.plan.calibration is not None:
+        command += f" --log.calibration {shlex.quote(str(config.plan.calibration))}"
+    return f"to measure them: {command}"
 
 
 def _search_as_json(result: SearchResult) -> dict[str, Any]:
-    best = []
-    for each in result.best:
-        row = {
+    best = [
+        {
             "configuration": each.step_config.describe(),
             "tokens_per_second_per_gpu": each.tokens_per_second,
+            "device_bytes": round(each.device_bytes),
+            "parallel": each.step_config.options.model_dump(mode="json"),
+            **each.step_config.bits,
         }
-        options = each.step_config.options.model_dump(mode="json")
-        row |= {"device_bytes": round(each.device_bytes), "parallel": options}
-        best.append({**row, **each.step_config.bits})
-    counts = {
+        for each in result.best
+    ]
+    return {
         "tried": result.tried,
         "fitting": len(result.fitting),
         "too_large": len(result.too_large),
+        "refused": result.refused,
+        "left_out": result.left_out,
+        "best": best,
     }
-    return {**counts, "refused": result.refused, "left_out": result.left_out, "best": best}

@@ -1,10 +1,9 @@
-"""All stages in a few minutes: the standard library's source → tokenizer → shards → a pretrained
-model → one that answers.
+"""All stages in a few minutes: text → tokenizer → shards → a pretrained model → one that answers.
 
-It calls the same verbs that a user types, and prints each before it runs, so that it can be
-repeated by hand. Each stage is measured on validation data, before and after. The end of
-pretraining runs twice from the same checkpoint, in one process and under FSDP2 on two, and the
-losses are compared.
+The text is the standard library's source. The verbs that a user types are called, and each is
+printed before it runs, so that it can be repeated by hand. Each stage is measured on validation
+data, before and after. The end of pretraining runs twice from the same checkpoint, in one process
+and under FSDP2 on two, and the losses are compared.
 """
 
 import shlex
@@ -35,9 +34,7 @@ from lmforge.text.verbs.prepare import run_prepare
 
 @dataclass(frozen=True)
 class QuickstartStage:
-    """A stage of training: its verb, its recipe in lmforge/recipes, and which validation metric it
-    improves.
-    """
+    """A stage of training: its verb, its recipe in lmforge/recipes, and the metric it improves."""
 
     verb: str
     recipe: str
@@ -72,7 +69,9 @@ STEPS_CONTINUED = 50
 # With so few steps the purpose is to try all stages, so the batches of rollouts and the
 # measurements are small.
 TRIAL_STEPS = 10
-TRIAL_SEQUENCES, TRIAL_SFT_BATCH_SIZE, TRIAL_MAX_TOKENS = 8, 2, 16
+TRIAL_SEQUENCES = 8
+TRIAL_SFT_BATCH_SIZE = 2
+TRIAL_MAX_TOKENS = 16
 
 
 def quickstart(options: QuickstartOptions) -> int:
@@ -83,7 +82,8 @@ def quickstart(options: QuickstartOptions) -> int:
     Raises UserError and RunFailed as its parts do.
     """
     start = time.perf_counter()
-    tokens, functions = options.folder / "data" / "stdlib", options.folder / "data" / "functions"
+    tokens = options.folder / "data" / "stdlib"
+    functions = options.folder / "data" / "functions"
     _print_title("1 of 7  text → tokenizer → token shards", "prepare", "stdlib", tokens)
     run_prepare(PrepareOptions(source="stdlib", out=tokens, overwrite=options.overwrite))
     _print_title(
@@ -166,16 +166,15 @@ def _train(title: str, stage: QuickstartStage, words: list[str]) -> Path:
     config = parse_config(STAGES[stage.verb], words)
     _print_title(title, stage.verb, *words)
     processes = config.launch.processes
-    status = (
-        launch_local(processes, [stage.verb, *words])
-        if processes > 1
-        else VERBS[stage.verb].load()(config)
-    )
+    if processes > 1:
+        status = launch_local(processes, [stage.verb, *words])
+    else:
+        status = VERBS[stage.verb].load()(config)
     path: Path = config.run.folder / config.run.name
     if status:
-        reason = (
-            "the lines above say why" if status < 128 else "lmforge quickstart continues from here"
-        )
+        reason = "lmforge quickstart continues from here"
+        if status < 128:
+            reason = "the lines above say why"
         failure = RunFailed(f"{path}: training ended with status {status}; {reason}")
         failure.exit_status = status
         raise failure
@@ -185,17 +184,18 @@ def _train(title: str, stage: QuickstartStage, words: list[str]) -> Path:
 def _continue_sharded(
     title: str, stage: QuickstartStage, options: QuickstartOptions, base: Path
 ) -> tuple[Path, int]:
-    """Copy the run as it was at its last checkpoint but one, and train the copy to the end under
-    FSDP2.
+    """Copy the run as it was at its last checkpoint but one, and train the copy under FSDP2.
 
-    Returns the copy and the step of that checkpoint.
+    It is trained to the end. Returns the copy and the step of that checkpoint.
     """
-    run, copy = Run(base), Run(base.with_name(f"{base.name}-fsdp2"))
+    run = Run(base)
+    copy = Run(base.with_name(f"{base.name}-fsdp2"))
     if options.overwrite:
         copy.delete()
-    # That of an earlier copy: the run may have been trained further since.
-    begun = copy.checkpoint_steps()[0] if copy.exists() else run.checkpoint_steps()[-2]
-    if not copy.exists():
+    if copy.exists():  # the run may have been trained further since
+        begun = copy.checkpoint_steps()[0]
+    else:
+        begun = run.checkpoint_steps()[-2]
         with atomic_folder(copy.path, replace=True) as folder:
             shutil.copy(run.recipe_path, folder)
             shutil.copytree(run.checkpoint_path(begun), Run(folder).checkpoint_path(begun))
@@ -210,36 +210,30 @@ def _continue_sharded(
 def _stage_arguments(
     stage: QuickstartStage, options: QuickstartOptions, runs: list[Path], name: str = ""
 ) -> list[str]:
-    """What is typed after the recipe of a stage; `runs` are those of the stages before it."""
+    """The words after the recipe of a stage; `runs` are those of the stages before it."""
     data = options.folder / "data"
     functions = data / "functions"
     words: list[Any] = ["--run.folder", options.folder / "runs", "--run.name", name or stage.recipe]
     if runs:
-        words += [
-            "--data.files",
-            functions / TRAIN_FILE,
-            "--data.validation_files",
-            functions / VALIDATION_FILE,
-        ]
-        words += ["--model.source", runs[-1]]
-    words += ["--data.folder", data / ("examples" if runs else "stdlib")]
+        words += ["--data.files", functions / TRAIN_FILE]
+        words += ["--data.validation_files", functions / VALIDATION_FILE]
+        words += ["--model.source", runs[-1], "--data.folder", data / "examples"]
+    else:
+        words += ["--data.folder", data / "stdlib"]
     if options.steps:
         words += ["--train.steps", options.steps]
+    if options.steps and not runs:
         # A checkpoint before the last one, for the comparison.
-        words += [] if runs else ["--schedule.warmup_steps", options.steps // 10]
-        words += (
-            []
-            if runs
-            else [
-                "--checkpoint.every_steps",
-                max(options.steps // 2, options.steps - STEPS_CONTINUED),
-            ]
-        )
+        every = max(options.steps // 2, options.steps - STEPS_CONTINUED)
+        words += ["--schedule.warmup_steps", options.steps // 10]
+        words += ["--checkpoint.every_steps", every]
     if _is_trial(options):
         words += ["--validation.sequences", TRIAL_SEQUENCES]
         sizes = {"sft": TRIAL_SFT_BATCH_SIZE, "align": TRIAL_SEQUENCES}
-        words += ["--train.global_batch_size", sizes[stage.verb]] if stage.verb in sizes else []
-    words += ["--run.overwrite"] if options.overwrite else []
+        if stage.verb in sizes:
+            words += ["--train.global_batch_size", sizes[stage.verb]]
+    if options.overwrite:
+        words.append("--run.overwrite")
     return [str(word) for word in words]
 
 
@@ -248,26 +242,27 @@ def _is_trial(options: QuickstartOptions) -> bool:
 
 
 def _count_processes(processes: int) -> str:
-    return f"{processes} {'process' if processes == 1 else 'processes'}"
+    return "1 process" if processes == 1 else f"{processes} processes"
 
 
 def _comparison_table(base: Path, sharded: Path, begun: int, processes: str) -> Table:
-    """The losses of both runs after their common checkpoint, and whether they differ by less than
-    the bound of splits.
+    """The losses of both runs after their common checkpoint, with a verdict for each.
+
+    It says whether they differ by less than the bound of splits.
     """
-    config, device_type = Run(base).load_config(), "cuda" if torch.cuda.is_available() else "cpu"
+    config = Run(base).load_config()
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
     bound = bound_of_splits(config.train.dtype, device_type).loss
     table = Table("step", "measured", processes, "FSDP2", "difference", "")
-    metrics = {
-        run: {record["step"]: record for record in Run(run).read_metrics()}
-        for run in (base, sharded)
-    }
-    for step, record in metrics[base].items():
-        if step <= begun or step not in metrics[sharded]:
+    metrics_of_base = {record["step"]: record for record in Run(base).read_metrics()}
+    metrics_of_copy = {record["step"]: record for record in Run(sharded).read_metrics()}
+    for step, record in metrics_of_base.items():
+        if step <= begun or step not in metrics_of_copy:
             continue
         for name in ("loss", "val/loss"):
             if name in record:
-                ours, theirs = record[name], metrics[sharded][step][name]
+                ours = record[name]
+                theirs = metrics_of_copy[step][name]
                 difference = relative_difference(theirs, ours)
                 verdict = f"equal within {bound:g}" if difference <= bound else "NOT EQUAL"
                 table.add_row(
@@ -283,7 +278,8 @@ def _results_table(runs: list[Path]) -> Table:
         values = [
             record[stage.metric] for record in Run(run).read_metrics() if stage.metric in record
         ]
-        before, after = values[0], values[-1]
+        before = values[0]
+        after = values[-1]
         improved = after < before if stage.direction == "lower" else after > before
         table.add_row(
             stage.verb,

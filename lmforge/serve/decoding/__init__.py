@@ -1,5 +1,4 @@
-"""Text generation: load a model by name, decode batches of requests with a KV cache, sample, stream
-text.
+"""Text generation: load a model, decode batches of requests with a KV cache, sample, stream text.
 
 Begin with engine.py (`Engine`, `generate`); sampling.py turns logits into tokens, text_streamer.py
 tokens into text, and model_loading.py opens runs, checkpoints, Hugging Face folders and adapters.

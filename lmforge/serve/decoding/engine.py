@@ -1,9 +1,9 @@
-"""Text generation: requests of different lengths are decoded together with a KV cache, each with
-its own seed and end.
+"""Text generation: requests of different lengths are decoded together with a KV cache.
 
-`Engine` takes requests one by one: a request joins the batch at any step and leaves when it has
-finished. Its tokens are a function of its prompt, sampling and seed; other requests in the batch
-change the last bits of a sum at most. `generate` completes a list of prompts.
+Each has its own seed and end. `Engine` takes requests one by one: a request joins the batch at any
+step and leaves when it has finished. Its tokens are a function of its prompt, sampling and seed;
+other requests in the batch change the last bits of a sum at most. `generate` completes a list of
+prompts.
 """
 
 import math
@@ -36,12 +36,11 @@ from lmforge.serve.decoding.text_streamer import TextStreamer
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """Generate at most `max_tokens` tokens after `prompt_ids`, up to one of `stop_token_ids`,
-    sampled with `seed`.
+    """A request for at most `max_tokens` tokens after `prompt_ids`.
 
-    `top_logprobs` is how many of the likeliest tokens are reported with each. With `score_prompt`
-    those of the prompt are reported too. `num_resumed`: how many of the last `prompt_ids` were
-    generated for it before.
+    They are sampled with `seed`, and end with one of `stop_token_ids`. top_logprobs: the number of
+    likeliest tokens that are reported with each. score_prompt: those of the prompt are reported
+    too. num_resumed: the number of last `prompt_ids` that were generated for it before.
     """
 
     prompt_ids: Sequence[int]
@@ -90,12 +89,11 @@ class _RunningRequest:
 
 
 class Engine:
-    """Decodes at most `max_batch_size` requests at a time, of at most `max_length` tokens each,
-    prompt included.
+    """Decodes at most `max_batch_size` requests at a time.
 
-    Only ids below `vocab_size` that the model has are chosen. The weights are read when the engine
-    is built: build another after a training step. Raises UserError where the model cannot read
-    `max_length` tokens.
+    Each has at most `max_length` tokens, prompt included. Only ids below `vocab_size` that the
+    model has are chosen. The weights are read when the engine is built: build another after a
+    training step. Raises UserError where the model cannot read `max_length` tokens.
     """
 
     def __init__(
@@ -110,7 +108,8 @@ class Engine:
         # In mixed precision sharded weights are stored in fp32 and gathered in bf16, so the dtype
         # is that of the gathered embedding.
         weight = model.embeddings[0].weight
-        self._device, dtype = weight.device, weight.dtype
+        self._device = weight.device
+        dtype = weight.dtype
         if torch.is_autocast_enabled(self._device.type):
             dtype = torch.get_autocast_dtype(self._device.type)
         self._model = model
@@ -138,7 +137,7 @@ class Engine:
 
     @property
     def num_free_slots(self) -> int:
-        """How many more requests can be added now."""
+        """The number of requests that can be added now."""
         return self._max_batch_size - self.num_unfinished
 
     def add_request(self, request: GenerationRequest) -> int:
@@ -210,44 +209,38 @@ class Engine:
         hidden: Tensor = self._decoder.prefill([each.request.prompt_ids for each in added])
         uniforms = torch.zeros(len(added), self._max_length, dtype=torch.float64)
         for row, each in zip(uniforms, added, strict=True):
-            if not each.request.sampling.is_greedy:
-                first = each.request.num_resumed
-                row[: each.request.max_tokens] = draw_uniforms(
-                    each.request.seed, first + each.request.max_tokens
-                )[first:]
-            if each.request.sampling.repetition_penalty != 1:
+            request = each.request
+            if not request.sampling.is_greedy:
+                drawn = draw_uniforms(request.seed, request.num_resumed + request.max_tokens)
+                row[: request.max_tokens] = drawn[request.num_resumed :]
+            if request.sampling.repetition_penalty != 1:
                 each.seen = torch.zeros(self._vocab_size, dtype=torch.bool, device=self._device)
-                each.seen[torch.tensor(each.request.prompt_ids, device=self._device)] = True
+                each.seen[torch.tensor(request.prompt_ids, device=self._device)] = True
+        zeros = self._num_generated.new_zeros(len(added), 1)
         self._uniforms = torch.cat([self._uniforms, uniforms.to(self._device)])
-        self._num_generated = torch.cat(
-            [self._num_generated, self._num_generated.new_zeros(len(added), 1)]
-        )
+        self._num_generated = torch.cat([self._num_generated, zeros])
         self._running += added
         self._pending = []
         return hidden
 
     def _score_prompt(self, request_id: int, request: GenerationRequest) -> list[GeneratedToken]:
         scored = []
-        for logits, ids in scored_logits(
-            self._model, [(request.prompt_ids, len(request.prompt_ids) - 1)]
-        ):
+        top = min(request.top_logprobs, self._vocab_size)
+        sequence = (request.prompt_ids, len(request.prompt_ids) - 1)
+        for logits, ids in scored_logits(self._model, [sequence]):
             logprobs = logits.log_softmax(-1)
             values = logprobs.gather(1, ids[:, None])[:, 0].tolist()
-            likeliest = logprobs[:, : self._vocab_size].topk(
-                min(request.top_logprobs, self._vocab_size), dim=1
-            )
+            likeliest = logprobs[:, : self._vocab_size].topk(top, dim=1)
             columns = ids.tolist(), values, likeliest.indices.tolist(), likeliest.values.tolist()
             for id, logprob, top_ids, top_logprobs in zip(*columns, strict=True):
-                scored.append(
-                    GeneratedToken(
-                        request_id, id, logprob, list(zip(top_ids, top_logprobs, strict=True))
-                    )
-                )
+                pairs = list(zip(top_ids, top_logprobs, strict=True))
+                scored.append(GeneratedToken(request_id, id, logprob, pairs))
         return scored
 
     def _sample(self, logits: Tensor) -> Tensor:
-        """fp64 [batch, 2 + 2 * top]: the sampled token and its logprob, then the likeliest tokens
-        and theirs.
+        """Sample the next tokens, fp64 [batch, 2 + 2 * top].
+
+        A row is the sampled token and its logprob, then the likeliest tokens and theirs.
         """
         uniforms = self._uniforms.gather(1, self._num_generated)[:, 0]
         self._num_generated += 1
@@ -256,9 +249,9 @@ class Engine:
         sampled = torch.zeros(len(params), 2 + 2 * top, dtype=torch.float64, device=self._device)
         for sampling in dict.fromkeys(params):
             rows = [row for row, each in enumerate(params) if each == sampling]
-            index = (
-                slice(None) if len(rows) == len(params) else torch.tensor(rows, device=self._device)
-            )
+            index: slice | Tensor = slice(None)
+            if len(rows) < len(params):
+                index = torch.tensor(rows, device=self._device)
             seen = [
                 each.seen
                 for each in self._running
@@ -291,17 +284,12 @@ class Engine:
                 " damaged, or its activations overflow the dtype"
             )
         half = len(likeliest) // 2
-        pairs = list(zip(map(int, likeliest[:half]), likeliest[half:], strict=True))[
-            : request.top_logprobs
-        ]
-        reason = (
-            "stop"
-            if id in request.stop_token_ids
-            else "length"
-            if running.num_generated >= request.max_tokens
-            else None
-        )
-        likely = [pair for pair in pairs if pair[1] > -torch.inf]
+        pairs = list(zip(map(int, likeliest[:half]), likeliest[half:], strict=True))
+        reason = "length" if running.num_generated >= request.max_tokens else None
+        if id in request.stop_token_ids:
+            reason = "stop"
+        top = pairs[: request.top_logprobs]
+        likely = [pair for pair in top if pair[1] > -torch.inf]
         prompt = running.prompt if running.num_generated == 1 else []
         if request.num_resumed and experts is not None:
             experts = experts[-1:]  # those before were reported with earlier tokens
@@ -391,13 +379,15 @@ def generate(
         for token in engine.step():
             index = indices[token.request_id]
             logprobs[index].append(token.logprob)
-            if text := streamers[index].add(token.token_id, is_stop=token.finish_reason == "stop"):
+            text = streamers[index].add(token.token_id, is_stop=token.finish_reason == "stop")
+            if text:
                 on_text(index, text)
             # A stop string, unknown to the engine.
             if streamers[index].finish_reason and token.finish_reason is None:
                 engine.cancel(token.request_id)
     for index, streamer in enumerate(streamers):
-        if text := streamer.finish():
+        text = streamer.finish()
+        if text:
             on_text(index, text)
     return [
         Completion(streamer.token_ids, streamer.text, streamer.finish_reason or "length", each)

@@ -1,5 +1,6 @@
-"""Load a trained model by name: a run, a checkpoint, a Hugging Face folder or hub name, or a PEFT
-folder.
+"""Load a trained model by name.
+
+It is a run, a checkpoint, a Hugging Face folder or hub name, or a PEFT folder.
 """
 
 from collections.abc import Callable, Mapping
@@ -71,19 +72,21 @@ class LoadedModel:
         return ChatTemplate.from_tokenizer(self.tokenizer)
 
     def sampling(self, default_temperature: float, **given: float | None) -> SamplingParams:
-        """How tokens are chosen: `given`, else as the model says; see choose_sampling."""
+        """The options of sampling: `given`, else as the model says; see choose_sampling."""
         return choose_sampling(
             self.config.generation_config, self.path, default_temperature, **given
         )
 
     def answer_length(self, num_prompt_tokens: int, default: int) -> int:
-        """How long an answer is at most, as the model says: its max_new_tokens, else what the
-        prompt leaves of its max_length; else `default`. Raises PromptTooLong where it leaves
-        nothing.
+        """The maximum length of an answer, as the model says.
+
+        It is its max_new_tokens, else what the prompt leaves of its max_length; else `default`.
+        Raises PromptTooLong where it leaves nothing.
         """
         stated = self.config.generation_config or {}
         longest = stated.get("max_length")
-        if (length := stated.get("max_new_tokens")) is not None or longest is None:
+        length = stated.get("max_new_tokens")
+        if length is not None or longest is None:
             return length or default
         if num_prompt_tokens >= longest:
             raise PromptTooLong(
@@ -123,8 +126,9 @@ def resolve_device_and_dtype(device: str, dtype: str) -> tuple[torch.device, tor
 
 
 def resolve_max_length(loaded: LoadedModel, requested: int | None) -> int:
-    """The maximum length of prompt and answer in tokens: `requested`, or what the model was trained
-    for, up to 4096.
+    """The maximum length of prompt and answer in tokens.
+
+    It is `requested`, or what the model was trained for, up to 4096.
     """
     bound = loaded.config.max_sequence_length
     if requested is None:
@@ -166,13 +170,14 @@ def load_model(
             base_model_overrides(path),
         )
         merge_adapters(base.model, *load_peft_folder(path), str(path))
-        tokenizer = (
-            Tokenizer.open(path) if tokenizer_folder(base.path, path) == path else base.tokenizer
-        )
+        tokenizer = base.tokenizer
+        if tokenizer_folder(base.path, path) == path:
+            tokenizer = Tokenizer.open(path)
         return replace(base, model=base.model.to(dtype), tokenizer=tokenizer, path=path)
     if kind == Kind.HF_FOLDER:
         loaded = _from_folder(path, device, dtype, reward_model, overrides or {})
-        if notes := describe_folder(path):
+        notes = describe_folder(path)
+        if notes:
             warn(f"weights of {', '.join([str(path), *notes])}")
         return loaded
     load = partial(_from_checkpoint, device=device, dtype=dtype, reward_model=reward_model)
@@ -221,12 +226,13 @@ def _from_checkpoint(
     prefix_ids, stop_ids = prefix_and_stop_ids(tokenizer, training_stage(manifest))
     recipe = manifest.recipe
     data = manifest.written_by.get("data") or recipe.get("data", {}).get("folder")
-    sources = manifest.written_by.get("sources") or ({data: data} if data else {})
+    sources = manifest.written_by.get("sources")
+    if not sources:
+        sources = {data: data} if data else {}
+    training_data = {}
     # GRPO has prompts without answers, so there is no data to measure a loss on.
-    has_text = recipe.get("align", {}).get("method") != "grpo"
-    training_data = (
-        {name: parse_location(source) for name, source in sources.items()} if has_text else {}
-    )
+    if recipe.get("align", {}).get("method") != "grpo":
+        training_data = {name: parse_location(source) for name, source in sources.items()}
     stop_ids |= config.end_token_ids
     return LoadedModel(
         model.to(dtype).eval(),
@@ -241,9 +247,7 @@ def _from_checkpoint(
 
 
 def check_reward_head(config: ModelConfig, path: Path, reward_model: bool) -> None:
-    """Raise UserError where a reward model is given instead of a language model, or the other way
-    round.
-    """
+    """Raise UserError where a reward model is given for a language model, or the reverse."""
     if config.reward and not reward_model:
         raise UserError(
             f"{path}: a reward model, which generates no text; name it in rollout.reward_functions,"
@@ -269,17 +273,18 @@ def prefix_and_stop_ids(
     Pretraining puts no token before a text. Later stages begin each text as the tokenizer does, and
     end it as its chat template does.
     """
+    if stage not in POST_TRAINING_STAGES:
+        return [], frozenset()
     template = chat_template(tokenizer, stage)
-    return (
-        tokenizer.prefix_ids if stage in POST_TRAINING_STAGES else [],
-        frozenset() if template is None else template.stop_ids,
-    )
+    return tokenizer.prefix_ids, frozenset() if template is None else template.stop_ids
 
 
 def chat_template(tokenizer: Tokenizer, stage: str | None) -> ChatTemplate | None:
-    """The chat template that a stage trains with; None for pretraining, or where the tokenizer has
-    none.
+    """The chat template that a stage trains with.
+
+    None for pretraining, or where the tokenizer has none.
     """
-    with suppress(UserError):
-        return ChatTemplate.from_tokenizer(tokenizer) if stage in POST_TRAINING_STAGES else None
+    if stage in POST_TRAINING_STAGES:
+        with suppress(UserError):
+            return ChatTemplate.from_tokenizer(tokenizer)
     return None

@@ -1,6 +1,4 @@
-"""What is done with prompts before text is generated: ids and lengths, where an answer ends, and
-log-probabilities.
-"""
+"""Prompts before text is generated: their ids and lengths, stops, and log-probabilities."""
 
 from collections.abc import Collection, Iterator, Sequence
 
@@ -36,12 +34,14 @@ def encode_prompt(
     second ones. Raises PromptTooLong where it has more than `max_length` tokens; no more of a long
     text is encoded than shows that.
     """
-    ids = [] if isinstance(prompt, str) else [*prompt]
-    pieces = tokenizer.split_long_text(prompt) if isinstance(prompt, str) else iter(())
-    while (max_length is None or len(ids) <= max_length) and (
-        piece := next(pieces, None)
-    ) is not None:
-        ids += tokenizer.encode(piece, parse_special_tokens=True)
+    ids: list[int] = []
+    if isinstance(prompt, str):
+        for piece in tokenizer.split_long_text(prompt):
+            ids += tokenizer.encode(piece, parse_special_tokens=True)
+            if max_length is not None and len(ids) > max_length:
+                break
+    else:
+        ids += prompt
     ids = with_prefix(ids, prefix_ids)
     if max_length is not None and len(ids) > max_length:
         check_room(len(ids), max_length)
@@ -50,22 +50,24 @@ def encode_prompt(
 
 def with_prefix(ids: list[int], prefix_ids: Sequence[int]) -> list[int]:
     """`ids` after `prefix_ids`, unless they begin with these already."""
-    return ids if ids[: len(prefix_ids)] == [*prefix_ids] else [*prefix_ids, *ids]
+    if ids[: len(prefix_ids)] == [*prefix_ids]:
+        return ids
+    return [*prefix_ids, *ids]
 
 
 def check_room(num_prompt_tokens: int, max_length: int, max_tokens: int | None = None) -> int:
-    """How many tokens an answer may have: `max_tokens`, or as many as fit where that is None.
+    """The number of tokens an answer may have: `max_tokens`, or as many as fit where it is None.
 
     Every prompt of `generate`, `chat` and `serve` goes through here. Raises PromptTooLong where an
     answer does not fit.
     """
     room = max_length - num_prompt_tokens
-    if room < (1 if max_tokens is None else max_tokens):
-        requested = (
-            ", which leaves no room for an answer"
-            if max_tokens is None
-            else f" and max_tokens = {max_tokens}"
-        )
+    least = 1
+    requested = ", which leaves no room for an answer"
+    if max_tokens is not None:
+        least = max_tokens
+        requested = f" and max_tokens = {max_tokens}"
+    if room < least:
         raise PromptTooLong(
             f"this model takes at most {max_length} tokens, and got {num_prompt_tokens} in the"
             f" prompt{requested}"
@@ -74,11 +76,11 @@ def check_room(num_prompt_tokens: int, max_length: int, max_tokens: int | None =
 
 
 def check_token_ids(token_ids: Collection[int], vocab_size: int, what: str = "the prompt") -> None:
-    """Raise UserError where a model with `vocab_size` rows in its embedding has none for one of
-    `token_ids`.
+    """Raise UserError where a model has no row for one of `token_ids`.
 
-    A tokenizer may have more ids than that as long as no text spells them. Every prompt of
-    `generate`, `chat`, `serve` and `evaluate`, and every text that is scored, goes through here.
+    vocab_size: the rows in its embedding. A tokenizer may have more ids than that as long as no
+    text spells them. Every prompt of `generate`, `chat`, `serve` and `evaluate`, and every text
+    that is scored, goes through here.
     """
     for id in (min(token_ids, default=0), max(token_ids, default=0)):
         if not 0 <= id < vocab_size:
@@ -95,46 +97,43 @@ def default_prefix_id(tokenizer: Tokenizer) -> int:
 
 
 def max_input_length(config: ModelConfig) -> int:
-    """The maximum number of tokens of a prompt with its answer: the length that the model was
-    trained for.
+    """The maximum number of tokens of a prompt with its answer.
+
+    It is the length that the model was trained for.
     """
     return config.max_sequence_length or config.max_position_embeddings
 
 
 def stop_string_ids(tokenizer: Tokenizer, stop_strings: Sequence[str]) -> frozenset[int]:
-    """The ids of the stop strings that spell a special token: a text ends at that token, which has
-    no text itself.
+    """The ids of the stop strings that spell a special token.
+
+    A text ends at that token, which has no text itself.
     """
-    return frozenset(
-        id
-        for stop in stop_strings
-        if (id := tokenizer.token_to_id(stop)) in tokenizer.all_special_ids
-    )
+    ids = {tokenizer.token_to_id(stop) for stop in stop_strings}
+    return tokenizer.all_special_ids & ids
 
 
 @torch.no_grad()
 def scored_logits(
     model: LanguageModel, sequences: Sequence[tuple[Sequence[int], int]]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The logits before each scored token, fp32 [tokens, vocab], and its id, int64 [tokens];
-    CHUNK_TOKENS tokens at once.
+    """The logits before each scored token, fp32 [tokens, vocab], and its id, int64 [tokens].
 
-    Each sequence: its tokens, and how many of the last ones are scored, all but the first at most.
+    They come CHUNK_TOKENS tokens at once. sequences: (tokens, the number of last ones that are
+    scored, all but the first at most).
     """
-    batch = batch_of_token_lists([list(tokens[:-1]) for tokens, _ in sequences]).to(
-        model.embeddings[0].weight.device
-    )
+    device = model.embeddings[0].weight.device
+    batch = batch_of_token_lists([list(tokens[:-1]) for tokens, _ in sequences]).to(device)
     hidden = model(
         batch.tokens, batch.positions, batch.document_ids, document_starts=batch.document_starts
     )
-    scored = torch.cat(
-        [
-            hidden[row, len(tokens) - 1 - count : len(tokens) - 1]
-            for row, (tokens, count) in enumerate(sequences)
-        ]
-    )
-    labels = torch.cat(
-        [torch.tensor(tokens[len(tokens) - count :]) for tokens, count in sequences]
-    ).to(hidden.device)
-    for part, ids in zip(scored.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS), strict=True):
-        yield model.lm_head(part).float(), ids
+    scored = []
+    labels = []
+    for row, (tokens, count) in enumerate(sequences):
+        end = len(tokens) - 1
+        scored.append(hidden[row, end - count : end])
+        labels.append(torch.tensor(tokens[len(tokens) - count :]))
+    states = torch.cat(scored).split(CHUNK_TOKENS)
+    ids = torch.cat(labels).to(hidden.device).split(CHUNK_TOKENS)
+    for part, ids_of_part in zip(states, ids, strict=True):
+        yield model.lm_head(part).float(), ids_of_part

@@ -1,5 +1,6 @@
-"""From logits to tokens: greedy, temperature, top-k, top-p, min-p, as asked for or as the model
-says. One uniform number per sequence decides what is drawn.
+"""From logits to tokens: greedy, temperature, top-k, top-p, min-p.
+
+They are as asked for, or as the model says. One uniform number per sequence decides what is drawn.
 """
 
 from collections.abc import Mapping
@@ -25,7 +26,7 @@ _SPLITMIX_INCREMENT = 0x9E3779B97F4A7C15
 _SEARCH_BLOCK = 128
 # Below this temperature only one token can be drawn, and fp32 soon rounds it to zero.
 MIN_TEMPERATURE = 1e-30
-# What a generation_config.json may say, and what transformers takes where it does not.
+# Fields of a generation_config.json, and the values that transformers takes where it lacks them.
 TRANSFORMERS_SAMPLING = {
     "temperature": 1.0,
     "top_k": 50,
@@ -37,7 +38,7 @@ TRANSFORMERS_SAMPLING = {
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """A `temperature` below MIN_TEMPERATURE is greedy.
+    """The options of sampling. A `temperature` below MIN_TEMPERATURE is greedy.
 
     `top_k` 0, `top_p` 1, `min_p` 0 and `repetition_penalty` 1 leave the distribution unchanged.
     """
@@ -59,27 +60,19 @@ def choose_sampling(
     default_temperature: float,
     **given: float | None,
 ) -> SamplingParams:
-    """What is `given` and not None, else what the model's generation_config.json says, else only
-    the default temperature.
+    """The options that are `given` and not None, else those of generation_config.json.
 
-    A file that says how to sample is read as transformers does: greedy without do_sample, and with
-    that library's defaults. Raises UserError, naming the file in the folder `path`, for what is not
-    computed here.
+    Without such a file only the temperature is set, to its default. A file that says how to sample
+    is read as transformers does: greedy without do_sample, and with that library's defaults. Raises
+    UserError, naming the file in the folder `path`, for what is not computed here.
     """
     stated = {name: value for name, value in (generation_config or {}).items() if value is not None}
     for name, neutral in NEUTRAL_SAMPLING.items():
-        if (value := stated.get(name)) and value != neutral:
-            file = next(
-                (
-                    each
-                    for each in ("generation_config.json", "config.json")
-                    if (path / each).is_file()
-                ),
-                "",
-            )
-            raise UserError(
-                f"{path / file}: {name}: {quoted(value)} is not supported; remove it there"
-            )
+        value = stated.get(name)
+        if value and value != neutral:
+            files = (path / "generation_config.json", path / "config.json")
+            place = next((file for file in files if file.is_file()), path)
+            raise UserError(f"{place}: {name}: {quoted(value)} is not supported; remove it there")
     chosen: dict[str, Any] = {"temperature": default_temperature}
     if stated.get("do_sample") is False or TRANSFORMERS_SAMPLING.keys() & stated.keys():
         chosen = {
@@ -93,15 +86,17 @@ def choose_sampling(
 
 
 def penalize_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Logits [batch, vocab] of which those that are `seen`, bool of that shape, are made less
-    likely (arXiv 1909.05858).
+    """Logits [batch, vocab], where those that are `seen` are less likely (arXiv 1909.05858).
+
+    seen: bool [batch, vocab].
     """
     return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
 def draw_uniforms(seed: int, count: int) -> Tensor:
-    """fp64 [count], each 0 ≤ u < 1 with 53 random bits: one for each token of a request, in
-    order.
+    """Uniform numbers fp64 [count], one for each token of a request, in order.
+
+    Each is 0 ≤ u < 1 with 53 random bits.
     """
     first = splitmix64(np.full(1, seed % 2**64, np.uint64))
     words = splitmix64(first + np.arange(count, dtype=np.uint64) * np.uint64(_SPLITMIX_INCREMENT))
@@ -109,11 +104,11 @@ def draw_uniforms(seed: int, count: int) -> Tensor:
 
 
 def sampling_probs(logits: Tensor, params: SamplingParams) -> Tensor:
-    """Probabilities fp32 [batch, vocab] after top-k, temperature, top-p (nucleus, arXiv
-    1904.09751), and min-p (2407.01082).
+    """Probabilities fp32 [batch, vocab] after top-k, temperature, top-p and min-p.
 
-    The likeliest token always stays, and so do tokens that tie with the k-th. With greedy sampling
-    it is the model's own distribution; top-k and top-p are ignored.
+    See arXiv 1904.09751 (top-p, or nucleus) and 2407.01082 (min-p). The likeliest token always
+    stays, and so do tokens that tie with the k-th. With greedy sampling it is the model's own
+    distribution; top-k and top-p are ignored.
     """
     scores = logits.float()
     if params.is_greedy:
@@ -141,12 +136,11 @@ def sampling_probs(logits: Tensor, params: SamplingParams) -> Tensor:
 def sample_tokens(
     logits: Tensor, params: SamplingParams, uniforms: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The next token of each sequence, int64 [batch], and the distribution it was drawn from, fp32
-    [batch, vocab].
+    """The next token of each sequence, int64 [batch], and the distribution it was drawn from.
 
-    Greedy takes the first of the largest logits. Otherwise it is the token at which the cumulative
-    probability exceeds `uniforms`, fp64 [batch] in [0, 1). If the logits are NaN or all -inf, the
-    probability of the returned token is NaN.
+    The distribution is fp32 [batch, vocab]. Greedy takes the first of the largest logits. Otherwise
+    it is the token at which the cumulative probability exceeds `uniforms`, fp64 [batch] in [0, 1).
+    If the logits are NaN or all -inf, the probability of the returned token is NaN.
     """
     probabilities = sampling_probs(logits, params)
     if params.is_greedy:
@@ -155,10 +149,10 @@ def sample_tokens(
 
 
 def _invert_cdf(probabilities: Tensor, uniforms: Tensor) -> Tensor:
-    """The token at which the cumulative probability exceeds `uniforms`: first its block of tokens,
-    then the token in it.
+    """The token at which the cumulative probability exceeds `uniforms`.
 
-    Sums are fp64: in fp32 a sum over a large vocabulary loses the unlikely tokens to rounding.
+    First its block of tokens is found, then the token in it. Sums are fp64: in fp32 a sum over a
+    large vocabulary loses the unlikely tokens to rounding.
     """
     blocks = pad(probabilities, (0, -probabilities.shape[-1] % _SEARCH_BLOCK)).unflatten(
         -1, (-1, _SEARCH_BLOCK)

@@ -21,9 +21,10 @@ class TextStreamer:
         is_continuation: bool = False,
         shown: frozenset[int] = frozenset(),
     ) -> None:
-        """`is_continuation`: it continues a text, so that the blank before its first word counts.
+        """Begin without a token.
 
-        `shown`: special tokens that have a text.
+        is_continuation: it continues a text, so that the blank before its first word counts. shown:
+        special tokens that have a text.
         """
         self._decoder = StreamDecoder(tokenizer, is_continuation, shown)
         self._stops = [(stop, _border_lengths(stop)) for stop in stop_strings if stop]
@@ -57,7 +58,7 @@ class TextStreamer:
         return self._emit_up_to(len(self.text))
 
     def _find_stops(self, piece: str) -> list[int]:
-        """Where the stop strings begin that end in `piece`, the next of the text.
+        """The offsets of the stop strings that end in `piece`, the next of the text.
 
         Each character is read once (Knuth, Morris and Pratt 1977), however long text and stop
         strings are.
@@ -80,7 +81,7 @@ class TextStreamer:
 
 
 def _border_lengths(stop: str) -> list[int]:
-    """For each beginning of `stop` the length of the longest shorter one with which it ends."""
+    """The length of the longest shorter beginning with which each beginning of `stop` ends."""
     borders = [0]
     for character in stop[1:]:
         borders.append(_extend(borders[-1], character, stop, borders))
@@ -88,8 +89,9 @@ def _border_lengths(stop: str) -> list[int]:
 
 
 def _extend(length: int, character: str, stop: str, borders: list[int]) -> int:
-    """How many first characters of `stop` a text ends with after `character`, where it ended with
-    `length` of them.
+    """The number of first characters of `stop` that a text ends with after `character`.
+
+    Before it ended with `length` of them.
     """
     while length and stop[length] != character:
         length = borders[length - 1]

@@ -1,8 +1,7 @@
-"""A folder of weights for a server that replaces its own: config.json, safetensors, and the
-checksum of each file.
+"""A folder of weights for a server that replaces its own.
 
-It is written tensor by tensor from a model that may be sharded. Who asks a server to load it is not
-known here.
+It has config.json, safetensors, and the checksum of each file. It is written tensor by tensor from
+a model that may be sharded. Who asks a server to load it is not known here.
 """
 
 from collections.abc import Callable, Mapping

@@ -142,7 +142,8 @@ def _score_batch(
     model: LanguageModel, sequences: Sequence[tuple[list[int], int]]
 ) -> list[Likelihood]:
     """Each sequence: its tokens, and how many of the last ones are scored."""
-    logprobs, is_greedy = [], []
+    logprobs = []
+    is_greedy = []
     for logits, ids in scored_logits(model, sequences):
         logprobs.append(logits.log_softmax(-1).gather(1, ids[:, None])[:, 0])
         is_greedy.append(logits.argmax(-1) == ids)

@@ -45,7 +45,9 @@ class LMEvalModel(TemplateLM):
 
     def __init__(self, loaded: LoadedModel, dist_ctx: DistributedContext, batch_size: int) -> None:
         super().__init__()
-        self._loaded, self._dist_ctx, self._batch_size = loaded, dist_ctx, batch_size
+        self._loaded = loaded
+        self._dist_ctx = dist_ctx
+        self._batch_size = batch_size
 
     @property
     def eot_token_id(self) -> int:

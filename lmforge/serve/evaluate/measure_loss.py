@@ -96,10 +96,8 @@ def measure_loss(
     with dist_ctx.raise_on_all():
         # A lower bound: the batch, the residual stream and a block's output.
         bytes_per_token = 64 + 2 * 4 * loaded.config.hidden_size
-        what, way = (
-            f"{batch_size:,} sequences of {length:,} tokens",
-            "give a smaller --batch_size or --sequence_length",
-        )
+        what = f"{batch_size:,} sequences of {length:,} tokens"
+        way = "give a smaller --batch_size or --sequence_length"
         check_fits(batch_size * length * bytes_per_token, dist_ctx.device, what, way)
     if loaded.tokenizer.vocab_size > loaded.config.vocab_size:
         with dist_ctx.raise_on_all():
@@ -194,11 +192,9 @@ def _open_prepared(loaded: LoadedModel, data: Path) -> ExampleFolder | TokenFold
 
 
 def _has_split(folder: ExampleFolder | TokenFolder, split: str) -> bool:
-    return (
-        split in folder.splits
-        if isinstance(folder, TokenFolder)
-        else folder.num_examples(split) > 0
-    )
+    if isinstance(folder, TokenFolder):
+        return split in folder.splits
+    return folder.num_examples(split) > 0
 
 
 def _open_split(
@@ -311,7 +307,8 @@ class _TokenizedTexts:
     """
 
     def __init__(self, loaded: LoadedModel, source: TextSource) -> None:
-        tokenizer, documents = loaded.tokenizer, [np.zeros(0, np.int32)]
+        tokenizer = loaded.tokenizer
+        documents = [np.zeros(0, np.int32)]
         texts = (text for unit in source.units() for text in unit.read() if text.strip())
         while batch := [
             list(tokenizer.split_long_text(text)) for text in islice(texts, ENCODE_BATCH_TEXTS)

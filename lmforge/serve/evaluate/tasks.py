@@ -72,7 +72,8 @@ def run_task(
     ]
     score = _score_choices if task.questions[0].choices else _score_generations
     answers = score(questions, loaded, dist_ctx, settings)
-    metrics, errors = {}, {}
+    metrics = {}
+    errors = {}
     for name in dict.fromkeys(name for answer in answers for name in answer["scores"]):
         scores = [float(answer["scores"][name]) for answer in answers if name in answer["scores"]]
         mean = metrics[name] = sum(scores) / len(scores)
@@ -97,7 +98,8 @@ def check_task(
     Raises UserError, with file and record, where that is more than the model reads, and where
     `run_task` would. It needs no model.
     """
-    limit, longest = max_input_length(config), 0
+    limit = max_input_length(config)
+    longest = 0
     for question in task.questions[: settings.limit]:
         prompt = _build_prompt(task, question, settings)
         if question.choices:
@@ -119,7 +121,8 @@ def check_task(
 
 def _build_prompt(task: QuestionTask, question: Question, settings: TaskSettings) -> str:
     """The prompt of a question after its few-shot examples, each followed by an empty line."""
-    source, count = settings.fewshot_task or task, settings.num_fewshot
+    source = settings.fewshot_task or task
+    count = settings.num_fewshot
     examples = [each for each in source.questions if source is not task or each is not question][
         :count
     ]
@@ -241,7 +244,8 @@ def generate_in_batches(
     A prompt that leaves no room for `max_tokens` loses its beginning, and rank 0 says so. Raises
     UserError where `max_tokens` alone leave no room for a prompt.
     """
-    prefix_ids, limit = loaded.prefix_ids, max_input_length(loaded.config)
+    prefix_ids = loaded.prefix_ids
+    limit = max_input_length(loaded.config)
     max_prompt_tokens = limit - len(prefix_ids) - settings.max_tokens
     if max_prompt_tokens < 1:
         raise UserError(

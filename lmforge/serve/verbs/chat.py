@@ -132,7 +132,8 @@ class ChatSession:
             raise UserError(
                 f"{options.model}: {problem}; continue a text with lmforge generate {options.model}"
             ) from None
-        self._loaded, self._options = loaded, options
+        self._loaded = loaded
+        self._options = options
         self._max_length = resolve_max_length(loaded, options.max_length)
         vocab_size = loaded.tokenizer.vocab_size
         self._engine = Engine(
@@ -180,9 +181,9 @@ class ChatSession:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        system = (
-            [{"role": "system", "content": self._options.system}] if self._options.system else []
-        )
+        system = []
+        if self._options.system:
+            system = [{"role": "system", "content": self._options.system}]
         return system + self.turns
 
     def _answer(self) -> None:
@@ -245,7 +246,8 @@ class ChatSession:
             self._print(streamer.finish())
             print(flush=True)
         if self._to_terminal:
-            count, seconds = len(streamer.token_ids), time.perf_counter() - start
+            count = len(streamer.token_ids)
+            seconds = time.perf_counter() - start
             note = (
                 f"({count} tokens, {count / seconds:.1f}"
                 f" tokens/s{', stopped' if interrupted.is_set() else ''})"

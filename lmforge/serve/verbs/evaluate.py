@@ -80,11 +80,9 @@ def _score_tasks(options: EvaluateOptions, dist_ctx: DistributedContext) -> list
     """
     with ExitStack() as stack:
         with dist_ctx.raise_on_all():
-            file = (
-                stack.enter_context(create_file(options.answers))
-                if options.answers and dist_ctx.is_rank0
-                else None
-            )
+            file = None
+            if options.answers and dist_ctx.is_rank0:
+                file = stack.enter_context(create_file(options.answers))
             tasks = [load_task(path) for path in options.tasks]
             examples = load_task(options.fewshot_file) if options.fewshot_file else None
             if options.lm_eval:
@@ -98,7 +96,8 @@ def _score_tasks(options: EvaluateOptions, dist_ctx: DistributedContext) -> list
             options.max_tokens,
             options.stop,
         )
-        results, answers = [], []
+        results = []
+        answers = []
         for task in tasks:
             result = run_task(task, loaded, dist_ctx, settings)
             answers += [{"task": task.name, **answer} for answer in result.pop("answers")]
@@ -130,11 +129,10 @@ def _print_loss(result: dict[str, Any]) -> None:
             result[name + source]
             for name in ("tokens", "bytes", "loss", "perplexity", "bits_per_byte")
         )
-        title = (
-            f"  {source[1:]} ("
-            if source
-            else f"{result['model']} on {result['data']} ({result['split']}, "
-        )
+        if source:
+            title = f"  {source[1:]} ("
+        else:
+            title = f"{result['model']} on {result['data']} ({result['split']}, "
         print(
             f"{title}{tokens:,} tokens, {num_bytes:,} bytes of text): loss {loss:.4f}, perplexity"
             f" {perplexity:.2f}, {bits_per_byte:.4f} bits per byte"
@@ -146,7 +144,8 @@ def _print_scores(results: list[dict[str, Any]]) -> None:
         "task", "metric", "score", "± standard error", "questions", title=results[0]["model"]
     )
     for result in results:
-        errors, questions = result.get("standard_errors", {}), result.get("questions", "")
+        errors = result.get("standard_errors", {})
+        questions = result.get("questions", "")
         for name, score in result["metrics"].items():
             if isinstance(score, int | float):
                 error = f"{errors[name]:.4f}" if name in errors else ""

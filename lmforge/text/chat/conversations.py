@@ -56,7 +56,7 @@ SHAREGPT_SPEAKERS = {
 SHAREGPT_ROLES = {
     speaker: role for role, speakers in SHAREGPT_SPEAKERS.items() for speaker in speakers
 }
-# Fields in which a record says something to the model, and in which it holds what is no text.
+# Fields whose content is for the model, and which may hold something that is no text.
 TEXT_FIELDS = (
     "chosen",
     "rejected",
@@ -67,7 +67,7 @@ TEXT_FIELDS = (
 )
 # Those of them that hold messages, or a text.
 MESSAGE_FIELDS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected")
-# What is for the chat template alone.
+# Fields that are for the chat template alone.
 BESIDE_MESSAGES = ("system", "tools", "documents", "chat_template_kwargs")
 MEDIA = ("image", "video", "audio")
 # The names of columns with media, or of their files.
@@ -85,7 +85,7 @@ LaidOut = tuple[Callable[..., Iterable[ExampleT]], list[Layout | ChatExample]]
 
 @dataclass
 class RecordEncoder:
-    """How records become examples, the same for every type of file.
+    """Makes examples of records, in the same way for every type of file.
 
     `field_names` gives the file's name of a format's field.
 
@@ -108,38 +108,40 @@ class RecordEncoder:
     def plain_text_layout(
         self, pieces: Iterable[tuple[str, bool]], *, add_eos: bool = True
     ) -> Layout:
-        """Texts joined unchanged, with the tokenizer's beginning- and end-of-text tokens where they
-        do not spell them.
+        """Texts joined unchanged, with the tokenizer's beginning- and end-of-text tokens.
 
-        With `parse_special_tokens` text that spells a special token is this token, as in
-        transformers.
+        These are left out where the texts spell them. With `parse_special_tokens` text that spells
+        a special token is this token, as in transformers.
         """
         texts = [(check_encodable(text), scored) for text, scored in pieces if text]
         layout: Layout = [texts] if texts else []
         if any(self._specials.pattern.search(text) for text, _ in texts):
-            layout = self._parse(texts) if self.parse_special_tokens else layout
-            self.unusable.with_special_text += not self.parse_special_tokens
-        prefix, eos = (
-            [(id, False) for id in self.tokenizer.prefix_ids],
-            [(self.tokenizer.eos_token_id, True)],
-        )
+            if self.parse_special_tokens:
+                layout = self._parse(texts)
+            else:
+                self.unusable.with_special_text += 1
+        prefix_ids = self.tokenizer.prefix_ids
+        eos = self.tokenizer.eos_token_id
         ids = [part[0] if isinstance(part, tuple) else None for part in layout]
-        layout = layout if ids[: len(prefix)] == self.tokenizer.prefix_ids else [*prefix, *layout]
-        return (
-            layout if not add_eos or ids[-1:] == [self.tokenizer.eos_token_id] else [*layout, *eos]
-        )
+        if ids[: len(prefix_ids)] != prefix_ids:
+            layout = [*((id, False) for id in prefix_ids), *layout]
+        if add_eos and ids[-1:] != [eos]:
+            layout = [*layout, (eos, True)]
+        return layout
 
     @cached_property
     def _specials(self) -> SpecialTokens:
         return SpecialTokens(self.tokenizer)
 
     def _parse(self, texts: Sequence[tuple[str, bool]]) -> Layout:
-        """The texts cut at the special tokens that each spells; what follows a text without one
-        continues it.
+        """The texts cut at the special tokens that each spells.
+
+        A text continues the one before it where no special token is between them.
         """
         layout: Layout = []
         for text, scored in texts:
-            for part in self._specials.cut(text, [(0, len(text))] if scored else []):
+            spans = [(0, len(text))] if scored else []
+            for part in self._specials.cut(text, spans):
                 if layout and isinstance(part, list) and isinstance(layout[-1], list):
                     layout[-1] += part
                 else:
@@ -181,10 +183,9 @@ class RecordEncoder:
     ) -> Iterator[ExampleT]:
         """The examples that `lay_out` describes of the records of a file or folder.
 
-        Many layouts are encoded at a time.
-
-        What `unusable` does not leave out is raised as a UserError with the place of the record,
-        and the number of those beside it that the template refuses.
+        Many layouts are encoded at a time. A problem that `unusable` does not leave out is raised
+        as a UserError with the place of the record, and the number of records beside it that the
+        template refuses.
         """
 
         def laid_out() -> Iterator[tuple[str, LaidOut[ExampleT]]]:
@@ -207,58 +208,47 @@ class RecordEncoder:
             ]
             refused = len(batch) - problems.count(None)
             others = f" ({refused:,} of {len(batch):,} records are refused)" if refused > 1 else ""
-            finished: list[tuple[Callable[..., Iterable[ExampleT]], list[Layout]]] = []
+            makers: list[tuple[Callable[..., Iterable[ExampleT]], int]] = []
+            finished: list[Layout] = []
             for (place, (make, _)), of_record, problem in zip(batch, built, problems, strict=True):
                 with self.unusable.leave_out(place):
                     if problem:
                         raise UserError(f"{problem}{others}")
-                    finished.append(
-                        (
-                            make,
-                            [
-                                layout
-                                for each in of_record
-                                if isinstance(each, list)
-                                for layout in each
-                            ],
-                        )
-                    )
-            examples = iter(
-                encode_layouts(
-                    self.tokenizer, [each for _, layouts in finished for each in layouts]
-                )
-            )
-            for make, layouts in finished:
-                yield from make(*islice(examples, len(layouts)))
+                    before = len(finished)
+                    for each in of_record:
+                        if isinstance(each, list):
+                            finished += each
+                    makers.append((make, len(finished) - before))
+            examples = iter(encode_layouts(self.tokenizer, finished))
+            for make, count in makers:
+                yield from make(*islice(examples, count))
 
 
 def read_renamed_records(
     path: str | Path, fields: Mapping[str, str] | None, unusable: UnusableRecords | None = None
 ) -> Iterator[tuple[str, Record]]:
-    """`read_records`, with {our name: theirs} fields under our names; one that is empty is left
-    out, of messages too. Raises UserError naming a record that cannot be used.
+    """`read_records`, with {our name: theirs} fields under our names.
+
+    A field whose name is empty is left out, of messages too. Raises UserError naming a record that
+    cannot be used.
     """
-    fields, unusable = fields or {}, unusable or UnusableRecords()
+    fields = fields or {}
+    unusable = unusable or UnusableRecords()
     renamed = {theirs: ours for ours, theirs in fields.items() if theirs}
     left_out = {ours for ours, theirs in fields.items() if not theirs}
     for place, record in read_records(path, unusable=unusable):
         with unusable.leave_out(place):
             require_fields(record, *renamed)
-            others = {
+            ours_of_record = {
                 name: value
                 for name, value in record.items()
                 if name not in renamed and name not in fields
             }
-            record = others | {ours: record[theirs] for theirs, ours in renamed.items()}
-            yield (
-                place,
-                record
-                | {
-                    name: read_messages(record[name], left_out)
-                    for name in MESSAGE_FIELDS
-                    if name in record
-                },
-            )
+            ours_of_record |= {ours: record[theirs] for theirs, ours in renamed.items()}
+            for name in MESSAGE_FIELDS:
+                if name in ours_of_record:
+                    ours_of_record[name] = read_messages(ours_of_record[name], left_out)
+            yield place, ours_of_record
 
 
 def read_conversations(
@@ -287,7 +277,8 @@ def read_conversations(
 
     def lay_out(record: Record) -> LaidOut[TokenizedExample]:
         nonlocal format
-        format = detect_format(record) if format == "auto" else format
+        if format == "auto":
+            format = detect_format(record)
         layout = _record_layout(record, format, mask, encoder)
         if split_turns and isinstance(layout, ChatExample):
             layout = replace(layout, split_turns=True)
@@ -335,7 +326,9 @@ def _record_layout(
 
 def to_messages(value: Any, role: str) -> list[Any]:
     """Messages as they are; a string as one message of `role`."""
-    return [{"role": role, "content": value}] if isinstance(value, str) else _message_list(value)
+    if isinstance(value, str):
+        return [{"role": role, "content": value}]
+    return _message_list(value)
 
 
 def _message_list(value: Any) -> list[Any]:
@@ -343,24 +336,21 @@ def _message_list(value: Any) -> list[Any]:
         raise UserError(
             f"expected text or a list of messages, not {json.dumps(value, default=str)[:40]}"
         )
-    return [
-        (
-            _without_media(_sharegpt_message(each) if "from" in each else each)
-            if isinstance(each, dict)
-            else each
-        )
-        for each in value
-    ]
+
+    def as_message(entry: Any) -> Any:
+        if not isinstance(entry, dict):
+            return entry
+        return _without_media(_sharegpt_message(entry) if "from" in entry else entry)
+
+    return [as_message(each) for each in value]
 
 
 def check_media(record: Record, ignored: bool) -> None:
-    """Raises UserError where a record holds images, audio or videos, unless these are to be
-    `ignored`.
-    """
-    held = _media_field(record) or next(
-        filter(None, (_find_media(record.get(name)) for name in TEXT_FIELDS)), None
-    )
-    if held and not ignored:
+    """Raise UserError where a record holds images, audio or videos, unless these are `ignored`."""
+    if ignored:
+        return
+    held = _media_field(record) or _find_media([record.get(name) for name in TEXT_FIELDS])
+    if held:
         raise UserError(
             f"holds {held!r}, and only text is trained on: leave it out, or set data.ignore_media"
         )
@@ -370,64 +360,66 @@ def _media_field(fields: Mapping[str, Any]) -> str | None:
     """The first field that holds media by its name; lists of nothing are empty."""
     for name, value in fields.items():
         # A number of them.
-        given = (
-            any(value) if isinstance(value, list) else value and not isinstance(value, int | float)
-        )
+        if isinstance(value, list):
+            given = any(value)
+        else:
+            given = value and not isinstance(value, int | float)
         if given and MEDIA_FIELD.fullmatch(name):
             return name
     return None
 
 
 def _find_media(value: Any) -> str | None:
-    """The first image, audio or video among the parts of messages, or a field of a message that
-    holds one.
-    """
+    """The first image, audio or video in messages: a part, or a field that holds one."""
     if isinstance(value, dict):
         if _is_media(value):
             return str(value["type"])
         # Of a message; the arguments of a call may have any names.
         return _media_field(value) or _find_media(value.get("content"))
-    return next(filter(None, map(_find_media, value)), None) if isinstance(value, list) else None
+    if isinstance(value, list):
+        return next(filter(None, map(_find_media, value)), None)
+    return None
 
 
 def _is_media(part: Any) -> bool:
-    """Whether a part of a content is an image, audio or a video: "image", "image_url",
-    "input_audio".
-    """
-    return isinstance(part, dict) and any(
-        kind in MEDIA for kind in str(part.get("type")).split("_")
-    )
+    """Return True for an image, audio or video: "image", "image_url", "input_audio"."""
+    if not isinstance(part, dict):
+        return False
+    return not set(MEDIA).isdisjoint(str(part.get("type")).split("_"))
 
 
 def _without_media(message: dict[str, Any]) -> dict[str, Any]:
     content = message.get("content")
-    return (
-        message | {"content": [each for each in content if not _is_media(each)]}
-        if isinstance(content, list)
-        else message
-    )
+    if isinstance(content, list):
+        return message | {"content": [each for each in content if not _is_media(each)]}
+    return message
 
 
 def record_variables(record: Record, template: ChatTemplate) -> dict[str, Any]:
-    """What a record gives to the chat template beside messages and tools, as `apply_chat_template`
-    of transformers takes it.
+    """The variables of a record for the chat template, beside messages and tools.
+
+    They are as `apply_chat_template` of transformers takes them.
     """
-    given: dict[str, Any] = {}
-    for name, kind in (("chat_template_kwargs", dict), ("documents", list)):
+
+    def decoded(name: str, kind: type, words: str) -> Any:
         value = decode_json_text(record.get(name) or None, f"the field {name!r}")
         if not isinstance(value, kind | None):
-            raise UserError(
-                f"the field {name!r} is not {'an object' if kind is dict else 'a list'} but"
-                f" {type(value).__name__}"
-            )
-        given |= (value if kind is dict else {name: value}) if value else {}
-    if taken := NO_TEMPLATE_VARIABLES & given.keys():
+            raise UserError(f"the field {name!r} is not {words} but {type(value).__name__}")
+        return value
+
+    given = dict(decoded("chat_template_kwargs", dict, "an object") or {})
+    documents = decoded("documents", list, "a list")
+    if documents:
+        given["documents"] = documents
+    taken = NO_TEMPLATE_VARIABLES & given.keys()
+    if taken:
         raise UserError(
             f"chat_template_kwargs: {min(taken)!r} is not a variable of a template; leave it out"
         )
-    # Of documents it is seen in the text.
+    # A template that reads no documents is found out by its text.
     sources = " ".join(["documents", *template.files.values()])
-    if unread := unread_variable(given, sources):
+    unread = unread_variable(given, sources)
+    if unread:
         raise UserError(
             f"chat_template_kwargs: the chat template reads no variable {unread!r}; leave it out"
         )
@@ -435,36 +427,40 @@ def record_variables(record: Record, template: ChatTemplate) -> dict[str, Any]:
 
 
 def record_tools(record: Record) -> list[Any] | None:
-    """The tools that a record offers the assistant: a list of JSON schemas, or the JSON of one;
-    else its legacy functions.
+    """The tools that a record offers the assistant, or else its legacy functions.
+
+    Tools are a list of JSON schemas, or the JSON of one.
     """
     tools = decode_json_text(record.get("tools") or None, "the field 'tools'")
     if not isinstance(tools, list | None):
         raise UserError(f"the field 'tools' is not a list but {type(tools).__name__}")
+    if tools:
+        return [_decode_tool(each, "the field 'tools'") for each in tools]
     functions = record.get("functions")
-    if (
-        not tools
-        and isinstance(functions, list)
-        and all(isinstance(each, dict) and "name" in each for each in functions)
-    ):
-        tools = [{"type": "function", "function": each} for each in functions]
-    return [_decode_tool(each, "the field 'tools'") for each in tools or ()] or None
+    if not isinstance(functions, list) or not functions:
+        return None
+    if not all(isinstance(each, dict) and "name" in each for each in functions):
+        return None
+    return [
+        _decode_tool({"type": "function", "function": each}, "the field 'functions'")
+        for each in functions
+    ]
 
 
 def _decode_tool(tool: Any, source: str) -> Any:
     """A tool in which objects that are kept as JSON text are objects."""
     tool = decode_json_text(tool, source)
     if isinstance(tool, dict):
-        tool = tool | {
-            key: _decode_tool(tool[key], source)
-            for key in ("function", "parameters")
-            if key in tool
-        }
+        tool = dict(tool)
+        for key in ("function", "parameters"):
+            if key in tool:
+                tool[key] = _decode_tool(tool[key], source)
     return tool
 
 
 def _sharegpt_message(entry: dict[str, Any]) -> dict[str, Any]:
-    speaker, value = entry["from"], entry.get("value")
+    speaker = entry["from"]
+    value = entry.get("value")
     others = {name: each for name, each in entry.items() if name not in ("from", "value")}
     if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
         raise UserError(
@@ -472,29 +468,28 @@ def _sharegpt_message(entry: dict[str, Any]) -> dict[str, Any]:
         )
     if speaker != "function_call":
         return others | {"role": SHAREGPT_ROLES[speaker], "content": value}
-    call = parse_embedded_json(value, 'the value of a "function_call"')
-    return others | {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": call if isinstance(call, list) else [call],
-    }
+    calls = parse_embedded_json(value, 'the value of a "function_call"')
+    if not isinstance(calls, list):
+        calls = [calls]
+    return others | {"role": "assistant", "content": "", "tool_calls": calls}
 
 
 def check_plain_prompt(record: Record) -> None:
-    """Raises UserError where a record has more than fits into a prompt that is text."""
-    if said := next((name for name in BESIDE_MESSAGES if record.get(name)), None):
-        raise UserError(
-            f"the field {said!r} has no place in a prompt that is text; write messages, or leave"
-            " it out"
-        )
+    """Raise UserError where a record has more than fits into a prompt that is text."""
+    for name in BESIDE_MESSAGES:
+        if record.get(name):
+            raise UserError(
+                f"the field {name!r} has no place in a prompt that is text; write messages, or"
+                " leave it out"
+            )
 
 
 def with_system(record: Record, messages: list[Any]) -> list[Any]:
-    """The messages after that of the field `system`, if there is one that they do not begin
-    with.
-    """
+    """The messages after that of the field `system`, if they do not begin with it."""
     first = {"role": "system", "content": record_text(record, "system")}
-    return messages if not first["content"] or messages[:1] == [first] else [first, *messages]
+    if not first["content"] or messages[:1] == [first]:
+        return messages
+    return [first, *messages]
 
 
 def _alpaca_messages(record: Record) -> list[Any]:
@@ -505,10 +500,8 @@ def _alpaca_messages(record: Record) -> list[Any]:
     ):
         raise UserError("the field 'history' is not a list of [question, answer]")
     messages: list[Any] = []
-    for question, answer in [
-        *history,
-        ["\n\n".join(filter(None, request)), record_text(record, "output")],
-    ]:
+    turn = ["\n\n".join(filter(None, request)), record_text(record, "output")]
+    for question, answer in [*history, turn]:
         messages += [
             {"role": "user", "content": question},
             {"role": "assistant", "content": answer},

@@ -1,6 +1,4 @@
-"""Shows an example to a person: the bounds of every token, special tokens spelled out, and which
-tokens are scored.
-"""
+"""Shows an example to a person, with the bounds of every token and what is scored."""
 
 import unicodedata
 
@@ -15,8 +13,9 @@ RESET = "\x1b[0m"
 
 
 def format_example(example: TokenizedExample, tokenizer: Tokenizer, *, ansi: bool = True) -> str:
-    """An example for a terminal, or without `ansi` as text: `|` between tokens, `[` and `]` around
-    what is scored.
+    """An example for a terminal, or without `ansi` as text.
+
+    The text has `|` between tokens, `[` and `]` around what is scored.
 
     A character of several tokens is shown with the last of them. Line ends are shown as ↵ and
     written; other control characters are escaped.
@@ -28,28 +27,25 @@ def format_example(example: TokenizedExample, tokenizer: Tokenizer, *, ansi: boo
         zip(example.tokens.tolist(), example.loss_mask.tolist(), strict=True)
     ):
         text = stream.feed(id)
-        shown = _escape_control_characters(
-            text or (tokenizer.id_to_token(id) if id in tokenizer.all_special_ids else "")
-        )
+        if not text and id in tokenizer.all_special_ids:
+            text = tokenizer.id_to_token(id)
+        shown = _escape_control_characters(text)
         if ansi:
-            shade = (SCORED_STYLES if scored else UNSCORED_STYLES)[number % 2]
+            styles = SCORED_STYLES if scored else UNSCORED_STYLES
+            shade = styles[number % 2]
             # A background colour that is not reset before a line end would fill the rest of the
             # line.
             pieces.append(shade + shown.replace("\n", f"{RESET}\n{shade}") + RESET)
         else:
-            bound = (
-                ""
-                if number == 0 and not scored
-                else "|"
-                if scored == before
-                else "["
-                if scored
-                else "]"
-            )
+            bound = "[" if scored else "]"
+            if scored == before:
+                bound = "|" if number else ""
             pieces.append(bound + shown)
         before = scored
-    rest = _escape_control_characters(stream.finish())
-    return "".join(pieces) + rest + ("]" if before and not ansi else "")
+    pieces.append(_escape_control_characters(stream.finish()))
+    if before and not ansi:
+        pieces.append("]")
+    return "".join(pieces)
 
 
 def _escape_control_characters(text: str) -> str:

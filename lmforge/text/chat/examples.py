@@ -1,5 +1,4 @@
-"""Examples on the disk: conversations or pairs as tokens, in a folder of their own, and packed
-sequences made of them.
+"""Examples on the disk, conversations or pairs as tokens, and packed sequences made of them.
 
 An example is one sequence of tokens, or several that belong together, such as both of a pair, with
 a loss mask. A folder is written once for each set of files and options, and verified when it is
@@ -11,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 import xxhash
@@ -59,8 +58,9 @@ def write_examples(
     validation_ratio: float | None,
     unusable: UnusableRecords | None = None,
 ) -> None:
-    """Write the examples that `read_split(split)` gives into `folder`, atomically; an existing
-    folder stays as it is.
+    """Write the examples that `read_split(split)` gives into `folder`, atomically.
+
+    An existing folder stays as it is.
 
     Examples longer than `sequence_length` (in words: `limit_description`) are dropped or truncated
     (`overlong`); those without a scored token are dropped; both are counted. `unusable` has the
@@ -76,9 +76,8 @@ def write_examples(
         with SpillBuffer(partial) as buffer:
             for split in SPLITS:
                 num_train = len(buffer)
-                for group in _drop_or_truncate(
-                    read_split(split), sequence_length, overlong, counts
-                ):
+                groups = read_split(split)
+                for group in _drop_or_truncate(groups, sequence_length, overlong, counts):
                     buffer.add(group)
             if validation_ratio is None:
                 validation = np.arange(len(buffer)) >= num_train
@@ -96,16 +95,18 @@ def write_examples(
             tokenizer.save(partial / "tokenizer")
         if unusable and unusable.problems:
             counts["unusable"] = len(unusable.problems)
-            (partial / UNUSABLE).write_text(
-                "".join(f"{problem}\n" for problem in unusable.problems), encoding="utf-8"
-            )
+            lines = "".join(f"{problem}\n" for problem in unusable.problems)
+            (partial / UNUSABLE).write_text(lines, encoding="utf-8")
         if unusable and unusable.with_special_text:
             counts["special_text"] = unusable.with_special_text
-        limits = {"sequence_length": sequence_length, "vocab_size": tokenizer.vocab_size}
-        atomic_write_json(
-            partial / EXAMPLES_MANIFEST,
-            {"plan": plan, **limits, "counts": counts, "splits": splits},
-        )
+        manifest = {
+            "plan": plan,
+            "sequence_length": sequence_length,
+            "vocab_size": tokenizer.vocab_size,
+            "counts": counts,
+            "splits": splits,
+        }
+        atomic_write_json(partial / EXAMPLES_MANIFEST, manifest)
 
 
 def _drop_or_truncate(
@@ -117,13 +118,10 @@ def _drop_or_truncate(
                 counts["overlong"] += 1
                 continue
             counts["truncated"] += 1
-            [full], size = group.sequences, sequence_length + 1
-            group = replace(
-                group,
-                sequences=(
-                    replace(full, tokens=full.tokens[:size], loss_mask=full.loss_mask[:size]),
-                ),
-            )
+            [full] = group.sequences
+            size = sequence_length + 1
+            cut = replace(full, tokens=full.tokens[:size], loss_mask=full.loss_mask[:size])
+            group = replace(group, sequences=(cut,))
         if all(sequence.loss_mask[1:].any() for sequence in group.sequences):
             yield group
         else:
@@ -131,8 +129,9 @@ def _drop_or_truncate(
 
 
 def select_validation(hashes: np.ndarray, ratio: float) -> np.ndarray:
-    """Which examples are for validation, bool [n], by their hashes, uint64 [n]: this fraction, with
-    the smallest hashes; at least one.
+    """A mask of the examples that are for validation, bool [n], by their hashes, uint64 [n].
+
+    They are this fraction, at least one, with the smallest hashes.
     """
     if not ratio or not len(hashes):
         return np.zeros(len(hashes), bool)
@@ -171,7 +170,7 @@ class ExampleFolder:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Raises UserError if it is not a folder of examples."""
+        """Open a folder. Raises UserError if it is not one of examples."""
         hint = "delete the folder, and it is created again"
         try:
             manifest = read_json(
@@ -205,17 +204,14 @@ class ExampleFolder:
 
         Raises UserError if a file does not match its checksum or its manifest.
         """
-        described, hint = (
-            self.manifest["splits"][name],
-            f"delete {self.path}, and it is created again",
-        )
+        described = self.manifest["splits"][name]
+        hint = f"delete {self.path}, and it is created again"
+        mmap_mode: Literal["r"] | None = "r" if described["examples"] else None
         arrays = {}
         for array_name, digest in described["xxh3"].items():
             file = self.path / f"{name}-{array_name}.npy"
             try:
-                array = np.load(
-                    file, mmap_mode="r" if described["examples"] else None, allow_pickle=False
-                )
+                array = np.load(file, mmap_mode=mmap_mode, allow_pickle=False)
                 matches = xxhash.xxh3_64_hexdigest(array.view(np.uint8).data) == digest
             except (OSError, ValueError) as problem:
                 raise UserError(f"{file}: cannot be read ({problem}); {hint}") from None
@@ -243,12 +239,14 @@ class ExampleFolder:
 
 
 def _are_examples(arrays: dict[str, np.ndarray], described: ExampleSplit, vocab_size: int) -> bool:
-    """Whether arrays have the dtypes and lengths of a split's, and ids of the vocabulary."""
+    """Return True for arrays with the dtypes and lengths of a split, and ids of the vocabulary."""
     if not {"tokens", "scored", "starts"} <= arrays.keys() or any(
         array.ndim != 1 for array in arrays.values()
     ):
         return False
-    tokens, scored, starts = arrays["tokens"], arrays["scored"], arrays["starts"]
+    tokens = arrays["tokens"]
+    scored = arrays["scored"]
+    starts = arrays["starts"]
     return bool(
         (tokens.dtype, scored.dtype, starts.dtype) == (np.int32, np.bool_, np.int64)
         and len(scored) == len(tokens) == starts[-1]
@@ -265,9 +263,9 @@ def _are_examples(arrays: dict[str, np.ndarray], described: ExampleSplit, vocab_
 
 
 class ExamplePacking(Packing):
-    """Packed sequences of one example each, or with `pack` of as many as fit, which do not see each
-    other.
+    """Packed sequences of one example each, or with `pack` of as many as fit.
 
+    Examples do not see each other.
     The documents of a packed sequence are those of its examples, in their order: of pairs, document
     2i is the first and 2i + 1 the second. Scalars become extras, with the same value at all tokens
     of an example. With `with_mismatched` each example, of one document, is followed by its prompt
@@ -286,13 +284,14 @@ class ExamplePacking(Packing):
         if pack:
             # The last token of each sequence is only a label.
             sizes = (np.diff(examples.starts) - 1).reshape(-1, examples.group).sum(1)
-            # In a sequence, prompts with their own completions and with the others' completions
-            # take the same number of tokens.
-            self._order, self._starts = best_fit(
-                2 * sizes if with_mismatched else sizes, sequence_length
-            )
+            if with_mismatched:
+                # In a sequence, prompts with their own completions and with the others'
+                # completions take the same number of tokens.
+                sizes = 2 * sizes
+            self._order, self._starts = best_fit(sizes, sequence_length)
         else:
-            self._order, self._starts = np.arange(len(examples)), np.arange(len(examples) + 1)
+            self._order = np.arange(len(examples))
+            self._starts = np.arange(len(examples) + 1)
 
     @property
     def num_sequences(self) -> int:
@@ -300,7 +299,7 @@ class ExamplePacking(Packing):
 
     @property
     def num_single_example_sequences(self) -> int:
-        """How many packed sequences hold one example."""
+        """The number of packed sequences that hold one example."""
         return int((np.diff(self._starts) == 1).sum())
 
     def example_indices(self, index: int) -> np.ndarray:
@@ -315,7 +314,8 @@ class ExamplePacking(Packing):
 
     def read(self, index: int, out: PackedSequence) -> None:
         out.pad()
-        at, document = 0, 0
+        at = 0
+        document = 0
         members = self.example_indices(index).tolist()
         for number, example in enumerate(members):
             sequences = list(self._examples.sequences(example))
@@ -323,9 +323,8 @@ class ExamplePacking(Packing):
                 [other] = self._examples.sequences(members[(number + 1) % len(members)])
                 sequences.append(_with_completion_of(sequences[0], other))
             elif self._with_mismatched:
-                sequences.append(
-                    TokenizedExample(sequences[0].tokens[:1], sequences[0].loss_mask[:1])
-                )
+                first = sequences[0]
+                sequences.append(TokenizedExample(first.tokens[:1], first.loss_mask[:1]))
             for sequence in sequences:
                 end = at + len(sequence.tokens) - 1
                 out.tokens[at:end] = sequence.tokens[:-1]
@@ -336,21 +335,20 @@ class ExamplePacking(Packing):
                 out.document_ids[at:end] = document
                 for name, values in self._examples.scalars.items():
                     out.extras[name][at:end] = values[example]
-                at, document = end, document + 1
+                at = end
+                document += 1
 
 
 def _with_completion_of(one: TokenizedExample, other: TokenizedExample) -> TokenizedExample:
-    """The prompt of one with the completion of the other; a completion begins with the first scored
-    token.
+    """The prompt of one with the completion of the other.
+
+    A completion begins with the first scored token.
     """
-    prompt, completion = (
-        slice(int(one.loss_mask.argmax())),
-        slice(int(other.loss_mask.argmax()), None),
-    )
+    prompt = slice(int(one.loss_mask.argmax()))
+    completion = slice(int(other.loss_mask.argmax()), None)
     tokens = np.concatenate([one.tokens[prompt], other.tokens[completion]])
-    return TokenizedExample(
-        tokens, np.concatenate([one.loss_mask[prompt], other.loss_mask[completion]])
-    )
+    loss_mask = np.concatenate([one.loss_mask[prompt], other.loss_mask[completion]])
+    return TokenizedExample(tokens, loss_mask)
 
 
 def example_dataset(
@@ -364,10 +362,9 @@ def example_dataset(
 ) -> PackedDataset:
     """The packed sequences of a split of a folder. Raises UserError if it cannot be read."""
     examples = folder.split(split)
+    with_mismatched = "kto_labels" in examples.scalars
     return PackedDataset(
-        ExamplePacking(
-            examples, sequence_length, pack, with_mismatched="kto_labels" in examples.scalars
-        ),
+        ExamplePacking(examples, sequence_length, pack, with_mismatched),
         name=examples.digest,
         location=f"{folder.path}: {split}",
         plan=["examples", EXAMPLES_VERSION, split, examples.digest, sequence_length, pack],

@@ -1,6 +1,6 @@
-"""Runs a chat template's Jinja source as transformers does: in jinja2's sandbox, which keeps it
-from the interpreter.
+"""Runs a chat template's Jinja source as transformers does, in jinja2's sandbox.
 
+The sandbox keeps it from the interpreter.
 The result is text, with marks around the parts that the template tags as generated: `templates.py`
 makes tokens of it.
 """
@@ -19,7 +19,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from lmforge.core.errors import UserError
 
 # Markers around what the template tags as generated. Texts that contain one must be escaped first.
-GENERATION_START, GENERATION_END = "\U0010fff0", "\U0010fff1"
+GENERATION_START = "\U0010fff0"
+GENERATION_END = "\U0010fff1"
 
 # Far above any conversation that a model can read.
 MAX_RENDERED_CHARACTERS = 1 << 23
@@ -27,12 +28,14 @@ REFUSES = "refuses the conversation"
 TOO_LONG = f"wrote more than {MAX_RENDERED_CHARACTERS:,} characters"
 MAX_MESSAGE_CHARACTERS = 200
 
-# How many of the messages are rendered, and whether the assistant is then prompted for its answer.
+# The number of messages that are rendered, and whether the assistant is then prompted to answer.
 Prefix = tuple[int, bool]
 
 
 class Conversation(NamedTuple):
-    """What is rendered: prefixes of messages, with the tools that are offered, and variables for
+    """The input of a template.
+
+    prefixes: those of the messages that are rendered. tools: those that are offered. variables: for
     this conversation alone.
     """
 
@@ -43,8 +46,9 @@ class Conversation(NamedTuple):
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` surrounds what the model generates (transformers'
-    `return_assistant_tokens_mask`).
+    """The tag `{% generation %}`, which surrounds what the model generates.
+
+    transformers has it for `return_assistant_tokens_mask`.
     """
 
     tags = {"generation"}  # noqa: RUF012  (the library's own type)
@@ -52,9 +56,8 @@ class _GenerationTag(Extension):
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        opens, closes = (
-            nodes.Output([nodes.TemplateData(mark)]) for mark in (GENERATION_START, GENERATION_END)
-        )
+        opens = nodes.Output([nodes.TemplateData(GENERATION_START)])
+        closes = nodes.Output([nodes.TemplateData(GENERATION_END)])
         return nodes.Scope([opens, *body, closes]).set_lineno(line)
 
 
@@ -90,10 +93,10 @@ class JinjaTemplate:
             ) from None
 
     def render(self, conversation: Conversation) -> Iterator[str]:
-        """The text of each prefix of a conversation, with GENERATION_START and GENERATION_END
-        around what is tagged.
+        """The text of each prefix of a conversation.
 
-        Raises UserError with the message of whatever the template raises.
+        It has GENERATION_START and GENERATION_END around what is tagged. Raises UserError with the
+        message of whatever the template raises.
         """
         messages, tools, prefixes, variables = conversation
         for count, add_generation_prompt in prefixes:
@@ -121,16 +124,20 @@ class JinjaTemplate:
 
 
 def common_prefix_length(one: str, other: str) -> int:
-    """How many characters the beginnings of two texts share."""
-    low, high = 0, min(len(one), len(other))
+    """The number of characters that the beginnings of two texts share."""
+    low = 0
+    high = min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if other.startswith(one[low:middle], low) else (low, middle - 1)
+        if other.startswith(one[low:middle], low):
+            low = middle
+        else:
+            high = middle - 1
     return low
 
 
 def first_difference(one: str, other: str) -> str:
-    """Where two texts begin to differ, for a message."""
+    """The place where two texts begin to differ, for a message."""
     at = common_prefix_length(one, other)
     start = max(0, at - 20)
     return f"{one[start : at + 20]!r} against {other[start : at + 20]!r}"
@@ -139,11 +146,9 @@ def first_difference(one: str, other: str) -> str:
 def _one_line(error: object) -> str:
     """The text of an error on one line, cut where it is long: a template can raise any text."""
     text = " ".join(str(error).split()) or repr(error)
-    return (
-        text
-        if len(text) <= MAX_MESSAGE_CHARACTERS
-        else f"{text[:MAX_MESSAGE_CHARACTERS]}… ({len(text):,} characters)"
-    )
+    if len(text) <= MAX_MESSAGE_CHARACTERS:
+        return text
+    return f"{text[:MAX_MESSAGE_CHARACTERS]}… ({len(text):,} characters)"
 
 
 def _tojson(

@@ -1,8 +1,7 @@
-"""Layouts, sequences of texts and special tokens, some of them scored, and how many layouts at once
-become token ids.
+"""Layouts, which are sequences of texts and special tokens, some of them scored.
 
-Two pieces of a text of which only one is scored never share a token, so a prompt has the same ids
-with its answer as without.
+Many layouts at once become token ids here. Two pieces of a text of which only one is scored never
+share a token, so a prompt has the same ids with its answer as without.
 """
 
 import re
@@ -66,8 +65,9 @@ class SpecialTokens:
         return [each.tokens.tolist() for each in found] != expected
 
     def cut(self, text: str, spans: list[Span]) -> Layout:
-        """The text cut at special tokens, and the texts between them at the bounds of the scored
-        spans. Raises UserError for a token that the tokenizer would not find in every text, as
+        """The text cut at special tokens, and between them at the bounds of the scored spans.
+
+        Raises UserError for a token that the tokenizer would not find in every text, as
         transformers would not.
         """
         parts: Layout = []
@@ -143,12 +143,12 @@ def encode_layouts(tokenizer: Tokenizer, layouts: Sequence[Layout]) -> list[Toke
         tokens: list[int] = []
         mask: list[bool] = []
         for part in layout:
-            pieces = (
-                zip(piece_ids[id(part)], part, strict=True)
-                if isinstance(part, list)
-                else [([part[0]], part)]
-            )
-            for ids, (_, scored) in pieces:
+            if isinstance(part, tuple):
+                pieces = [([part[0]], part[1])]
+            else:
+                flags = [scored for _, scored in part]
+                pieces = [*zip(piece_ids[id(part)], flags, strict=True)]
+            for ids, scored in pieces:
                 tokens += ids
                 mask += [scored] * len(ids)
         if mask:

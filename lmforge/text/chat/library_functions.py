@@ -1,5 +1,4 @@
-"""Conversations extracted from Python's standard library, for fine-tuning on code without a
-network.
+"""Conversations from Python's standard library, for fine-tuning on code without a network.
 
 A request is made of a function's signature and docstring; the function answers it. The split is by
 package, so that no training function is from the same package as a validation function. The code is
@@ -21,7 +20,8 @@ import xxhash
 from lmforge.core.files.atomic_files import atomic_write, check_output
 from lmforge.text.sources.text_sources import open_text_source
 
-TRAIN_FILE, VALIDATION_FILE = "train.jsonl", "validation.jsonl"
+TRAIN_FILE = "train.jsonl"
+VALIDATION_FILE = "validation.jsonl"
 MAX_SOURCE_CHARACTERS = 2000
 MAX_DOCSTRING_CHARACTERS = 1000
 MIN_DOCSTRING_WORDS = 4
@@ -29,8 +29,9 @@ VALIDATION_RATIO = 0.1
 
 
 def write_function_conversations(out: Path) -> dict[str, int]:
-    """Write `out`/train.jsonl and `out`/validation.jsonl; returns how many functions each has,
-    {"train": …, "validation": …}.
+    """Write `out`/train.jsonl and `out`/validation.jsonl.
+
+    Returns the number of functions in each, {"train": …, "validation": …}.
 
     A line is {"messages": [user, assistant], "checks": [statement, …], "module": …, "name": …}. The
     checks are statements that succeed after any valid answer was run; they do not call the
@@ -48,18 +49,17 @@ def write_function_conversations(out: Path) -> dict[str, int]:
             # Python.
             package = conversation["module"].partition(".")[0].encode()
             is_validation = xxhash.xxh3_64_intdigest(package) / 2**64 < VALIDATION_RATIO
-            file, split = (validation, "validation") if is_validation else (train, "train")
+            file = validation if is_validation else train
             file.write((json.dumps(conversation, ensure_ascii=False) + "\n").encode())
-            counts[split] += 1
+            counts["validation" if is_validation else "train"] += 1
     return counts
 
 
 def _function_conversations() -> Iterator[dict[str, Any]]:
-    """The functions and methods of the standard library that are documented, short and
-    self-contained, each once.
+    """Conversations about functions and methods of the standard library, each once.
 
-    In the order of their files. Only the first of several functions with the same body is given, so
-    none is in both splits.
+    The functions are documented, short and self-contained, in the order of their files. Only the
+    first of several with the same body is given, so none is in both splits.
     """
     seen: set[str] = set()
     for file in open_text_source("stdlib").files:
@@ -87,14 +87,16 @@ def _conversations_of_file(path: Path, module: str) -> Iterator[tuple[str, dict[
     for statement in tree.body:
         owner = statement if isinstance(statement, ast.ClassDef) else None
         for node in owner.body if owner else [statement]:
-            if isinstance(node, ast.FunctionDef) and (parts := _split_function(node, lines)):
-                body = "\n".join(ast.dump(statement) for statement in node.body[1:])
-                what = (
-                    f"method `{node.name}` of a class `{owner.name}`"
-                    if owner
-                    else f"function `{node.name}`"
-                )
-                yield body, _function_conversation(node, what, module, *parts)
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            parts = _split_function(node, lines)
+            if parts is None:
+                continue
+            body = "\n".join(ast.dump(statement) for statement in node.body[1:])
+            what = f"function `{node.name}`"
+            if owner:
+                what = f"method `{node.name}` of a class `{owner.name}`"
+            yield body, _function_conversation(node, what, module, *parts)
 
 
 def _function_conversation(
@@ -121,8 +123,9 @@ def _function_conversation(
 
 
 def _split_function(node: ast.FunctionDef, lines: list[str]) -> tuple[str, str, str] | None:
-    """Signature, docstring, and source without docstring and indentation of a function; None if it
-    is unsuitable.
+    """Signature, docstring, and source of a function; None if it is unsuitable.
+
+    The source is without docstring and indentation.
     """
     documentation = ast.get_docstring(node)
     # A decorator or a default may need names of its module, which a sandbox does not have.
@@ -133,7 +136,8 @@ def _split_function(node: ast.FunctionDef, lines: list[str]) -> tuple[str, str, 
         or not _has_literal_defaults(node)
     ):
         return None
-    first, docstring = node.body[1], node.body[0]
+    first = node.body[1]
+    docstring = node.body[0]
     assert docstring.end_lineno is not None
     if docstring.lineno == node.lineno or first.lineno <= docstring.end_lineno:
         return None  # on one line: the parts cannot be separated by lines
@@ -157,13 +161,15 @@ def _split_function(node: ast.FunctionDef, lines: list[str]) -> tuple[str, str, 
 
 
 def _has_literal_defaults(node: ast.FunctionDef) -> bool:
-    """Whether defaults and annotations are literals, without names of the module."""
-    parts = [*ast.walk(node.args), *(ast.walk(node.returns) if node.returns else ())]
+    """Return True where defaults and annotations are literals, without names of the module."""
+    parts = [*ast.walk(node.args)]
+    if node.returns:
+        parts += ast.walk(node.returns)
     return not any(isinstance(part, ast.Name) for part in parts)
 
 
 def _compiles(source: str) -> bool:
-    """Whether it is valid Python without its indentation and its module."""
+    """Return True for valid Python without its indentation and its module."""
     try:
         compile(source, "<function>", "exec", dont_inherit=True)
     except (SyntaxError, ValueError):

@@ -1,5 +1,4 @@
-"""The messages of a conversation, checked once: everything that comes after may rely on their
-types.
+"""The messages of a conversation, checked once: all that comes after may rely on their types.
 
 Reading them from files is in `conversations.py`, making tokens of them in `templates.py`.
 """
@@ -14,34 +13,36 @@ from lmforge.core.errors import UserError, prefix_errors
 from lmforge.core.files.untrusted import cut, parse_json, quoted
 
 Role = Literal["system", "developer", "user", "assistant", "tool", "observation", "function"]
-# What others call these roles, for a template that does not know them.
+# Other names of these roles, for a template that does not know them.
 COMMON_ROLES = {"developer": "system", "observation": "tool", "function": "tool"}
 # As transformers reads them: the first that is there, under the names of the first and of gpt-oss.
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-# Whether a turn is scored: as OpenAI, cookbooks, axolotl and ms-swift write it.
+# Fields that say whether a turn is scored, as OpenAI, cookbooks, axolotl and ms-swift write it.
 TRAINING_FLAGS = ("weight", "train", "training", "loss")
 # The same of parts of a turn, in axolotl.
 PARTIAL_FLAGS = ("train_detail", "training_detail")
-# What transformers takes beside the variables of a template.
+# Arguments that transformers takes beside the variables of a template.
 NO_TEMPLATE_VARIABLES = {
     "add_generation_prompt",
     "chat_template",
     "continue_final_message",
     "conversation",
     "messages",
+    "return_dict",
+    "return_tensors",
+    "tokenize",
+    "tools",
 }
-NO_TEMPLATE_VARIABLES |= {"return_dict", "return_tensors", "tokenize", "tools"}
 
 
 def unread_variable(given: Mapping[str, Any], sources: str) -> str | None:
     """The first variable that would change what a template writes, and is not in its source."""
-    # Templates that read enable_thinking think without it as well.
-    changing = (
-        name
-        for name, value in given.items()
-        if value and not (name == "enable_thinking" and value is True)
-    )
-    return next((name for name in changing if name not in sources), None)
+    for name, value in given.items():
+        # Templates that read enable_thinking think without it as well.
+        changes = value and not (name == "enable_thinking" and value is True)
+        if changes and name not in sources:
+            return name
+    return None
 
 
 class Message(TypedDict):
@@ -56,7 +57,7 @@ class Message(TypedDict):
 
 
 class MessageForm(NamedTuple):
-    """How a template is given messages: templates differ in what they read, and do not say it."""
+    """A form of messages for a template: templates differ in what they read, and do not say it."""
 
     content: Literal["given", "text", "parts"] = "text"
     rename_roles: bool = False
@@ -71,10 +72,9 @@ def message_forms(messages: Sequence[Any]) -> Iterator[MessageForm]:
     )
     has_others = any(message["role"] in COMMON_ROLES for message in messages)
     contents = ("given", "text", "parts") if has_parts else ("text", "parts")
+    renames = (False, True) if has_others else (False,)
     arguments = ("object", "text") if has_calls else ("object",)
-    return starmap(
-        MessageForm, product(contents, (False, True) if has_others else (False,), arguments)
-    )
+    return starmap(MessageForm, product(contents, renames, arguments))
 
 
 def validate_messages(messages: Sequence[Any], form: MessageForm = MessageForm()) -> list[Message]:  # noqa: B008
@@ -92,15 +92,16 @@ def validate_messages(messages: Sequence[Any], form: MessageForm = MessageForm()
 
 
 def training_flag(message: dict[str, Any]) -> bool | None:
-    """Whether a message says that it is scored; None where it does not say.
+    """The flag by which a message says whether it is scored; None where it does not say.
 
     Raises UserError unless it says yes or no.
     """
-    if partial := next(filter(message.get, PARTIAL_FLAGS), None):
-        raise UserError(
-            f'"{partial}": parts of a turn are not scored apart; write them as turns, or leave'
-            " it out"
-        )
+    for name in PARTIAL_FLAGS:
+        if message.get(name):
+            raise UserError(
+                f'"{name}": parts of a turn are not scored apart; write them as turns, or leave'
+                " it out"
+            )
     flags = {name: message[name] for name in TRAINING_FLAGS if message.get(name) is not None}
     for name, value in flags.items():
         if value not in (0, 1):
@@ -136,8 +137,9 @@ def parse_embedded_json(text: Any, source: str) -> Any:
 
 
 def decode_json_text(value: Any, source: str) -> Any:
-    """What a value is that is kept as JSON text, as some columns of Parquet are; another value
-    itself.
+    """Decode a value that is kept as JSON text, as some columns of Parquet are.
+
+    Returns any other value itself.
     """
     return parse_embedded_json(value, source) if isinstance(value, str) else value
 
@@ -145,17 +147,17 @@ def decode_json_text(value: Any, source: str) -> Any:
 def _validate_message(message: Any, form: MessageForm) -> Message:
     if not isinstance(message, dict) or "role" not in message:
         raise UserError("expected an object with role and content")
-    role, content, calls = (
-        message["role"],
-        message.get("content"),
-        message.get("tool_calls") or None,
-    )
+    role = message["role"]
+    content = message.get("content")
+    calls = message.get("tool_calls") or None
     if role not in get_args(Role):
         raise UserError(f"role {cut(repr(role))}: expected one of {', '.join(get_args(Role))}")
     calls = decode_json_text(calls, "tool_calls")
     if calls and not isinstance(calls, list | tuple):
         raise UserError(f"tool_calls are not a list but {type(calls).__name__}")
-    calls = [*(calls or ()), *filter(None, [message.get("function_call")])]
+    calls = [*(calls or ())]
+    if message.get("function_call"):
+        calls.append(message["function_call"])
     if message.get("refusal"):
         raise UserError(
             '"refusal": what the assistant says is read from its content; write it there'
@@ -170,13 +172,12 @@ def _validate_message(message: Any, form: MessageForm) -> Message:
     training_flag(message)
     if form.rename_roles:
         typed["role"] = COMMON_ROLES.get(role, role)
-    if reasoning := [typed[field] for field in REASONING_FIELDS if typed.get(field)]:
-        if any(other != reasoning[0] for other in reasoning):
-            raise UserError(
-                f"has different texts under {' and '.join(filter(typed.get, REASONING_FIELDS))};"
-                " keep one"
-            )
-        typed |= {"thinking": reasoning[0], "reasoning_content": reasoning[0]}
+    reasoning = {field: typed[field] for field in REASONING_FIELDS if typed.get(field)}
+    if reasoning:
+        first = next(iter(reasoning.values()))
+        if any(other != first for other in reasoning.values()):
+            raise UserError(f"has different texts under {' and '.join(reasoning)}; keep one")
+        typed |= {"thinking": first, "reasoning_content": first}
     if calls:
         typed["tool_calls"] = [_validate_tool_call(call, form) for call in calls]
     return typed  # type: ignore[return-value]
@@ -202,11 +203,8 @@ def _validate_tool_call(call: Any, form: MessageForm) -> dict[str, Any]:
     function = None
     with suppress(UserError):  # it is said below what is expected
         call = decode_json_text(call, "a tool call")
-        function = (
-            decode_json_text(call.get("function", call), "a tool call")
-            if isinstance(call, dict)
-            else None
-        )
+        if isinstance(call, dict):
+            function = decode_json_text(call.get("function", call), "a tool call")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise UserError(
             'a tool call is an object such as {"function": {"name": "...", "arguments": {}}}'
@@ -224,25 +222,37 @@ def _validate_tool_call(call: Any, form: MessageForm) -> dict[str, Any]:
 
 
 def read_messages(value: Any, left_out: Collection[str]) -> Any:
-    """The messages in a field, also those that are kept as JSON text, as some columns of Parquet
-    are, without the fields `left_out`. Other values stay as they are.
+    """The messages in a field, without the fields `left_out`.
+
+    Messages may be kept as JSON text, as some columns of Parquet are. Other values stay as they
+    are.
     """
-    decoded = [value] if isinstance(value, str) else value
     with suppress(UserError):
-        if (
-            decoded
-            and isinstance(decoded, list)
-            and all(isinstance(each, str) and each[:1] in ("[", "{") for each in decoded)
-        ):
-            decoded = [parse_embedded_json(each, "") for each in decoded]
-            decoded = decoded[0] if isinstance(value, str) else decoded
-            if isinstance(decoded, list) and all(
-                isinstance(each, dict) and {"role", "from"} & each.keys() for each in decoded
-            ):
-                value = decoded
+        value = _decode_messages(value)
     if not (left_out and isinstance(value, list)):
         return value
-    return [
-        {k: v for k, v in each.items() if k not in left_out} if isinstance(each, dict) else each
-        for each in value
-    ]
+
+    def without(message: Any) -> Any:
+        if not isinstance(message, dict):
+            return message
+        return {key: item for key, item in message.items() if key not in left_out}
+
+    return [without(each) for each in value]
+
+
+def _decode_messages(value: Any) -> Any:
+    """The messages in JSON text, or in a list of texts; any other value itself. Raises UserError."""
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not texts:
+        return value
+    if not all(isinstance(each, str) and each[:1] in ("[", "{") for each in texts):
+        return value
+    decoded = [parse_embedded_json(each, "") for each in texts]
+    if isinstance(value, str):
+        [decoded] = decoded
+    if not isinstance(decoded, list):
+        return value
+    for each in decoded:
+        if not isinstance(each, dict) or not {"role", "from"} & each.keys():
+            return value
+    return decoded

@@ -1,5 +1,4 @@
-"""What a conversation says, piece by piece, and where each piece is in the text that a template
-writes of it.
+"""The content of a conversation, piece by piece, and its places in the text of a template.
 
 While a template runs, texts hold characters of private use. Each spelling of a special token in a
 message is replaced by one, and so is each such character: this distinguishes them from the special
@@ -17,10 +16,12 @@ from typing import Any, NamedTuple
 from lmforge.core.errors import UserError
 
 PRIVATE_USE_CHARACTERS = "[\U000f0000-\U0010ffff]"
-FIRST_PLACEHOLDER, MAX_PLACEHOLDERS = 0xF0000, 0xFFFF
-FIRST_MARK, MAX_MARKS = 0x100000, 0xFFF0  # up to the marks of generation tags
+FIRST_PLACEHOLDER = 0xF0000
+MAX_PLACEHOLDERS = 0xFFFF
+FIRST_MARK = 0x100000
+MAX_MARKS = 0xFFF0  # up to the marks of generation tags
 MARK = re.compile("[\U00100000-\U0010ffef]")
-# Where marks are put: at the end of a text, else at its beginning or in it, as some templates ask
+# The places of marks: at the end of a text, else at its beginning or in it, as some templates ask
 # how texts begin or end.
 PLACEMENTS = (1.0, 0.0, 0.5)
 
@@ -34,12 +35,11 @@ class TextEscaper:
 
     def escape(self, value: Any) -> Any:
         """A JSON value with all its strings escaped, the names of fields too."""
-        return map_leaves(
-            value,
-            lambda leaf: (
-                self._pattern.sub(self._placeholder, leaf) if isinstance(leaf, str) else leaf
-            ),
-        )
+
+        def escape_leaf(leaf: Any) -> Any:
+            return self._pattern.sub(self._placeholder, leaf) if isinstance(leaf, str) else leaf
+
+        return map_leaves(value, escape_leaf)
 
     def unescape(self, text: str) -> str:
         """The text with what was replaced."""
@@ -53,14 +53,15 @@ class TextEscaper:
             raise UserError(
                 f"the messages have more than {MAX_PLACEHOLDERS:,} different private-use characters"
             )
-        return self._placeholders.setdefault(
-            match[0], chr(FIRST_PLACEHOLDER + len(self._placeholders))
-        )
+        placeholder = chr(FIRST_PLACEHOLDER + len(self._placeholders))
+        return self._placeholders.setdefault(match[0], placeholder)
 
 
 class Piece(NamedTuple):
-    """Something that a conversation says: its message's number, -1 for tools and documents; its
-    field; and its text with its mark, which is empty for numbers and the like.
+    """A part of a conversation's content.
+
+    message: its message's number, -1 for tools and documents. text: with its `mark`, which is empty
+    for numbers and the like.
     """
 
     message: int
@@ -79,7 +80,7 @@ class MarkedConversation:
         variables: Mapping[str, Any],
         placement: float,
     ):
-        """They are of valid messages. Raises UserError for too many pieces."""
+        """Mark valid messages. Raises UserError for too many pieces."""
         self._placement = placement
         self.pieces: list[Piece] = []
         self.messages = [self._mark_message(*each) for each in enumerate(messages)]
@@ -89,119 +90,111 @@ class MarkedConversation:
         self.tools = self._mark_schema(tools)
         mark = self._marker(-1, "documents")
         self.variables = dict(variables)
-        if isinstance(documents := variables.get("documents"), list):
+        documents = variables.get("documents")
+        if isinstance(documents, list):
             self.variables["documents"] = [_mark_document(each, mark) for each in documents]
 
     def _mark_message(self, number: int, message: dict[str, Any]) -> dict[str, Any]:
-        marked, content = dict(message), message["content"]
+        marked = dict(message)
+        content = message["content"]
         mark = self._marker(number, "content")
-        marked["content"] = (
-            mark(content)
-            if isinstance(content, str)
-            else [{**part, "text": mark(part["text"])} for part in content]
-        )
+        if isinstance(content, str):
+            marked["content"] = mark(content)
+        else:
+            marked["content"] = [{**part, "text": mark(part["text"])} for part in content]
         if "reasoning_content" in message:
-            marked["reasoning_content"] = reasoning = map_leaves(
-                message["reasoning_content"], self._marker(number, "reasoning")
-            )
-            marked["thinking"] = reasoning
+            mark = self._marker(number, "reasoning")
+            marked["reasoning_content"] = map_leaves(message["reasoning_content"], mark)
+            marked["thinking"] = marked["reasoning_content"]
         # A tool is known by its call.
-        if isinstance(message.get("name"), str) and message["role"] not in (
-            "tool",
-            "function",
-            "observation",
-        ):
+        is_tool = message["role"] in ("tool", "function", "observation")
+        if isinstance(message.get("name"), str) and not is_tool:
             marked["name"] = self._marker(number, "name")(message["name"])
         if "tool_calls" in message:
             mark = self._marker(number, "tool calls")
-            marked["tool_calls"] = [
-                {
-                    **call,
-                    "function": call["function"]
-                    | {
-                        key: map_leaves(call["function"][key], mark)
-                        for key in ("name", "arguments")
-                    },
-                }
-                for call in message["tool_calls"]
-            ]
+            marked["tool_calls"] = [_mark_call(call, mark) for call in message["tool_calls"]]
         return marked
 
     def _mark_schema(self, value: Any, key: str = "") -> Any:
-        """A tool, or a part of one under `key`, with marks in names, descriptions and the values of
-        enums.
+        """A tool, or a part of one under `key`, with marks.
+
+        They are in names, descriptions and the values of enums.
         """
         if isinstance(value, dict):
-            return {
-                self._mark_known(name) if key == "properties" else name: self._mark_schema(
-                    item, name
-                )
-                for name, item in value.items()
-            }
+            mark_name = self._mark_known if key == "properties" else str
+            return {mark_name(name): self._mark_schema(item, name) for name, item in value.items()}
         if isinstance(value, list):
             return [self._mark_schema(item, key) for item in value]
-        return (
-            self._mark_known(value)
-            if isinstance(value, str) and key in ("name", "description", "enum", "required")
-            else value
-        )
+        if isinstance(value, str) and key in ("name", "description", "enum", "required"):
+            return self._mark_known(value)
+        return value
 
     def _mark_known(self, text: str) -> str:
-        return self._known.get(text) or self._known.setdefault(
-            text, self._marker(-1, "tools")(text)
-        )
+        if text not in self._known:
+            self._known[text] = self._marker(-1, "tools")(text)
+        return self._known[text]
 
     def _marker(self, message: int, field: str) -> Callable[[Any], Any]:
         def mark(value: Any) -> Any:
             words = value.strip() if isinstance(value, str) else json.dumps(value)
             if not words:
                 return value
-            mark = chr(FIRST_MARK + len(self.pieces)) if isinstance(value, str) else ""
             if len(self.pieces) == MAX_MARKS:
                 raise UserError(
                     f"the conversation has more than {MAX_MARKS:,} texts, names and values"
                 )
+            if not isinstance(value, str):
+                self.pieces.append(Piece(message, field, words, ""))
+                return value
+            mark = chr(FIRST_MARK + len(self.pieces))
             at = round(self._placement * len(words))
-            self.pieces.append(Piece(message, field, words[:at] + mark + words[at:], mark))
-            return value.replace(words, words[:at] + mark + words[at:]) if mark else value
+            marked = words[:at] + mark + words[at:]
+            self.pieces.append(Piece(message, field, marked, mark))
+            return value.replace(words, marked)
 
         return mark
 
 
+def _mark_call(call: dict[str, Any], mark: Callable[[Any], Any]) -> dict[str, Any]:
+    function = dict(call["function"])
+    for key in ("name", "arguments"):
+        function[key] = map_leaves(function[key], mark)
+    return {**call, "function": function}
+
+
 def _mark_document(document: Any, mark: Callable[[Any], Any]) -> Any:
-    """Marks in the texts that retrieved documents have in transformers; templates need not show the
-    rest.
+    """A document with marks in the texts that retrieved documents have in transformers.
+
+    Templates need not show the rest.
     """
     if isinstance(document, str):
         return mark(document)
-    named = document.items() if isinstance(document, dict) else ()
-    texts = {
-        key: mark(value)
-        for key, value in named
-        if key in ("title", "text") and isinstance(value, str)
-    }
-    return {**document, **texts} if texts else document
+    if not isinstance(document, dict):
+        return document
+    marked = dict(document)
+    for key, value in document.items():
+        if key in ("title", "text") and isinstance(value, str):
+            marked[key] = mark(value)
+    return marked
 
 
 def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A JSON value with `change` applied to the names of its fields and to all that is neither an
-    object nor a list.
+    """A JSON value with `change` applied to its leaves.
+
+    These are the names of its fields, and all that is neither an object nor a list.
     """
     if isinstance(value, dict):
         return {change(key): map_leaves(item, change) for key, item in value.items()}
-    return (
-        [map_leaves(item, change) for item in value]
-        if isinstance(value, list | tuple)
-        else change(value)
-    )
+    if isinstance(value, list | tuple):
+        return [map_leaves(item, change) for item in value]
+    return change(value)
 
 
 def find_pieces(pieces: Sequence[Piece], marked: str) -> list[list[int]]:
-    """For each piece where its mark is in the text that was rendered, counted without marks; empty
-    if the piece is not there.
+    """For each piece the places of its mark in the rendered text, counted without marks.
 
-    White space does not count, nor whether a piece is written as it is or within JSON. A piece
-    without a mark may be anywhere.
+    There are none if the piece is not there. White space does not count, nor whether a piece is
+    written as it is or within JSON. A piece without a mark may be anywhere.
     """
     compact = "".join(marked.split())
     places = defaultdict(list)
@@ -225,9 +218,7 @@ def find_pieces(pieces: Sequence[Piece], marked: str) -> list[list[int]]:
 
 
 def _spellings(text: str) -> Iterator[str]:
-    """A text as it is, in JSON, and in JSON within JSON; of a number or the like as Python writes
-    it too.
-    """
+    """A text as it is, in JSON, and in JSON within JSON; numbers and the like as Python's too."""
     yield "".join(text.split())
     yield {"true": "True", "false": "False", "null": "None"}.get(text, text)
     for _ in range(2):
@@ -236,8 +227,9 @@ def _spellings(text: str) -> Iterator[str]:
 
 
 def is_written_as_python(messages: Sequence[dict[str, Any]], text: str) -> bool:
-    """Whether a text shows the parts of a content, or arguments, of marked messages as Python does:
-    it expected text.
+    """Return True where a text shows parts of a content, or arguments, as Python writes them.
+
+    They are of marked messages, and the template expected text.
     """
     values = [message["content"] for message in messages if not isinstance(message["content"], str)]
     values += [

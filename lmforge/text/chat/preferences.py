@@ -1,5 +1,4 @@
-"""Files of preferences and of prompts: pairs of completions, completions with a label, and prompts
-to be answered.
+"""Files of preferences and of prompts: pairs of completions, labelled completions, and prompts.
 
 What an objective makes of them is in `post/objectives/`. A completion is everything after the
 prompt; a prompt is never scored.
@@ -44,8 +43,9 @@ RENAMING_HINT = ": name it with fields"
 
 
 class PreferencePair(NamedTuple):
-    """Two completions of one prompt, each with the prompt before it. margin: by how much the chosen
-    one is better, or 0.
+    """Two completions of one prompt, each with the prompt before it.
+
+    margin: by how much the chosen one is better, or 0.
     """
 
     chosen: TokenizedExample
@@ -61,8 +61,9 @@ class UnpairedPreference(NamedTuple):
 
 
 class TokenizedPrompt(NamedTuple):
-    """A prompt to be answered: `tokens` int32 [length] up to where the answer begins, its text or
-    messages, and its columns.
+    """A prompt to be answered.
+
+    tokens: int32 [length] up to where the answer begins. prompt: its text or messages.
     """
 
     tokens: np.ndarray
@@ -72,7 +73,7 @@ class TokenizedPrompt(NamedTuple):
 
 @dataclass
 class PromptCounts:
-    """How many records of prompts were read, kept and dropped, counted while they are read."""
+    """The numbers of records of prompts that were read, kept and dropped, counted while reading."""
 
     records: int = 0
     kept: int = 0
@@ -94,8 +95,9 @@ def read_preference_pairs(
     fields: Mapping[str, str] | None = None,
     unusable: UnusableRecords | None = None,
 ) -> Iterator[PreferencePair]:
-    """Records {prompt, chosen, rejected}, or {chosen, rejected} of whole conversations with the
-    same beginning.
+    """Records {prompt, chosen, rejected} as pairs.
+
+    Without a prompt both are whole conversations with the same beginning.
 
     Strings are encoded as they are and end with the end-of-text token, unless `apply_chat_template`
     makes messages of them. `with_margins` keeps the number in a record's `margin`. Pairs of equal
@@ -109,9 +111,11 @@ def read_preference_pairs(
 
     def lay_out(record: Record) -> LaidOut[PreferencePair]:
         margin = _parse_margin(record) if with_margins else 0.0
-        return lambda chosen, rejected: [PreferencePair(chosen, rejected, margin)], _pair_layouts(
-            record, encoder
-        )
+
+        def make_pair(chosen: TokenizedExample, rejected: TokenizedExample) -> list[PreferencePair]:
+            return [PreferencePair(chosen, rejected, margin)]
+
+        return make_pair, _pair_layouts(record, encoder)
 
     return encoder.encode_file(path, lay_out)
 
@@ -126,8 +130,9 @@ def read_unpaired_preferences(
     fields: Mapping[str, str] | None = None,
     unusable: UnusableRecords | None = None,
 ) -> Iterator[UnpairedPreference]:
-    """Records {prompt, completion, label} with true or false labels, as for KTO; the rest as in
-    `read_preference_pairs`.
+    """Records {prompt, completion, label} with true or false labels, as for KTO.
+
+    The rest is as in `read_preference_pairs`.
     """
     unusable = unusable or UnusableRecords()
     encoder = RecordEncoder(
@@ -157,24 +162,24 @@ def read_prompts(
     unusable: UnusableRecords | None = None,
     tools_of: Callable[[Record], list[Any]] | None = None,
 ) -> Iterator[TokenizedPrompt]:
-    """Records {prompt, ...columns}: a string as it is, or with `apply_chat_template` as a user's
-    message; or messages, of which a last answer is left out. Prompts of more than
-    `max_prompt_length` tokens are dropped, and counted in `counts`. With `tools_of`, which gives
-    the tools of a record's environment, all are messages, and one without a prompt has an empty
-    one.
+    """Records {prompt, ...columns} as prompts.
 
-    Raises UserError naming the record without a prompt.
+    A prompt is a string as it is, or with `apply_chat_template` as a user's message; or messages,
+    of which a last answer is left out. Prompts of more than `max_prompt_length` tokens are dropped,
+    and counted in `counts`. With `tools_of`, which gives the tools of a record's environment, all
+    are messages, and one without a prompt has an empty one. Raises UserError naming the record
+    without a prompt.
     """
-    counts, unusable = counts or PromptCounts(), unusable or UnusableRecords()
+    counts = counts or PromptCounts()
+    unusable = unusable or UnusableRecords()
     encoder = RecordEncoder(tokenizer, unusable=unusable, parse_special_tokens=parse_special_tokens)
     for place, record in read_renamed_records(path, fields, unusable):
         counts.records += 1
         tokens = None
         with unusable.leave_out(place):
             check_media(record, ignore_media)
-            if tools_of is not None and not any(
-                record.get(name) is not None for name in PROMPT_FIELDS
-            ):
+            has_prompt = any(record.get(name) is not None for name in PROMPT_FIELDS)
+            if tools_of is not None and not has_prompt:
                 record = {**record, "prompt": [{"role": "user", "content": ""}]}
             prompt = _parse_prompt(record, apply_chat_template or tools_of is not None)
             if isinstance(prompt, str):
@@ -202,8 +207,10 @@ def encode_completions(
     completions: Sequence[str],
     records: Sequence[Record] | None = None,
 ) -> list[list[int]]:
-    """The ids of each prompt, a text or messages, with its completion, to the end of that turn or
-    text; `records` have what each prompt offered beside its messages. Raises UserError.
+    """The ids of each prompt with its completion, to the end of that turn or text.
+
+    A prompt is a text or messages; `records` have what each prompt offered beside its messages.
+    Raises UserError.
     """
     encoder = RecordEncoder(tokenizer)
     records = records or [{}] * len(prompts)
@@ -251,7 +258,9 @@ def _pair_layouts(record: Record, encoder: RecordEncoder) -> list[Layout | ChatE
         if any(validate_messages(side)[0]["role"] != "assistant" for side in sides):
             # Both sides are whole conversations, whether or not the prompt has a field of its own.
             shared = sum(takewhile(bool, map(eq, *sides)))
-            beside, prompt, sides = prompt, sides[0][:shared], [side[shared:] for side in sides]
+            beside = prompt
+            prompt = sides[0][:shared]
+            sides = [side[shared:] for side in sides]
             if not shared or any(
                 not side or validate_messages(side)[0]["role"] != "assistant" for side in sides
             ):
@@ -301,9 +310,8 @@ def _completion_layout(
         raise UserError("the prompt is empty")
     if prompt is None:
         raise UserError("no field 'prompt', and no conversation that both sides share")
-    if (
-        isinstance(completion, list)
-        and validate_messages(to_messages(completion, "assistant"))[0]["role"] != "assistant"
-    ):
-        raise UserError("what follows the prompt does not begin with the assistant's turn")
+    if isinstance(completion, list):
+        first = validate_messages(to_messages(completion, "assistant"))[0]
+        if first["role"] != "assistant":
+            raise UserError("what follows the prompt does not begin with the assistant's turn")
     return encoder.completion_layout(prompt, completion, record)

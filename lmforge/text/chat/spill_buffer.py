@@ -1,8 +1,8 @@
-"""Examples on their way into a folder: written to the disk as they come, and divided into splits
-once all are known.
+"""Examples on their way into a folder.
 
-Memory holds a few numbers for each example, so files of any size can be read. Which split an
-example belongs to is decided in `examples.py`.
+They are written to the disk as they come, and divided into splits once all are known. Memory holds
+a few numbers for each example, so files of any size can be read. Which split an example belongs to
+is decided in `examples.py`.
 """
 
 from array import array
@@ -24,8 +24,9 @@ BLOCK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class ExampleGroup:
-    """What belongs together: one sequence, or the two of a pair, each of at least two tokens; and
-    numbers by name.
+    """Sequences that belong together, and numbers by name.
+
+    There is one sequence, or the two of a pair, each of at least two tokens.
     """
 
     sequences: tuple[TokenizedExample, ...]
@@ -56,9 +57,7 @@ class SpillBuffer(ExitStack):
 
     @property
     def hashes(self) -> np.ndarray:
-        """A hash of each example's tokens, or of the conversation that it is a turn of, uint64
-        [examples].
-        """
+        """A hash of each example's tokens, or of its whole conversation, uint64 [examples]."""
         return np.array(self._hashes, np.uint64)
 
     def add(self, group: ExampleGroup) -> None:
@@ -77,8 +76,9 @@ class SpillBuffer(ExitStack):
             self._scalars.setdefault(name, array("f")).append(value)
 
     def write(self, folder: Path, split: str, selected: np.ndarray) -> dict[str, Any]:
-        """Write the `selected` examples, bool [examples], in order, as arrays named after the
-        split, and describe them.
+        """Write the `selected` examples, bool [examples], in order, and describe them.
+
+        They are written as arrays named after the split.
         """
         group = len(self._lengths) // max(1, len(self))
         lengths = np.array(self._lengths, np.int64)
@@ -106,7 +106,8 @@ class SpillBuffer(ExitStack):
         }
 
     def _blocks(self, name: str, spans: Sequence[tuple[int, int]]) -> Iterator[bytes]:
-        file, size = self._files[name], ARRAY_DTYPES[name].itemsize
+        file = self._files[name]
+        size = ARRAY_DTYPES[name].itemsize
         for start, stop in spans:
             file.seek(start * size)
             for at in range(start * size, stop * size, BLOCK_BYTES):
@@ -114,8 +115,9 @@ class SpillBuffer(ExitStack):
 
 
 def _selected_spans(selected: np.ndarray, starts: np.ndarray) -> list[tuple[int, int]]:
-    """(start, stop) in tokens of each run of selected sequences; `starts` int64 [n + 1] are those
-    of all sequences.
+    """(start, stop) in tokens of each run of selected sequences.
+
+    `starts` int64 [n + 1] are those of all sequences.
     """
     changes = np.flatnonzero(np.diff(np.concatenate(([False], selected, [False])).astype(np.int8)))
     bounds = starts[changes].tolist()

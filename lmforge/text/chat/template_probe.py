@@ -1,5 +1,6 @@
-"""What a chat template wrote, without tags; and, as small conversations show, what comes before its
-answers and ends them.
+"""Probes of a chat template by small conversations: what comes before its answers and ends them.
+
+`without_tags` is here too: the text that a template wrote, without generation tags.
 """
 
 import re
@@ -19,7 +20,8 @@ from lmforge.text.chat.jinja_sandbox import (
 from lmforge.text.chat.layout import Span
 from lmforge.text.chat.messages import check_encodable, message_forms, validate_messages
 
-QUESTION, ANSWER = "Well?", "Yes."
+QUESTION = "Well?"
+ANSWER = "Yes."
 PROBE_TOOLS = [
     {
         "type": "function",
@@ -43,9 +45,11 @@ _PREFIXES = [(2, False), (1, True), (1, False), (3, False)]
 
 
 class AnswerEnd(NamedTuple):
-    """The special token that ends an answer, empty without one; another that replaces it where more
-    messages follow; and what is written after the last answer, which may close the text with more
-    tokens.
+    """The end of an answer.
+
+    token: the special token that ends it, empty without one. replacement: another token that
+    replaces it where more messages follow. closing: the text after the last answer, which may have
+    more tokens.
     """
 
     token: str = ""
@@ -54,8 +58,10 @@ class AnswerEnd(NamedTuple):
 
 
 class TemplateProbe(NamedTuple):
-    """What is before an answer; how answers end, without and with calls; and the tokens that a
-    model stops at.
+    """The result of a probe.
+
+    header: the text before an answer. plain, calling: the end of answers without and with calls.
+    stops: the tokens that a model stops at.
     """
 
     specials: re.Pattern[str]
@@ -70,17 +76,19 @@ class TemplateProbe(NamedTuple):
         return {*self.plain[:2], *self.calling[:2]}
 
     def find_end(self, until: str, start: int, text: str, has_calls: bool) -> re.Match[str] | None:
-        """The token in `text` that ends the answer which begins at `start`, and which `until` ends
-        with. None if none does.
+        """The token in `text` that ends the answer which begins at `start`; None if none does.
 
-        It is the last special token of the answer that both have, or the one of `text` that
-        replaces it. In `until` only white space and what closes the text comes after it.
+        `until` ends with the answer. It is the last special token of the answer that both have, or
+        the one of `text` that replaces it. In `until` only white space and what closes the text
+        comes after it.
         """
         found, kept, there = _compare(self.specials, until, start, text)
         closing = (self.calling if has_calls else self.plain).closing
         if until.endswith(closing):  # in other answers its tokens may be all that ends them
-            answer = [each for each in found if each.end() <= len(until) - len(closing)]
-            found = answer if answer and answer[-1].end() == len(until) - len(closing) else found
+            stop = len(until) - len(closing)
+            answer = [each for each in found if each.end() <= stop]
+            if answer and answer[-1].end() == stop:
+                found = answer
         last = here = next(reversed(found[:kept]), None)
         if there and there[0] in self.ends and kept < len(found):
             last = found[kept]
@@ -91,24 +99,28 @@ class TemplateProbe(NamedTuple):
 def _compare(
     specials: re.Pattern[str], until: str, start: int, text: str
 ) -> tuple[list[re.Match[str]], int, re.Match[str] | None]:
-    """The special tokens of `until` from `start` on; how many of them `text` has too; and what it
-    has for the next of them.
+    """The special tokens of `until` from `start` on, compared with those of `text`.
+
+    Returns with them the number that `text` has too, and what it has for the next of them.
     """
     found = list(specials.finditer(until, start))
     same = common_prefix_length(until, text)
     kept = sum(each.end() <= same for each in found)
-    place = next((each.start() for each in found[kept:]), len(until) + 1)
-    return found, kept, specials.match(text, place) if place <= same else None
+    there = None
+    if kept < len(found) and found[kept].start() <= same:
+        there = specials.match(text, found[kept].start())
+    return found, kept, there
 
 
 def _is_last(specials: re.Pattern[str], text: str, token: re.Match[str]) -> bool:
-    """Whether only white space and special tokens come after it."""
+    """Return True where only white space and special tokens come after a token."""
     return not specials.sub("", text[token.end() :]).strip()
 
 
 def without_tags(rendered: str, location: str) -> tuple[str, list[Span]]:
-    """The text that a template wrote, without generation tags, and the spans of it that they
-    surrounded. Raises UserError.
+    """The text that a template wrote, without generation tags, and the spans that they surrounded.
+
+    Raises UserError.
     """
     pieces = re.split(f"[{GENERATION_START}{GENERATION_END}]", check_encodable(rendered))
     if len(pieces) % 2 == 0:
@@ -130,7 +142,8 @@ def probe_template(
     ends_others = specials.findall(turn, max(0, turn.rfind(QUESTION)))
 
     def answer_end(text: str, followed: str) -> AnswerEnd:
-        rest, more = text[text.rfind(ANSWER) :], followed[followed.rfind(ANSWER) :]
+        rest = text[text.rfind(ANSWER) :]
+        more = followed[followed.rfind(ANSWER) :]
         found, kept, there = _compare(specials, rest, 0, more)
         if not found or rest[found[-1].end() :].strip():
             return AnswerEnd()
@@ -153,35 +166,33 @@ def probe_template(
             text, prompt, _, followed = _render(template, location, messages, given)
             if has_calls and ANSWER in text:
                 probe = probe._replace(calling=answer_end(text, followed or text))
-            if text.startswith(prompt) and (
-                end := probe.find_end(text, len(prompt), text, has_calls)
-            ):
+            end = None
+            if text.startswith(prompt):
+                end = probe.find_end(text, len(prompt), text, has_calls)
+            if end is not None:
                 within.update(specials.findall(text, len(prompt), end.start()))
     # A token that replaces an end may also end a thought within an answer, as in gpt-oss, and then
     # it is no stop.
-    stops = {
-        plain.token,
-        probe.calling.token,
-        *({plain.replacement, probe.calling.replacement} - within),
-    } - {""}
+    replacements = {plain.replacement, probe.calling.replacement} - within
+    stops = {plain.token, probe.calling.token, *replacements} - {""}
     return probe._replace(stops=frozenset(stops))
 
 
 def _render(
     template: JinjaTemplate, location: str, messages: Sequence[Any], tools: list[Any] | None
 ) -> list[str]:
-    """The texts of the prefixes, empty from where one cannot be rendered, in the first form in
-    which the answer is shown.
+    """The texts of the prefixes, in the first form in which the answer is shown.
+
+    They are empty from where one cannot be rendered.
     """
     problems: list[UserError] = []
     texts: list[str] = []
     for form in message_forms(messages):
         texts = []
-        rendered = template.render(
-            Conversation(validate_messages(messages, form), tools, _PREFIXES)
-        )
+        conversation = Conversation(validate_messages(messages, form), tools, _PREFIXES)
         try:
-            texts.extend(without_tags(text, location)[0] for text in rendered)
+            for text in template.render(conversation):
+                texts.append(without_tags(text, location)[0])
         except UserError as problem:
             problems.append(problem)
         if texts and ANSWER in texts[0]:

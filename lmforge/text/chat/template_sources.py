@@ -37,7 +37,8 @@ LMFORGE_TEMPLATE = """\
 
 # Of several templates the one for conversations with tools, and the one for others, as in
 # transformers.
-TOOL_TEMPLATE, DEFAULT_TEMPLATE = "tool_use", "default"
+TOOL_TEMPLATE = "tool_use"
+DEFAULT_TEMPLATE = "default"
 
 
 class _NamedTemplate(TypedDict):
@@ -54,10 +55,8 @@ def find_template_sources(tokenizer: Tokenizer) -> tuple[dict[str, str], str]:
     """
     if "chat_template.jinja" in tokenizer.files:
         return {DEFAULT_TEMPLATE: tokenizer.files["chat_template.jinja"]}, "chat_template.jinja"
-    source, location = (
-        tokenizer.configs["tokenizer_config.json"].get("chat_template"),
-        "tokenizer_config.json",
-    )
+    source = tokenizer.configs["tokenizer_config.json"].get("chat_template")
+    location = "tokenizer_config.json"
     if isinstance(source, list):
         checked = check_content(
             {"chat_template": source}, dict[str, list[_NamedTemplate]], location

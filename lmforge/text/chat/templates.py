@@ -1,10 +1,10 @@
-"""Conversations as layouts (texts, special tokens and what is scored of them) by a tokenizer's chat
-template or lmforge's.
+"""Conversations as layouts by a tokenizer's chat template or lmforge's.
 
-A template's text is cut at the special tokens that the template wrote, and the text between them is
-encoded as plain text: a message that spells a special token does not become one. A prompt and its
-answer never share a token. All that a conversation says must be in its text. Files of conversations
-are read in `conversations.py`.
+A layout has texts, special tokens and what is scored of them. A template's text is cut at the
+special tokens that the template wrote, and the text between them is encoded as plain text: a
+message that spells a special token does not become one. A prompt and its answer never share a
+token. All that a conversation says must be in its text. Files of conversations are read in
+`conversations.py`.
 """
 
 import re
@@ -82,8 +82,9 @@ class ChatExample:
 
 
 class _Draft:
-    """An example in one of the forms of its messages, escaped, as it is rendered: without and with
-    marks in its pieces.
+    """An example in one of the forms of its messages, escaped, as it is rendered.
+
+    It is rendered without and with marks in its pieces.
     """
 
     def __init__(self, example: ChatExample, form: MessageForm):
@@ -91,13 +92,15 @@ class _Draft:
         form = form._replace(rename_roles=form.rename_roles or example.template.is_own)
         messages = validate_messages(example.messages, form)
         # The last for tools.
-        self.example, self.roles = example, [*(message["role"] for message in messages), ""]
+        self.example = example
+        self.roles = [*(message["role"] for message in messages), ""]
         self.escaper = TextEscaper(example.template.escaped_pattern)
         prefixes = [(len(messages), example.is_prompt and not example.continues)]
         if not example.template.is_own:
-            # What comes before an answer, and what there is with it.
             for at in example.scored or ():
-                prefixes += [*([(at, True)] if at else []), (at + 1, False)]
+                if at:
+                    prefixes.append((at, True))  # what comes before an answer
+                prefixes.append((at + 1, False))  # and what there is with it
         escape = self.escaper.escape
         self.conversation = Conversation(
             escape(messages), escape(example.tools), prefixes, escape(example.variables)
@@ -105,7 +108,7 @@ class _Draft:
         self.mark(PLACEMENTS[0])
 
     def mark(self, placement: float) -> None:
-        """Put marks there."""
+        """Put marks at this place of each piece."""
         said = self.conversation
         marked = MarkedConversation(said.messages, said.tools, said.variables or {}, placement)
         self.pieces = marked.pieces
@@ -115,15 +118,12 @@ class _Draft:
 
     def layout(self, text: str, spans: list[Span]) -> Layout:
         """The text that was rendered, with its scored spans."""
-        parts, unescape = self.example.template.specials.cut(text, spans), self.escaper.unescape
-        return [
-            (
-                part
-                if isinstance(part, tuple)
-                else [(unescape(words), scores) for words, scores in part]
-            )
-            for part in parts
-        ]
+        layout: Layout = []
+        for part in self.example.template.specials.cut(text, spans):
+            if isinstance(part, list):
+                part = [(self.escaper.unescape(words), scores) for words, scores in part]
+            layout.append(part)
+        return layout
 
 
 class ChatTemplate:
@@ -147,11 +147,9 @@ class ChatTemplate:
         Raises UserError where a template cannot be compiled, or refuses the small conversations of
         `probe_template`.
         """
-        self.tokenizer, self.jinja_source, self.files = (
-            tokenizer,
-            source,
-            {"chat_template.jinja": source},
-        )
+        self.tokenizer = tokenizer
+        self.jinja_source = source
+        self.files = {"chat_template.jinja": source}
         self._location = location
         self.is_own = source == LMFORGE_TEMPLATE
         self._template = JinjaTemplate(source, template_variables(tokenizer), location)
@@ -212,31 +210,37 @@ class ChatTemplate:
         tool, or a name unless it `is_request` of a client.
         """
         template = self._for_tools(tools)
-        kind = {
-            "is_prompt": True,
-            "is_request": is_request,
-            "continues": continue_final_message,
-            "variables": variables,
-        }
-        text, draft = template._prompt_text(ChatExample(template, messages, tools, [], **kind))  # type: ignore[arg-type]
+        text, draft = template._prompt_text(
+            ChatExample(
+                template,
+                messages,
+                tools,
+                [],
+                is_prompt=True,
+                is_request=is_request,
+                continues=continue_final_message,
+                variables=variables,
+            )
+        )
         [example] = encode_layouts(self.tokenizer, [draft.layout(text, [])])
         return example.tokens.tolist()
 
     def render_prompt(
         self, messages: Sequence[Any], *, continue_final_message: bool = False
     ) -> str:
-        """The text of `encode_prompt`, in which messages that spell special tokens cannot be told
-        from the template's.
+        """The text of `encode_prompt`.
+
+        In it special tokens that messages spell cannot be told from the template's.
         """
-        continues = continue_final_message
         text, draft = self._prompt_text(
-            ChatExample(self, messages, None, [], is_prompt=True, continues=continues)
+            ChatExample(self, messages, None, [], is_prompt=True, continues=continue_final_message)
         )
         return draft.escaper.unescape(text)
 
     def layout_sampled(self, messages: Sequence[Any], tools: list[Any] | None = None) -> Layout:
-        """A prompt in which answers are scored as they were sampled: each from where it was
-        prompted to what ended its turn.
+        """A prompt in which answers are scored as they were sampled.
+
+        Each is scored from where it was prompted to what ended its turn.
 
         Raises UserError where the template prompts for one otherwise, or writes it otherwise now
         that more follow.
@@ -245,14 +249,14 @@ class ChatTemplate:
         return one_layout(next(example.template.build([example])))
 
     def _prompt_text(self, example: ChatExample) -> tuple[str, _Draft]:
-        last, continues = validate_messages(example.messages)[-1], example.continues
-        if (last["role"] == "assistant") != continues:
-            reason = "the last message is the assistant's: a prompt ends with another role's"
+        last = validate_messages(example.messages)[-1]
+        continues = example.continues
+        if not continues and last["role"] == "assistant":
             raise UserError(
-                "the last message is not the assistant's, so it is not continued"
-                if continues
-                else reason
+                "the last message is the assistant's: a prompt ends with another role's"
             )
+        if continues and last["role"] != "assistant":
+            raise UserError("the last message is not the assistant's, so it is not continued")
         if continues and not last["content"].strip():
             raise UserError(
                 "the last message is empty, so there is nothing to continue; leave it out"
@@ -261,9 +265,8 @@ class ChatTemplate:
         for form in message_forms(example.messages):
             draft = _Draft(example, form)
             try:
-                text = without_tags(
-                    next(self._template.render(draft.conversation)), self._location
-                )[0]
+                rendered = next(self._template.render(draft.conversation))
+                text, _ = without_tags(rendered, self._location)
                 self._check_pieces(draft, self._find_pieces(draft, text), {})
                 break
             except UserError as problem:
@@ -279,14 +282,14 @@ class ChatTemplate:
             raise UserError(
                 f"{self._location}: changes the last message, so it cannot be continued"
             )
-        return (
-            text[: at + len(content if text.startswith(content, at) else content.rstrip())],
-            draft,
-        )
+        if not text.startswith(content, at):
+            content = content.rstrip()
+        return text[: at + len(content)], draft
 
     def check_stop_token(self) -> None:
-        """Raises UserError unless a plain answer ends with a special token: otherwise generation
-        could not detect its end.
+        """Raise UserError unless a plain answer ends with a special token.
+
+        Otherwise generation could not detect its end.
         """
         if not self._probe.plain.token:
             raise self._endless()
@@ -324,12 +327,11 @@ class ChatTemplate:
                     f"message {number}: is to be scored, and only the assistant's are; remove that"
                     " field"
                 )
-        scored = [
-            at for at in (answers[-1:] if mask == "last" else answers) if flags[at] is not False
-        ]
-        return ChatExample(
-            self._for_tools(tools), messages, tools, None if mask == "all" else scored
-        )
+        scored: list[int] | None = None
+        if mask != "all":
+            chosen = answers[-1:] if mask == "last" else answers
+            scored = [at for at in chosen if flags[at] is not False]
+        return ChatExample(self._for_tools(tools), messages, tools, scored)
 
     def build(self, examples: Sequence[ChatExample]) -> Iterator[list[Layout] | UserError]:
         """`build_layouts` of this template's examples."""
@@ -347,8 +349,9 @@ class ChatTemplate:
     def _build_otherwise(
         self, example: ChatExample, problem: UserError
     ) -> list[Layout] | UserError:
-        """The layouts of an example in another form than that which has the `problem`, or of its
-        turns; or what is wrong.
+        """The layouts of an example in another form than the one with the `problem`.
+
+        They are those of its turns where no form works; or the error if these do not either.
         """
         problems = [problem]
         for form in islice(message_forms(example.messages), 1, None):
@@ -362,10 +365,10 @@ class ChatTemplate:
             replace(example, messages=example.messages[: at + 1], scored=[at], split_turns=False)
             for at in example.scored
         ]
-        built = list(self.build(turns))
-        return next((each for each in built if isinstance(each, UserError)), None) or list(
-            map(one_layout, built)
-        )
+        try:
+            return [one_layout(each) for each in self.build(turns)]
+        except UserError as of_turn:
+            return of_turn
 
     def _finish(self, draft: _Draft) -> Layout:
         texts = self._template.render(draft.conversation)
@@ -382,11 +385,10 @@ class ChatTemplate:
             for at in scored:
                 answer, limit = self._answer_span(draft, at, text, found, prefixes)
                 # Tags may begin before the answer, with its header, and there may be several.
-                parts = (
-                    [(max(a, answer[0]), min(b, limit)) for a, b in tagged]
-                    if is_tagged
-                    else [answer]
-                )
+                if is_tagged:
+                    parts = [(max(a, answer[0]), min(b, limit)) for a, b in tagged]
+                else:
+                    parts = [answer]
                 if not any(a < answer[1] <= b for a, b in parts):
                     raise self._endless()
                 answers.append(answer)
@@ -416,59 +418,51 @@ class ChatTemplate:
     def _check_pieces(
         self, draft: _Draft, found: list[FoundPiece], answers: dict[int, Span]
     ) -> None:
-        """Raises UserError unless all pieces are in the text: those of the scored `answers` in
-        these, others not.
+        """Raise UserError unless all pieces are in the text.
+
+        Those of the scored `answers` must be in these, others must not.
         """
-        example, rewritten = draft.example, []
+        example = draft.example
+        rewritten = []
         for piece, places in found:
             own = answers.get(piece.message)
             if piece.field == "name" and (places or example.is_request):
                 # Of a turn's header, which clients of a server may fill though a template has none.
                 continue
-            if (
-                not places
-                and draft.roles[piece.message] == "assistant"
-                and example.scored is not None
-                and own is None
-            ):
+            if not places:
+                is_answer = draft.roles[piece.message] == "assistant"
+                if not is_answer or example.scored is None or own is not None:
+                    raise self._refusal(draft, piece, "leaves out the")
                 # What the template does to an answer that is not scored, it does when it is asked
                 # for another one.
-                rewritten += [] if example.is_prompt and piece.field != "tool calls" else [piece]
-            elif not places:
-                raise self._refusal(
-                    draft, piece, "leaves out the", "correct the template, or the record"
-                )
-            elif own and piece.mark and not any(own[0] <= place <= own[1] for place in places):
-                raise self._refusal(
-                    draft, piece, "writes outside of the answer the", "correct the template"
-                )
-            elif (
-                not own
-                and piece.mark
-                and all(any(a < place < b for a, b in answers.values()) for place in places)
-            ):
-                raise self._refusal(
-                    draft, piece, "writes into a scored answer the", "correct the template"
-                )
+                if not example.is_prompt or piece.field == "tool calls":
+                    rewritten.append(piece)
+            elif not piece.mark:
+                continue
+            elif own:
+                if not any(own[0] <= place <= own[1] for place in places):
+                    raise self._refusal(draft, piece, "writes outside of the answer the")
+            elif all(any(a < place < b for a, b in answers.values()) for place in places):
+                raise self._refusal(draft, piece, "writes into a scored answer the")
         if rewritten:  # but where it is the last answer, it must be there
             draft.mark(PLACEMENTS[0])
             ends = [(piece.message + 1, False) for piece in rewritten]
             texts = self._template.render(draft.marked._replace(prefixes=ends))
             for piece, text in zip(rewritten, texts, strict=True):
                 if find_pieces([piece], without_tags(text, self._location)[0]) == [[]]:
-                    raise self._refusal(
-                        draft, piece, "leaves out the", "correct the template, or the record"
-                    )
+                    raise self._refusal(draft, piece, "leaves out the")
 
-    def _refusal(self, draft: _Draft, piece: Piece, does: str, advice: str) -> UserError:
-        of = (
-            f" of message {piece.message + 1} ({draft.roles[piece.message]})"
-            if piece.message >= 0
-            else ""
-        )
-        advice = "it knows no tools" if piece.field.startswith("tool") else advice
+    def _refusal(self, draft: _Draft, piece: Piece, does: str) -> UserError:
+        of = ""
+        if piece.message >= 0:
+            of = f" of message {piece.message + 1} ({draft.roles[piece.message]})"
+        advice = "correct the template"
         if piece.field in ("name", "documents") and not draft.example.is_request:
             advice = f'data.fields = ["{piece.field}="] does without it'
+        elif piece.field.startswith("tool"):
+            advice = "it knows no tools"
+        elif does == "leaves out the":
+            advice = "correct the template, or the record"
         return UserError(f"{self._location}: {does} {piece.field}{of}; {advice}")
 
     def _find_end(
@@ -479,7 +473,8 @@ class ChatTemplate:
         `until` has the text of the messages up to it. Raises UserError if there is none.
         """
         has_calls = bool(draft.conversation.messages[index].get("tool_calls"))
-        if (end := self._probe.find_end(until, start, text, has_calls)) is None:
+        end = self._probe.find_end(until, start, text, has_calls)
+        if end is None:
             raise self._endless()
         return end
 
@@ -492,45 +487,41 @@ class ChatTemplate:
     def _answer_span(
         self, draft: _Draft, index: int, text: str, found: list[FoundPiece], prefixes: Iterator[str]
     ) -> tuple[Span, int]:
-        """The span of message `index`, an answer, in the text of the whole conversation; and the
-        offset up to which this text also begins the text of the messages up to the answer.
-        `prefixes` has the texts of the messages before it, if any, with the prompt for it, and of
-        those up to it.
+        """The span of message `index`, an answer, in the text of the whole conversation.
+
+        Returns with it the offset up to which this text also begins the text of the messages up to
+        the answer. `prefixes` has the texts of the messages before it, if any, with the prompt for
+        it, and of those up to it.
         """
         before = next(prefixes) if index else text[: self._first_answer(text, found)]
         until = next(prefixes)
         sampled = draft.example.is_prompt
         if not text.startswith(before):
-            advice = (
-                ": a model would be prompted with text it was not trained on; "
-                f"if it only rewrites earlier turns, {REWRITTEN_HINT}"
-            )
             problem = f"{DIFFERENT_PROMPT % (index + 1)} ({first_difference(before, text)})"
-            raise UserError(f"{self._location}: {problem}{'' if sampled else advice}")
+            if not sampled:
+                problem += (
+                    ": a model would be prompted with text it was not trained on; "
+                    f"if it only rewrites earlier turns, {REWRITTEN_HINT}"
+                )
+            raise UserError(f"{self._location}: {problem}")
         specials = self.specials.pattern
         if sampled:  # it stays as it was, whatever the template writes of it now
             end = self._find_end(draft, index, until, len(before), until)
             begin = end.start() if text.startswith(until[: end.start()]) else len(before)
-            now = next(
-                (
-                    each
-                    for each in specials.finditer(text, begin)
-                    if each[0] in {end[0], *self._probe.ends}
-                ),
-                None,
-            )
+            ends = {end[0], *self._probe.ends}
+            now = next((each for each in specials.finditer(text, begin) if each[0] in ends), None)
             if now is None or now[0] != end[0]:
-                ends = (
-                    f"ends message {index + 1} with {end[0]}, and with"
-                    f" {now[0] if now else 'nothing'} if more follow"
+                other = now[0] if now else "nothing"
+                raise UserError(
+                    f"{self._location}: ends message {index + 1} with {end[0]}, and with {other} if"
+                    " more follow"
                 )
-                raise UserError(f"{self._location}: {ends}")
             return (len(before), now.end()), len(text)
         same = common_prefix_length(until, text)
-        same = next(
-            (each.start() for each in specials.finditer(until) if each.start() < same < each.end()),
-            same,
-        )
+        for each in specials.finditer(until):
+            if each.start() < same < each.end():  # a token is the same as a whole or not at all
+                same = each.start()
+                break
         # Special tokens that end the whole text may be missing when more messages follow, or be
         # others.
         if specials.sub("", until[same:]).strip():
@@ -543,22 +534,27 @@ class ChatTemplate:
         return (len(before), stop), max(stop, same)
 
     def _first_answer(self, text: str, found: list[FoundPiece]) -> int:
-        """Where an answer begins that no message comes before: no template is asked to render no
-        message.
+        """The offset at which an answer begins that no message comes before.
+
+        No template is asked to render no message.
         """
-        piece, places = next(
-            ((piece, places) for piece, places in found if piece.message == 0 and places),
-            (None, [0]),
-        )
-        header = text.rfind(self._probe.header, 0, places[0])
+        place = 0
+        size = 1
+        for piece, places in found:
+            if piece.message == 0 and places:
+                place = places[0]
+                size = len(piece.text)
+                break
+        header = text.rfind(self._probe.header, 0, place)
         if self._probe.header and header >= 0:
             return header + len(self._probe.header)
-        return max(0, places[0] - len(piece.text) + 1) if piece else 0
+        return max(0, place - size + 1)
 
 
 def build_layouts(examples: Sequence[ChatExample]) -> Iterator[list[Layout] | UserError]:
-    """Conversations for `encode_layouts`, which takes many at once as this does; several layouts of
-    one that is split by turns.
+    """The layouts of conversations, for `encode_layouts`, which takes many at once as this does.
+
+    One that is split by turns has several.
 
     An error for each that cannot be trained on: all that it says must be in the text, and what it
     scores in an answer; what comes before a scored answer must be what the template prompts with,
@@ -570,10 +566,9 @@ def build_layouts(examples: Sequence[ChatExample]) -> Iterator[list[Layout] | Us
 
 
 def _of_best_form(problems: list[UserError]) -> UserError:
-    """Of what is wrong with each form, the first that is not the form itself."""
-    return next(
-        (problem for problem in problems if f": {REFUSES}: " not in str(problem)), problems[0]
-    )
+    """The first problem that is not with the form itself."""
+    of_others = (problem for problem in problems if f": {REFUSES}: " not in str(problem))
+    return next(of_others, problems[0])
 
 
 def one_layout(built: list[Layout] | UserError) -> Layout:

@@ -8,6 +8,7 @@ import ast
 import json
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -36,15 +37,16 @@ class ToolCall(NamedTuple):
 
 
 class UnreadableCall(Exception):
-    """What begins like a call is none."""
+    """Raised where a text begins like a call and is none."""
 
 
 @dataclass(frozen=True)
 class ToolCallFormat:
-    """marker: what every call comes after. bare: what an answer begins with that is nothing but
-    calls, without a marker.
+    """A format of calls.
 
-    read: the calls in the text from there on. Raises UnreadableCall.
+    marker: the text that every call comes after. bare: the beginning of an answer that is nothing
+    but calls, without a marker.
+    read: returns the calls in the text from there on. Raises UnreadableCall.
     """
 
     marker: str
@@ -52,31 +54,32 @@ class ToolCallFormat:
     read: Callable[[str], list[ToolCall]]
 
     def find(self, text: str, ended: bool = True, begun: bool = False) -> int:
-        """Where calls begin, or the length of the text; if it has not `ended`, where they may
-        begin. `begun`: content came before it.
+        """The offset at which calls begin, or the length of the text.
+
+        If the text has not `ended`, that is where they may begin. `begun`: content came before it.
         """
         if self.bare and not begun:
             begin = len(text) - len(text.lstrip())
             if text.startswith(self.bare, begin):
                 return begin
         start = text.find(self.marker)
-        if start >= 0 or ended:
-            return start if start >= 0 else len(text)
-        sizes = (
-            size for size in range(len(self.marker) - 1, 0, -1) if text.endswith(self.marker[:size])
-        )
-        return len(text) - next(sizes, 0)
+        if start >= 0:
+            return start
+        if not ended:
+            for size in range(len(self.marker) - 1, 0, -1):
+                if text.endswith(self.marker[:size]):
+                    return len(text) - size
+        return len(text)
 
     def split(self, text: str, begun: bool = False) -> tuple[str, list[ToolCall]]:
         """An answer as its content and its calls; without calls where one cannot be read."""
         start = self.find(text, begun=begun)
-        try:
-            calls = (
-                self.read(text[start : start + MAX_CALL_CHARACTERS]) if start < len(text) else []
-            )
-        except UnreadableCall:
-            calls = []
-        return (text[:start].rstrip(), calls) if calls else (text, [])
+        if start < len(text):
+            with suppress(UnreadableCall):
+                calls = self.read(text[start : start + MAX_CALL_CHARACTERS])
+                if calls:
+                    return text[:start].rstrip(), calls
+        return text, []
 
 
 def tool_call_format(template: ChatTemplate) -> ToolCallFormat:
@@ -93,16 +96,17 @@ def tool_call_format(template: ChatTemplate) -> ToolCallFormat:
     }
     example = template.chat_example([{"role": "user", "content": "a"}, call], tools=PROBE_TOOLS)
     names = {special.id: text for text, special in template.specials.by_text.items()}
-    parts = [""]
+    parts: list[str] = []
     for part in one_layout(next(build_layouts([example]))):
-        if isinstance(part, tuple):
-            parts.append(names[part[0]] * part[1])
-        else:
+        if isinstance(part, list):
             parts.append("".join(text for text, is_scored in part if is_scored))
-    answer = "".join(list(filter(None, parts))[:-1])  # without the token that ends the turn
-    known = (each for each in FORMATS if each.split(answer)[1] == [probe])
-    if found := next(known, None):
-        return found
+        elif part[1]:
+            parts.append(names[part[0]])
+    *begin, _ = [part for part in parts if part]  # the last one ends the turn
+    answer = "".join(begin)
+    for each in FORMATS:
+        if each.split(answer)[1] == [probe]:
+            return each
     raise UserError("the model's chat template writes tool calls in no form that is known")
 
 
@@ -119,9 +123,7 @@ class AnswerReader:
         self._calls = False  # what is held are calls, if they can be read
 
     def add(self, text: str, ended: bool) -> tuple[str, list[ToolCall]]:
-        """The content that is certain with this text, and, once the answer has `ended`, its
-        calls.
-        """
+        """The content that is certain with this text, and the calls of an answer that `ended`."""
         if self._format is None:
             return text, []
         self._held.append(text)
@@ -148,18 +150,18 @@ def marker_ids(tokenizer: Tokenizer) -> frozenset[int]:
 
 def _call(value: Any, *keys: str) -> ToolCall:
     """A call from an object with a name and its arguments under one of these keys."""
-    if isinstance(value, dict) and isinstance(name := value.get("name"), str) and name:
-        arguments: Any = next((value[key] for key in keys if key in value), {})
-        if isinstance(arguments, dict):
-            # Neither half of a surrogate pair nor a number that is not finite, which no JSON holds.
-            try:
-                return ToolCall(
-                    check_encodable(name),
-                    check_encodable(json.dumps(arguments, ensure_ascii=False, allow_nan=False)),
-                )
-            except (UserError, TypeError, ValueError) as problem:
-                raise UnreadableCall from problem
-    raise UnreadableCall
+    if not isinstance(value, dict):
+        raise UnreadableCall
+    name = value.get("name")
+    arguments: Any = next((value[key] for key in keys if key in value), {})
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        raise UnreadableCall
+    # Neither half of a surrogate pair nor a number that is not finite, which no JSON holds.
+    try:
+        encoded = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        return ToolCall(check_encodable(name), check_encodable(encoded))
+    except (UserError, TypeError, ValueError) as problem:
+        raise UnreadableCall from problem
 
 
 def _json(text: str) -> Any:
@@ -172,8 +174,9 @@ def _json(text: str) -> Any:
 
 
 def _read_hermes(text: str) -> list[ToolCall]:
-    """<tool_call>{"name": …, "arguments": {…}}</tool_call>, one after another (Hermes 2, Qwen 2.5
-    and 3).
+    """Read calls of Hermes 2, Qwen 2.5 and 3, one after another.
+
+    A call is <tool_call>{"name": …, "arguments": {…}}</tool_call>.
     """
     blocks = re.split(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, flags=re.S)
     if any(between.strip() for between in blocks[::2]):
@@ -182,8 +185,10 @@ def _read_hermes(text: str) -> list[ToolCall]:
 
 
 def _read_mistral(text: str) -> list[ToolCall]:
-    """[TOOL_CALLS][{"name": …, "arguments": {…}}, …], or since 2025 [TOOL_CALLS]name[ARGS]{…} for
-    each.
+    """Read calls of Mistral's models.
+
+    They are [TOOL_CALLS][{"name": …, "arguments": {…}}, …], or since 2025 [TOOL_CALLS]name[ARGS]{…}
+    for each.
     """
     calls: list[ToolCall] = []
     for block in text.split("[TOOL_CALLS]")[1:]:
@@ -193,16 +198,16 @@ def _read_mistral(text: str) -> list[ToolCall]:
             calls.append(_call({"name": name, "arguments": _json(brace + arguments)}, "arguments"))
             continue
         values = _json(block)
-        calls += [
-            _call(value, "arguments")
-            for value in (values if isinstance(values, list) else [values])
-        ]
+        if not isinstance(values, list):
+            values = [values]
+        calls += [_call(value, "arguments") for value in values]
     return calls
 
 
 def _read_llama(text: str) -> list[ToolCall]:
-    """{"name": …, "parameters": {…}}, several with semicolons or line ends between them (Llama
-    3).
+    """Read calls of Llama 3, with semicolons or line ends between several.
+
+    A call is {"name": …, "parameters": {…}}.
     """
     return [
         _call(value, "parameters", "arguments")
@@ -211,7 +216,8 @@ def _read_llama(text: str) -> list[ToolCall]:
 
 
 def _json_values(text: str) -> Iterator[Any]:
-    decoder, at = json.JSONDecoder(), 0
+    decoder = json.JSONDecoder()
+    at = 0
     while found := NEXT_VALUE.match(text, at):
         try:
             _, at = decoder.raw_decode(text, found.end())
@@ -221,7 +227,7 @@ def _json_values(text: str) -> Iterator[Any]:
 
 
 def _read_pythonic(text: str) -> list[ToolCall]:
-    """[name(key=value, …), …] in Python's literals (Llama 4, and smaller Llama 3.2)."""
+    """Read [name(key=value, …), …] in Python's literals (Llama 4, and smaller Llama 3.2)."""
     if any("f" in prefix.lower() for prefix, _ in STRING.findall(text)):  # which is no literal
         raise UnreadableCall
     try:

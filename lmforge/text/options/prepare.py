@@ -94,16 +94,14 @@ class PrepareOptions(Options):
     )
 
     def problems(self) -> Iterator[str]:
-        if self.verify is not None and (
-            given := [name for name in self.changed() if name != "verify"]
-        ):
-            yield f"--verify: reads a folder and writes none; leave out {given[0]}"
-        elif self.pack is not None and (
-            given := [name for name in self.changed() if name not in PACK_OPTIONS]
-        ):
+        not_for_verify = [name for name in self.changed() if name != "verify"]
+        not_for_pack = [name for name in self.changed() if name not in PACK_OPTIONS]
+        if self.verify is not None and not_for_verify:
+            yield f"--verify: reads a folder and writes none; leave out {not_for_verify[0]}"
+        elif self.pack is not None and not_for_pack:
             yield (
                 "--pack: reads no source, and writes to the folder that it names; leave out"
-                f" {given[0]}"
+                f" {not_for_pack[0]}"
             )
         elif self.pack is not None and self.best_fit_length is None:
             yield "--pack: needs the sequence length, such as --best_fit_length 2048"

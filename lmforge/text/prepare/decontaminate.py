@@ -1,10 +1,9 @@
-"""Documents that contain a text of an evaluation, found by common runs of words (Brown et al.
+"""Documents that contain a text of an evaluation, found by common runs of words.
 
-2020, arXiv 2005.14165).
-
-Case and punctuation are ignored. A document that has 13 words in a row with an evaluation text in
-common is contaminated; an evaluation text of 8 to 12 words must be contained completely. Shorter
-texts are ignored, since they occur in too many unrelated documents.
+The method is that of Brown et al. (2020, arXiv 2005.14165). Case and punctuation are ignored. A
+document that has 13 words in a row with an evaluation text in common is contaminated; an evaluation
+text of 8 to 12 words must be contained completely. Shorter texts are ignored, since they occur in
+too many unrelated documents.
 """
 
 from collections.abc import Sequence
@@ -18,13 +17,15 @@ import xxhash
 from lmforge.core.files.atomic_files import atomic_write
 from lmforge.text.prepare.ngrams import ngram_hashes, word_hashes
 
-NGRAM_WORDS, MIN_NGRAM_WORDS = 13, 8
+NGRAM_WORDS = 13
+MIN_NGRAM_WORDS = 8
 
 
 @dataclass(frozen=True)
 class EvaluationNgrams:
-    """The hashes of runs of words of evaluation texts, sorted uint64 by the number of words in a
-    run.
+    """The hashes of runs of words of evaluation texts.
+
+    by_length: sorted, uint64, by the number of words in a run.
     """
 
     by_length: dict[int, np.ndarray]
@@ -48,7 +49,7 @@ class EvaluationNgrams:
         return xxhash.xxh3_128_hexdigest(content)
 
     def are_in(self, text: str) -> bool:
-        """Whether a text contains one of these runs of words."""
+        """Return True where a text contains one of these runs of words."""
         words = word_hashes(text)
         for n, hashes in self.by_length.items():
             runs = ngram_hashes(words, n)

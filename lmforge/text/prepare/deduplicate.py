@@ -1,4 +1,4 @@
-"""Which documents are copies of others, exactly or nearly.
+"""Finds documents that are copies of others, exactly or nearly.
 
 The first in the order of the source is kept, whichever process read it.
 
@@ -16,7 +16,8 @@ import numpy as np
 from lmforge.text.prepare.ngrams import mix, ngram_hashes, word_hashes
 
 SHINGLE_WORDS = 5
-BANDS, HASHES_PER_BAND = 14, 8
+BANDS = 14
+HASHES_PER_BAND = 8
 # Runs of words whose hashes are compared at once: 112 × 8 bytes each.
 CHUNK_SHINGLES = 4096
 _KEYS = mix(np.arange(BANDS * HASHES_PER_BAND, dtype=np.uint64))
@@ -28,11 +29,10 @@ def near_duplicate_keys(text: str, digest: int) -> np.ndarray:
     `digest` is the hash of the text, which stands for a document without words.
     """
     words = word_hashes(text)
-    shingles = (
-        ngram_hashes(words, min(SHINGLE_WORDS, len(words)))
-        if len(words)
-        else np.array([digest], np.uint64)
-    )
+    if len(words):
+        shingles = ngram_hashes(words, min(SHINGLE_WORDS, len(words)))
+    else:
+        shingles = np.array([digest], np.uint64)
     least = np.full(len(_KEYS), np.iinfo(np.uint64).max)
     for start in range(0, len(shingles), CHUNK_SHINGLES):
         hashes = mix(shingles[start : start + CHUNK_SHINGLES, None] ^ _KEYS)
@@ -44,8 +44,9 @@ def near_duplicate_keys(text: str, digest: int) -> np.ndarray:
 
 
 def exact_duplicates(*columns: np.ndarray) -> np.ndarray:
-    """bool [documents]: whether an earlier document has the same values in all these columns, which
-    have equal lengths.
+    """A mask bool [documents] of those that have the values of an earlier one in all columns.
+
+    The columns have equal lengths.
     """
     order = np.lexsort(columns[::-1])  # stable: of equal documents the first comes first
     repeats = np.ones(len(order), bool)
@@ -58,7 +59,7 @@ def exact_duplicates(*columns: np.ndarray) -> np.ndarray:
 
 
 def near_duplicates(num_documents: int, load_band: Callable[[int], np.ndarray]) -> np.ndarray:
-    """bool [documents]: whether a document is in one group with an earlier one.
+    """A mask bool [documents] of those that are in one group with an earlier one.
 
     load_band(band) gives that key of each document, uint64 [documents]. At any time one band is in
     memory: about 50 bytes a document together with what is computed from it.
@@ -73,8 +74,9 @@ def near_duplicates(num_documents: int, load_band: Callable[[int], np.ndarray]) 
 
 
 def _join(groups: np.ndarray, first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """The groups, each named by its first document, after those of first[i] and second[i] were
-    joined for each i.
+    """The groups after those of first[i] and second[i] were joined for each i.
+
+    A group is named by its first document.
     """
     while True:
         least = np.minimum(groups[first], groups[second])

@@ -1,4 +1,4 @@
-"""The ranks that share a preparation, and what each of them reads.
+"""The ranks that share a preparation, and the units that each of them reads.
 
 Ranks share one file system, and write to one folder.
 """
@@ -45,8 +45,9 @@ class SingleProcessContext:
 
 
 def divide_units(files: Sequence[str], sizes: Sequence[int], world_size: int) -> list[list[int]]:
-    """The units of each rank, by their numbers: `files` and `sizes` [units] say which file each is
-    of, and its bytes.
+    """The units of each rank, by their numbers.
+
+    files, sizes: [units], the file that each is of, and its bytes.
 
     A rank gets whole files, except for files larger than an equal share, which are divided. The
     largest files are assigned first, each to the rank with the fewest bytes, so no rank has more
@@ -58,9 +59,12 @@ def divide_units(files: Sequence[str], sizes: Sequence[int], world_size: int) ->
     target_size = sum(sizes) / world_size
     groups = []
     for numbers in of_file.values():
-        is_small = sum(sizes[number] for number in numbers) <= target_size
-        groups += [numbers] if is_small else [[number] for number in numbers]
-    loads, units = [0] * world_size, [list[int]() for _ in range(world_size)]
+        if sum(sizes[number] for number in numbers) <= target_size:
+            groups.append(numbers)
+        else:
+            groups += [[number] for number in numbers]
+    loads = [0] * world_size
+    units = [list[int]() for _ in range(world_size)]
     for numbers in sorted(groups, key=lambda numbers: -sum(sizes[number] for number in numbers)):
         rank = loads.index(min(loads))
         # Empty files are distributed too.

@@ -1,6 +1,6 @@
-"""A user's function document → document or None, from the user's file, called first for each
-document.
+"""A user's function document → document or None, which is called first for each document.
 
+It is in a file of the user's.
 A document is a dict: of a record all its fields, of a text file its text and its `path`. The text
 is in the field that `--text_field` names. The function returns the document, changed or not, or
 None to leave it out. It may be called more than once for a document, in any order and in any

@@ -85,11 +85,10 @@ def _open_plan(out: Path, plan: dict[str, Any], overwrite: bool) -> bool:
         if set(os.listdir(out)) - LOCKS:
             check_output(out, kind="a preparation", other="folder")
     if begun:
-        written = (
-            TokenFolder.open(out).manifest.plan
-            if finished
-            else read_json(path, dict[str, Any], hint=RESTORE_HINT)
-        )
+        if finished:
+            written = TokenFolder.open(out).manifest.plan
+        else:
+            written = read_json(path, dict[str, Any], hint=RESTORE_HINT)
         changed = [name for name in plan if written.get(name) != plan[name]]
         if changed:
             names = ", ".join(changed)
@@ -105,8 +104,9 @@ def _open_plan(out: Path, plan: dict[str, Any], overwrite: bool) -> bool:
 
 
 def _is_preparation(out: Path) -> bool:
-    """Whether a folder has the manifest of a preparation; a damaged one counts if there are shards
-    beside it.
+    """Return True where a folder has the manifest of a preparation.
+
+    A damaged one counts if there are shards beside it.
     """
     try:
         read_token_folder_manifest(LocalStorage(out))
@@ -118,26 +118,16 @@ def _is_preparation(out: Path) -> bool:
 
 
 def _has_results(out: Path) -> bool:
-    """Whether a folder holds anything but the plan of a preparation, such as a tokenizer or
-    parts.
-    """
-    return any(
-        each.name not in (UNFINISHED, "plan.json", EVALUATION_NGRAMS, *LOCKS)
-        for each in (*out.iterdir(), *(out / UNFINISHED).iterdir())
-    )
+    """Return True where a folder holds more than a plan, such as a tokenizer or parts."""
+    names = {each.name for each in (*out.iterdir(), *(out / UNFINISHED).iterdir())}
+    return not names <= {UNFINISHED, "plan.json", EVALUATION_NGRAMS, *LOCKS}
 
 
 def _is_interrupted_preparation(unfinished: Path) -> bool:
-    expected = (
-        "part-",
-        "plan.json",
-        EVALUATION_NGRAMS,
-        ".part-",
-        ".plan.json",
-        f".{EVALUATION_NGRAMS}",
-    )
+    expected = ("part-", "plan.json", EVALUATION_NGRAMS)
     return unfinished.is_dir() and all(
-        entry.name.startswith(expected) and entry.is_file() for entry in unfinished.iterdir()
+        entry.name.removeprefix(".").startswith(expected) and entry.is_file()
+        for entry in unfinished.iterdir()
     )
 
 
@@ -147,14 +137,11 @@ def _remove_preparation(folder: Path) -> None:
     (folder / UNFINISHED).mkdir(exist_ok=True)
     for name in (SHARDS_MANIFEST, UNUSABLE):
         (folder / name).unlink(missing_ok=True)
-    for suffix in SHARD_SUFFIXES:
-        for file in folder.glob(f"*-[0-9][0-9][0-9][0-9][0-9]{suffix}"):
+    number = "[0-9]" * 5
+    patterns = [f"*-{number}{suffix}" for suffix in SHARD_SUFFIXES]
+    for pattern in (*patterns, f"*-{number}.best-fit-*", "best-fit-*.json"):
+        for file in folder.glob(pattern):
             file.unlink()
-    for file in (
-        *folder.glob("*-[0-9][0-9][0-9][0-9][0-9].best-fit-*"),
-        *folder.glob("best-fit-*.json"),
-    ):
-        file.unlink()
     _remove_partial_files(folder)
     for name in ("tokenizer", UNFINISHED):
         shutil.rmtree(folder / name, ignore_errors=True)

@@ -1,8 +1,7 @@
-"""Best-fit packing of a finished folder: an index beside each training shard, by all processes and
-ranks, then the manifests.
+"""Best-fit packing of a finished folder: an index beside each training shard, then the manifests.
 
-Packing needs no tokens, only where documents end. It writes the same bytes again, whatever an
-interrupted packing left.
+All processes and ranks pack. Packing needs no tokens, only where documents end. It writes the same
+bytes again, whatever an interrupted packing left.
 """
 
 from contextlib import ExitStack, suppress
@@ -36,11 +35,10 @@ def pack_folder(
     progress: ProgressCallback,
     dist_ctx: DistContext,
 ) -> BestFitIndex:
-    """Pack a token folder for sequences of `sequence_length` tokens, and return its index; see
-    `prepare` for the others.
+    """Pack a token folder for sequences of `sequence_length` tokens, and return its index.
 
-    Raises UserError where it is no finished folder of this machine, one of its shards is damaged,
-    or the disk is full.
+    See `prepare` for the other arguments. Raises UserError where it is no finished folder of this
+    machine, one of its shards is damaged, or the disk is full.
     """
     path = parse_location(location)
     with dist_ctx.raise_on_all():
@@ -58,9 +56,7 @@ def pack_folder(
 
 
 def is_packed(path: Path, sequence_length: int) -> bool:
-    """Whether a folder is packed for this length, and no file of the index is missing or
-    truncated.
-    """
+    """Return True where a folder is packed for this length, and its index is complete."""
     folder = TokenFolder.open(path)
     with suppress(UserError):
         BestFitIndex.open(folder, sequence_length)
@@ -76,16 +72,19 @@ def write_best_fit_index(
     progress: ProgressCallback,
     dist_ctx: DistContext,
 ) -> BestFitIndex:
-    """As `pack_folder`, for a locked folder."""
+    """Pack a locked folder, as `pack_folder` does."""
     with dist_ctx.raise_on_all():
-        folder, info = TokenFolder.open(path), dist_ctx.rank_info
-        split, shards = folder.split(TRAIN_SPLIT), folder.manifest.splits[TRAIN_SPLIT]
+        folder = TokenFolder.open(path)
+        info = dist_ctx.rank_info
+        split = folder.split(TRAIN_SPLIT)
+        shards = folder.manifest.splits[TRAIN_SPLIT]
         mine = shards[info.rank :: info.world_size]
         useful = 1 + split.num_documents // MIN_DOCUMENTS_PER_WORKER
         _open_cached.cache_clear()  # the file may have been restored since
         pack = partial(_pack_shard, path, split.digest, sequence_length)
         num_workers = workers or min(threads_per_rank(info.local_world_size), useful)
-        entries, show = [], progress if info.is_rank0 else lambda *step: None
+        entries = []
+        show = progress if info.is_rank0 else lambda *step: None
         show("packing", 0, len(mine), 0, 0)
         with WorkerPool(num_workers) as pool:
             for _, entry in pool.map_unordered(pack, mine):
@@ -101,7 +100,7 @@ def write_best_fit_index(
 
 @lru_cache(maxsize=1)
 def _open_cached(path: Path, digest: str) -> TokenFolder:
-    """Opened once in a process, and again if other tokens replaced them in the folder."""
+    """The folder, opened once in a process, and again if other tokens replaced those in it."""
     folder = TokenFolder.open(path, check_sizes=False)
     assert folder.split(TRAIN_SPLIT).digest == digest
     return folder

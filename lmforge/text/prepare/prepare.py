@@ -1,5 +1,4 @@
-"""Documents → shards, once: in parallel, restartable, and with the same bytes even after
-interruptions.
+"""Documents → shards, once: in parallel, restartable, with the same bytes after interruptions.
 
     1. plan       what is requested, written down; a folder holds one plan
     2. tokenizer  trained on a sample of the training documents, or copied
@@ -53,8 +52,10 @@ BYTES = "bytes"  # a tokenizer that is built in
 
 @dataclass(frozen=True)
 class PreparationSummary:
-    """The result of a preparation; tokens, documents and bytes of text by split, files that were
-    left out by suffix or split.
+    """The result of a preparation.
+
+    It has tokens, documents and bytes of text by split, and the files that were left out by suffix
+    or split.
 
     `removed_documents` counts those that were left out, by reason: "hook", "contaminated",
     "unusable", "duplicate"; `special_text` those that spell special tokens, encoded as text.
@@ -77,7 +78,7 @@ class PreparationSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class PreparationOptions:
-    """How a corpus is prepared. Bounds are checked by `PrepareOptions` of the command.
+    """The options of a preparation. Bounds are checked by `PrepareOptions` of the command.
 
     tokenizer         a tokenizer.json, a folder with one, "bytes", or "characters" (of the
                       documents);
@@ -131,32 +132,39 @@ class PreparationOptions:
         ngrams = EvaluationNgrams.of(self.evaluation_texts) if self.evaluation_texts else None
         document_hook = DocumentHook.open(self.hook, self.text_field) if self.hook else None
         corpus = self.open_source(source, given)
-        of_text = [
+        needs_text = (
             document_hook,
             ngrams,
             self.deduplicate == "near",
             self.parse_special_tokens,
             self.skip_invalid,
-        ]
-        if isinstance(corpus, TokenSource) and any(of_text):
-            needs = (
-                "a hook, near duplicates, decontamination, parse_special_tokens and skip_invalid"
-                " need text; leave them out"
+        )
+        if isinstance(corpus, TokenSource) and any(needs_text):
+            raise UserError(
+                f"{source}: tokens: a hook, near duplicates, decontamination, parse_special_tokens"
+                " and skip_invalid need text; leave them out"
             )
-            raise UserError(f"{source}: tokens: {needs}")
+        tokenizer = None
+        vocab_size = None
+        if given:
+            tokenizer = given.hash
+        elif self.tokenizer is not None:
+            tokenizer = CHARACTERS
+        else:
+            vocab_size = self.vocab_size
         plan = PreparationPlan(
-            corpus.fingerprint(),
-            self.text_field,
-            given.hash if given else CHARACTERS if self.tokenizer is not None else None,
-            self.vocab_size if self.tokenizer is None else None,
-            self.validation_ratio,
-            self.shard_tokens,
-            self.seed,
-            f"{document_hook.function} {document_hook.digest}" if document_hook else None,
-            self.deduplicate,
-            ngrams.digest if ngrams else None,
-            self.parse_special_tokens or None,
-            self.skip_invalid or None,
+            files=corpus.fingerprint(),
+            text_field=self.text_field,
+            tokenizer=tokenizer,
+            vocab_size=vocab_size,
+            validation_ratio=self.validation_ratio,
+            shard_tokens=self.shard_tokens,
+            seed=self.seed,
+            hook=f"{document_hook.function} {document_hook.digest}" if document_hook else None,
+            deduplicate=self.deduplicate,
+            decontaminate=ngrams.digest if ngrams else None,
+            parse_special_tokens=self.parse_special_tokens or None,
+            skip_invalid=self.skip_invalid or None,
         )
         check_num_processes(self.workers or 1)
         return Preparation(out, corpus, given, document_hook, ngrams, plan, progress, dist_ctx)
@@ -174,9 +182,10 @@ class PreparationOptions:
                 f"{spec}: split and subset are of a Hugging Face dataset, which this is not; leave"
                 " them out"
             )
+        path = expand_home(spec)
         tokens = [] if dataset else find_token_files(spec, self.readers)
-        texts = [] if not tokens or expand_home(spec).is_file() else _find_text(expand_home(spec))
-        if tokens and texts and tokenizer is None:
+        texts = _find_text(path) if tokens and not path.is_file() else []
+        if texts and tokenizer is None:
             tokens = []
         if self.separator_id is not None and not tokens:
             raise UserError(
@@ -208,9 +217,9 @@ def prepare(
     dist_ctx: DistContext | None = None,
     **options: Any,
 ) -> PreparationSummary:
-    """Turn the corpus that `source` names (see `PreparationOptions.open_source`) into a token
-    folder.
+    """Turn a corpus into a token folder.
 
+    source    see `PreparationOptions.open_source`
     progress  called as progress(step, done, total, bytes of the source done, of how many); the
               steps are "tokenizer",
               "tokens", "shards" and "packing"; bytes are those on the disk, and 0 of 0 where none
@@ -223,15 +232,14 @@ def prepare(
     nothing but say so. Raises UserError for invalid input, for a folder that holds another plan
     (unless `overwrite`), and for a full disk; RunFailed when one of its processes was killed.
     """
-    out, dist_ctx, chosen = (
-        Path(out),
-        dist_ctx or SingleProcessContext(),
-        PreparationOptions(**options),
-    )
+    out = Path(out)
+    dist_ctx = dist_ctx or SingleProcessContext()
+    chosen = PreparationOptions(**options)
     show = progress if progress and dist_ctx.rank_info.is_rank0 else lambda *step: None
     with dist_ctx.raise_on_all():
         preparation = chosen.open(source, out, show, dist_ctx)
-    for rank, other in enumerate(plans := dist_ctx.all_gather(preparation.plan)):
+    plans = dist_ctx.all_gather(preparation.plan)
+    for rank, other in enumerate(plans):
         if other != plans[0]:
             raise UserError(
                 f"{source}: rank {rank} has other files or options than rank 0; make them the same"
@@ -242,11 +250,12 @@ def prepare(
         finished = dist_ctx.decide_on_rank0(lambda: stack.enter_context(lock))
         if not finished:
             manifest = preparation.write(chosen.workers)
-            dist_ctx.decide_on_rank0(
-                lambda: (
-                    atomic_write_json(out / SHARDS_MANIFEST, asdict(manifest)) if manifest else None
-                )
-            )
+
+            def write_manifest() -> None:
+                assert manifest is not None, "rank 0 has it"
+                atomic_write_json(out / SHARDS_MANIFEST, asdict(manifest))
+
+            dist_ctx.decide_on_rank0(write_manifest)
         dist_ctx.decide_on_rank0(lambda: shutil.rmtree(out / UNFINISHED, ignore_errors=True))
         length = chosen.best_fit_length
         if length and not dist_ctx.decide_on_rank0(lambda: is_packed(out, length)):
@@ -257,19 +266,14 @@ def prepare(
 
 
 def _find_text(folder: Path) -> list[Path]:
-    """Text files in a folder, sorted, except the document counts that fms-fsdp stores with its
-    tokens.
-    """
-    files = (
-        path
-        for path in list_files(folder)
-        if content_suffix(path.name) in known_suffixes() and path.suffix != ".json"
-    )
-    return sorted(
-        path
-        for path in files
-        if not (path.parent.name == "meta" and path.name.endswith("counts.csv"))
-    )
+    """Text files in a folder, sorted, except the document counts of fms-fsdp."""
+
+    def is_text(path: Path) -> bool:
+        if path.parent.name == "meta" and path.name.endswith("counts.csv"):
+            return False
+        return content_suffix(path.name) in known_suffixes() and path.suffix != ".json"
+
+    return sorted(filter(is_text, list_files(folder)))
 
 
 def _open_tokenizer(name: str | Path | None) -> Tokenizer | None:

@@ -1,4 +1,4 @@
-"""What the processes of a preparation do: a unit of text into a part, parts into a shard.
+"""The jobs of the processes of a preparation: a unit of text into a part, parts into a shard.
 
 A part is the tokens of one unit, in its own order, with a list of its documents. It is kept in the
 unfinished folder until the shards are written, so a preparation that was stopped repeats at most
@@ -42,7 +42,7 @@ ENCODE_BATCH_CHARACTERS = 1 << 20
 
 @dataclass(frozen=True)
 class UnitReader:
-    """How a unit is read.
+    """Reads a unit.
 
     `tail_fraction` is cut off as a document of its own when the corpus has only one document; with
     `skip_invalid`, documents that cannot be used are left out.
@@ -94,13 +94,14 @@ class UnitReader:
 
 
 def validation_threshold(ratio: float) -> int:
-    """Documents with hashes below it are for validation."""
+    """The threshold below which the hashes of documents for validation are."""
     return int(ratio * 2**64)
 
 
 def _split_position(text: str, target: int) -> int:
-    """The position at which to cut a text in two, at the end of a line if possible, with text other
-    than blanks on both sides.
+    """The position at which to cut a text in two, at the end of a line if possible.
+
+    There is text other than blanks on both sides.
     """
     first = len(text) - len(text.lstrip()) + 1
     target = max(first, min(target, len(text.rstrip()) - 1))
@@ -118,7 +119,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 @lru_cache(maxsize=1)
 def _open_tokenizer_cached(folder: Path, tokenizer_hash: str) -> Tokenizer:
-    """Opened once in a process, and again if another tokenizer replaced it in the folder."""
+    """The tokenizer, opened once in a process, and again if another one replaced it."""
     tokenizer = Tokenizer.open(folder)
     assert tokenizer.hash == tokenizer_hash
     return tokenizer
@@ -126,7 +127,7 @@ def _open_tokenizer_cached(folder: Path, tokenizer_hash: str) -> Tokenizer:
 
 @dataclass(frozen=True)
 class PartSettings:
-    """What a part depends on besides its unit.
+    """Everything that a part depends on besides its unit.
 
     `evaluation_digest` is the digest of the evaluation texts for decontamination.
     """
@@ -166,9 +167,8 @@ class _PartList:
             # Each band is a separate column, so that it can be read without the others.
             keys = np.array(self._near_keys, np.uint64).reshape(-1, BANDS)
             columns |= {near_column(band): keys[:, band] for band in range(BANDS)}
-        columns["unusable"] = np.frombuffer(
-            "".join(f"{line}\n" for line in self.unusable.problems).encode(), np.uint8
-        )
+        lines = "".join(f"{line}\n" for line in self.unusable.problems)
+        columns["unusable"] = np.frombuffer(lines.encode(), np.uint8)
         columns["special_text"] = self.unusable.with_special_text
         with atomic_write(path) as file:
             np.savez(file, **columns, **self.removed)  # type: ignore[arg-type]
@@ -183,9 +183,9 @@ def near_column(band: int) -> str:
 
 
 def write_part(job: tuple[int, UnitReader], report: Report, *, settings: PartSettings) -> None:
-    """Write one unit, given with its number, as a part of that number, and report the bytes of it
-    that are done.
+    """Write one unit, given with its number, as a part of that number.
 
+    The bytes of it that are done are reported.
     The list of its documents is written last: its presence marks the part as complete.
     """
     number, reader = job
@@ -201,11 +201,9 @@ def _copy_tokens(
     reader: UnitReader, tokenizer: Tokenizer, file: BinaryIO, listed: _PartList, report: Report
 ) -> None:
     """Write the documents of a tokenized unit, each with the end-of-text token."""
-    progress, dtype, sizes = (
-        ReadProgress(),
-        token_dtype(tokenizer.vocab_size),
-        tokenizer.token_byte_lengths(),
-    )
+    progress = ReadProgress()
+    dtype = token_dtype(tokenizer.vocab_size)
+    sizes = tokenizer.token_byte_lengths()
     for ids, digest in reader.hashed_tokens(progress):
         file.write(np.append(ids, tokenizer.eos_token_id).astype(dtype).data)
         listed.add(len(ids) + 1, digest, int(sizes[ids].sum()))
@@ -216,13 +214,14 @@ def _tokenize(
     reader: UnitReader, tokenizer: Tokenizer, file: BinaryIO, listed: _PartList, report: Report
 ) -> None:
     """Tokenize the documents of a unit and write them, each with the end-of-text token."""
-    progress, dtype, tokens = ReadProgress(), token_dtype(tokenizer.vocab_size), 0
-    texts, settings, special = (
-        reader.hashed_texts(progress),
-        listed.settings,
-        SpecialTokens(tokenizer).pattern,
-    )
-    parse, listed.unusable = settings.parse_special_tokens, progress.unusable
+    progress = ReadProgress()
+    dtype = token_dtype(tokenizer.vocab_size)
+    tokens = 0
+    texts = reader.hashed_texts(progress)
+    settings = listed.settings
+    special = SpecialTokens(tokenizer).pattern
+    parse = settings.parse_special_tokens
+    listed.unusable = progress.unusable
     if settings.evaluation_digest is not None:
         ngrams = EvaluationNgrams.load(
             settings.out / UNFINISHED / EVALUATION_NGRAMS, settings.evaluation_digest
@@ -241,7 +240,8 @@ def _tokenize(
                 continue
             if not parse or ids[-1:] != [tokenizer.eos_token_id]:
                 ids.append(tokenizer.eos_token_id)
-            progress.unusable.with_special_text += not parse and special.search(text) is not None
+            if not parse and special.search(text):
+                progress.unusable.with_special_text += 1
             file.write(np.fromiter(ids, dtype, len(ids)).data)
             listed.add(tokens + len(ids), digest, len(text.encode()), text)
             tokens = 0
@@ -279,15 +279,18 @@ def _batch_pieces(
     size = position = 0
     for text, digest in texts:
         *others, last = tokenizer.split_long_text(text, parse_special_tokens=parse_special_tokens)
-        start, step = position, (progress.bytes - position) / (len(others) + 1)
+        start = position
+        step = (progress.bytes - position) / (len(others) + 1)
         for number, (piece, document) in enumerate(
             [*zip(others, repeat(None)), (last, (text, digest))], start=1
         ):
             batch.append((piece, document))
-            size, position = size + len(piece), start + int(number * step)
+            size += len(piece)
+            position = start + int(number * step)
             if size >= ENCODE_BATCH_CHARACTERS:
                 yield batch, position
-                batch, size = [], 0
+                batch = []
+                size = 0
     yield batch, position
 
 
@@ -307,7 +310,9 @@ class DocumentIndex:
     @classmethod
     def load(cls, out: Path, num_parts: int) -> Self:
         """The lists of all parts, which must be complete."""
-        parts, removed, unusable = [], Counter[str](), ""
+        parts = []
+        removed = Counter[str]()
+        unusable = ""
         for number in range(num_parts):
             with np.load(part_path(out, number, ".npz")) as part:
                 parts.append({name: part[name] for name in ("lengths", "hashes", "text_bytes")})
@@ -328,7 +333,7 @@ class DocumentIndex:
         )
 
     def mark_duplicates(self, out: Path, how: Literal["exact", "near"]) -> np.ndarray:
-        """bool [documents]: whether a document is a copy of an earlier one."""
+        """A mask bool [documents] of those that are copies of earlier ones."""
         if how == "exact":
             return exact_duplicates(self.hashes, self.text_bytes, self.lengths)
 
@@ -344,11 +349,13 @@ class DocumentIndex:
     def split_into_shards(self, order: np.ndarray, shard_tokens: int) -> Iterator[np.ndarray]:
         """Documents in an order, cut after each document that fills a shard to `shard_tokens`."""
         stops = np.cumsum(self.lengths[order])
-        first, tokens = 0, 0
+        first = 0
+        tokens = 0
         while first < len(order):
             last = min(int(np.searchsorted(stops, tokens + shard_tokens)), len(order) - 1)
             yield order[first : last + 1]
-            first, tokens = last + 1, int(stops[last])
+            first = last + 1
+            tokens = int(stops[last])
 
 
 class ShardJob(NamedTuple):
@@ -362,8 +369,9 @@ class ShardJob(NamedTuple):
 
 
 def assemble_shard(job: ShardJob, *, out: Path, dtype: np.dtype, tokenizer_hash: str) -> ShardEntry:
-    """Gather the documents of one shard, unless an earlier run did, and return its entry in the
-    manifest.
+    """Gather the documents of one shard, and return its entry in the manifest.
+
+    A shard that an earlier run wrote stays.
     """
     name = f"{job.split}-{job.number:05d}"
     finished = finished_shard_entry(out, name)

@@ -56,7 +56,7 @@ ProgressCallback = Callable[[str, int, int, int, int], None]
 
 @dataclass(frozen=True)
 class PreparationPlan:
-    """What the bytes of a preparation depend on.
+    """Everything that the bytes of a preparation depend on.
 
     `tokenizer` is the hash of a given one or "characters", or one of `vocab_size` is trained.
     `hook` and `decontaminate` are hashes of a file and of texts; `files` covers what is read of the
@@ -79,13 +79,16 @@ class PreparationPlan:
 
 
 class _UnitProgress:
-    """Bytes of units that have been read: all bytes of finished units, and for the others what
-    their jobs report.
+    """Bytes of units that have been read.
+
+    They are all bytes of finished units, and for the others what their jobs report.
     """
 
     def __init__(self, sizes: list[int], update: Callable[[int, int, int, int], None]) -> None:
-        self._sizes, self._update = sizes, update
-        self._finished, self._read = [False] * len(sizes), [0] * len(sizes)
+        self._sizes = sizes
+        self._update = update
+        self._finished = [False] * len(sizes)
+        self._read = [0] * len(sizes)
         self._show()
 
     def report(self, unit: int, read: int) -> None:
@@ -94,7 +97,8 @@ class _UnitProgress:
             self._show()
 
     def finish(self, unit: int) -> None:
-        self._read[unit], self._finished[unit] = self._sizes[unit], True
+        self._read[unit] = self._sizes[unit]
+        self._finished[unit] = True
         self._show()
 
     def _show(self) -> None:
@@ -103,7 +107,7 @@ class _UnitProgress:
 
 @dataclass(frozen=True)
 class Selection:
-    """The documents of all parts, those of each split, and how many were removed, by reason."""
+    """The documents of all parts and of each split, and the number that were removed by reason."""
 
     index: DocumentIndex
     members: dict[str, np.ndarray]
@@ -112,8 +116,9 @@ class Selection:
 
 @dataclass(frozen=True)
 class Preparation:
-    """A preparation of `corpus` in the folder `out`, with the tokenizer `given`, or one made from
-    the documents.
+    """A preparation of `corpus` in the folder `out`.
+
+    The tokenizer is `given`, or made from the documents.
     """
 
     out: Path
@@ -126,23 +131,21 @@ class Preparation:
     dist_ctx: DistContext
 
     def write(self, workers: int | None) -> TokenFolderManifest | None:
-        """Write tokenizer, parts and shards, and return the manifest to write; None on ranks other
-        than 0.
+        """Write tokenizer, parts and shards, and return the manifest to write.
+
+        Returns None on ranks other than 0.
         """
-        corpus, plan, dist_ctx, info = (
-            self.corpus,
-            self.plan,
-            self.dist_ctx,
-            self.dist_ctx.rank_info,
-        )
+        corpus = self.corpus
+        plan = self.plan
+        dist_ctx = self.dist_ctx
+        info = self.dist_ctx.rank_info
         with dist_ctx.raise_on_all():
             readers = [
                 UnitReader(unit, self.hook, skip_invalid=bool(plan.skip_invalid))
                 for unit in corpus.units()
             ]
-        one_document = dist_ctx.decide_on_rank0(
-            lambda: _is_one_document(corpus.spec, readers)
-        ) and bool(plan.validation_ratio)
+        has_one = dist_ctx.decide_on_rank0(lambda: _is_one_document(corpus.spec, readers))
+        one_document = has_one and bool(plan.validation_ratio)
         if one_document:
             readers = [replace(reader, tail_fraction=plan.validation_ratio) for reader in readers]
         num_workers = min(
@@ -158,7 +161,8 @@ class Preparation:
             splits = self._write_shards(selection, tokenizer, pool)
         if selection is None:
             return None
-        index, members = selection.index, selection.members
+        index = selection.index
+        members = selection.members
         if index.unusable:
             atomic_write_text(self.out / UNUSABLE, index.unusable)
         return TokenFolderManifest(
@@ -181,20 +185,25 @@ class Preparation:
         )
 
     def _write_tokenizer(self, readers: list[UnitReader], pool: WorkerPool) -> Tokenizer:
-        folder, size = self.out / "tokenizer", sum(reader.unit.size for reader in readers)
+        folder = self.out / "tokenizer"
+        size = sum(reader.unit.size for reader in readers)
         if not self.dist_ctx.decide_on_rank0(lambda: (folder / "tokenizer.json").exists()):
             self.progress("tokenizer", 0, 1, 0, size)
             tokenizer = self.given or self._learn_tokenizer(readers, pool)
-            self.dist_ctx.decide_on_rank0(
-                lambda: tokenizer.save(folder) if tokenizer is not None else None
-            )
+
+            def save() -> None:
+                assert tokenizer is not None, "rank 0 has it"
+                tokenizer.save(folder)
+
+            self.dist_ctx.decide_on_rank0(save)
             self.progress("tokenizer", 1, 1, size, size)
         with self.dist_ctx.raise_on_all():
             return Tokenizer.open(folder)
 
     def _learn_tokenizer(self, readers: list[UnitReader], pool: WorkerPool) -> Tokenizer | None:
         """The tokenizer made from the documents, on rank 0."""
-        plan, dist_ctx = self.plan, self.dist_ctx
+        plan = self.plan
+        dist_ctx = self.dist_ctx
         mine = [readers[number] for number in self._my_units(readers, range(len(readers)))]
         sizes = [reader.unit.size for reader in mine]
         read = _UnitProgress(
@@ -218,20 +227,21 @@ class Preparation:
 
     def _my_units(self, readers: Sequence[UnitReader], numbers: Iterable[int]) -> list[int]:
         """The units among these that this rank reads."""
-        numbers, info = list(numbers), self.dist_ctx.rank_info
+        numbers = list(numbers)
+        info = self.dist_ctx.rank_info
         units = [readers[number].unit for number in numbers]
-        by_rank = divide_units(
-            [unit.file for unit in units], [unit.size for unit in units], info.world_size
-        )
+        files = [unit.file for unit in units]
+        sizes = [unit.size for unit in units]
+        by_rank = divide_units(files, sizes, info.world_size)
         return [numbers[index] for index in by_rank[info.rank]]
 
     def _write_parts(
         self, readers: list[UnitReader], tokenizer_hash: str, pool: WorkerPool
     ) -> None:
-        unfinished, ngrams = self.out / UNFINISHED, self.ngrams
-        self.dist_ctx.decide_on_rank0(
-            lambda: ngrams.save(unfinished / EVALUATION_NGRAMS) if ngrams else None
-        )
+        unfinished = self.out / UNFINISHED
+        ngrams = self.ngrams
+        if ngrams is not None:
+            self.dist_ctx.decide_on_rank0(lambda: ngrams.save(unfinished / EVALUATION_NGRAMS))
         # The folder is listed, since some network file systems cache for a while that a file does
         # not exist.
         finished = self.dist_ctx.decide_on_rank0(
@@ -242,19 +252,17 @@ class Preparation:
             for number in range(len(readers))
             if part_path(self.out, number, ".npz").stem not in finished
         ]
-        mine = self._my_units(readers, todo)
-        done = _UnitProgress(
-            [readers[number].unit.size for number in mine], partial(self.progress, "tokens")
-        )
-        plan, parse = self.plan, bool(self.plan.parse_special_tokens)
+        mine = [(number, readers[number]) for number in self._my_units(readers, todo)]
+        sizes = [reader.unit.size for _, reader in mine]
+        done = _UnitProgress(sizes, partial(self.progress, "tokens"))
+        plan = self.plan
+        parse = bool(plan.parse_special_tokens)
         settings = PartSettings(
             self.out, tokenizer_hash, plan.deduplicate == "near", plan.decontaminate, parse
         )
         write = partial(write_part, settings=settings)
         with self.dist_ctx.raise_on_all():
-            for index, _ in pool.map_unordered(
-                write, [(number, readers[number]) for number in mine], done.report
-            ):
+            for index, _ in pool.map_unordered(write, mine, done.report):
                 done.finish(index)
 
     def _select(self, num_parts: int, one_document: bool) -> Selection:
@@ -272,17 +280,18 @@ class Preparation:
             index.hashes[kept], index.text_bytes[kept], self.plan.validation_ratio, one_document
         )
         members = {split: kept[documents] for split, documents in splits.items()}
-        return Selection(
-            index, members, {reason: count for reason, count in removed.items() if count}
-        )
+        removed = {reason: count for reason, count in removed.items() if count}
+        return Selection(index, members, removed)
 
     def _write_shards(
         self, selection: Selection | None, tokenizer: Tokenizer, pool: WorkerPool
     ) -> dict[str, list[ShardEntry]]:
-        """Write the documents of each split, and return the shards' entries in the manifest by
-        split, on rank 0.
+        """Write the documents of each split.
+
+        Returns on rank 0 the shards' entries in the manifest by split.
         """
-        dist_ctx, size = self.dist_ctx, self.dist_ctx.rank_info.world_size
+        dist_ctx = self.dist_ctx
+        size = dist_ctx.rank_info.world_size
         jobs = [] if selection is None else self._shard_jobs(selection)
         mine = dist_ctx.scatter([jobs[rank::size] for rank in range(size)])
         dtype = token_dtype(tokenizer.vocab_size)
@@ -293,26 +302,24 @@ class Preparation:
             for job, entry in pool.map_unordered(assemble, mine):
                 written.append((mine[job].split, mine[job].number, entry))
                 self.progress("shards", len(written), len(mine), 0, 0)
-        splits: dict[str, list[ShardEntry]] = {
-            split: [] for split in (selection.members if selection else ())
-        }
+        gathered = chain.from_iterable(dist_ctx.gather(written) or ())
+        if selection is None:
+            return {}
         # By number within each split; the splits keep the order that they have in the selection.
-        for split, _, entry in sorted(
-            chain.from_iterable(dist_ctx.gather(written) or ()), key=lambda each: each[1]
-        ):
+        splits: dict[str, list[ShardEntry]] = {split: [] for split in selection.members}
+        for split, _, entry in sorted(gathered, key=lambda each: each[1]):
             splits[split].append(entry)
         return splits
 
     def _shard_jobs(self, selection: Selection) -> list[ShardJob]:
         """The shards of each split, with their documents in the order of a keyed permutation."""
-        index, jobs = selection.index, []
+        index = selection.index
+        jobs = []
         for split, documents in selection.members.items():
-            order = permutation(len(documents), derive_key(self.plan.seed, "documents", split))(
-                np.arange(len(documents))
-            )
-            for number, chosen in enumerate(
-                index.split_into_shards(documents[order], self.plan.shard_tokens)
-            ):
+            permute = permutation(len(documents), derive_key(self.plan.seed, "documents", split))
+            ordered = documents[permute(np.arange(len(documents)))]
+            shards = index.split_into_shards(ordered, self.plan.shard_tokens)
+            for number, chosen in enumerate(shards):
                 slices = index.part_numbers[chosen], index.starts[chosen], index.lengths[chosen]
                 jobs.append(ShardJob(split, number, *slices))
         return jobs
@@ -320,15 +327,12 @@ class Preparation:
 
 def _is_one_document(source: str, readers: Sequence[UnitReader]) -> bool:
     progress = ReadProgress()
-    first = list(
-        islice((document for reader in readers for document in reader.documents(progress)), 2)
-    )
+    documents = chain.from_iterable(reader.documents(progress) for reader in readers)
+    first = list(islice(documents, 2))
     if not first:
-        reason = (
-            "no document is left: the hook leaves out all"
-            if readers and readers[0].hook
-            else "empty: there is no text in it"
-        )
+        reason = "empty: there is no text in it"
+        if readers and readers[0].hook:
+            reason = "no document is left: the hook leaves out all"
         raise UserError(f"{source}: {reason}{progress.unusable}")
     return len(first) == 1
 
@@ -348,11 +352,13 @@ def split_documents(
     if ratio and (not validation.any() or too_much):
         _, texts = np.unique(hashes, return_inverse=True)  # copies of a text stay together
         small = np.bincount(texts, weights=sizes)[texts] <= sizes.sum() / 2
-        validation = hashes == (hashes[small] if small.any() else hashes).min()
+        candidates = hashes[small] if small.any() else hashes
+        validation = hashes == candidates.min()
     if validation.all():
         validation = hashes != hashes.max()
+    train = np.flatnonzero(~validation)
     if not ratio:
-        return {TRAIN_SPLIT: np.flatnonzero(~validation)}
+        return {TRAIN_SPLIT: train}
     if not validation.any():
         raise UserError("too few different texts to set any aside for validation; give more text")
-    return {TRAIN_SPLIT: np.flatnonzero(~validation), VALIDATION_SPLIT: np.flatnonzero(validation)}
+    return {TRAIN_SPLIT: train, VALIDATION_SPLIT: np.flatnonzero(validation)}

@@ -1,6 +1,7 @@
-"""The texts that a tokenizer is trained on: the pieces with the smallest hashes of all training
-documents. So they depend only on the texts and the seed, not on the order of the documents, their
-files, or the number of processes.
+"""The texts that a tokenizer is trained on: the pieces of documents with the smallest hashes.
+
+So they depend only on the texts of all training documents and the seed, not on the order of the
+documents, their files, or the number of processes.
 """
 
 import heapq
@@ -21,14 +22,16 @@ SAMPLE_CHARACTERS = 16_000_000  # more than the standard library has; training o
 PIECE_CHARACTERS = 1 << 14
 # Processes return pieces that may be in the sample: at first a few times its size, counting one
 # byte as a character.
-OVERSAMPLING, NEXT_OVERSAMPLING = 4, 64
+OVERSAMPLING = 4
+NEXT_OVERSAMPLING = 64
 
 
 class LeastTexts:
     """Keeps the added texts with the smallest keys: as few as have `limit` characters together."""
 
     def __init__(self, limit: int) -> None:
-        self.characters, self._limit = 0, limit
+        self.characters = 0
+        self._limit = limit
         self._heap: list[tuple[int, str]] = []  # keys negated: the greatest is on top
 
     def add(self, key: int, text: str) -> None:
@@ -58,16 +61,13 @@ def sample_texts(
     seed: int,
     on_progress: OnProgress,
 ) -> list[str]:
-    """Texts to learn merges from, of at most SAMPLE_CHARACTERS, without those for validation unless
-    there are no others.
+    """Texts to learn merges from, of at most SAMPLE_CHARACTERS.
 
-    Each rank has its own `readers`. Rank 0 gets the texts of all ranks, other ranks those of their
-    readers.
+    Those for validation are left out unless there are no others. Each rank has its own `readers`.
+    Rank 0 gets the texts of all ranks, other ranks those of their readers.
     """
-    least, fraction = (
-        LeastTexts(SAMPLE_CHARACTERS),
-        min(1.0, OVERSAMPLING * SAMPLE_CHARACTERS / max(1, source_bytes)),
-    )
+    least = LeastTexts(SAMPLE_CHARACTERS)
+    fraction = min(1.0, OVERSAMPLING * SAMPLE_CHARACTERS / max(1, source_bytes))
     while True:
         read = partial(
             sample_unit, ratio=ratio, key=derive_key(seed, "sample"), below=int(fraction * 2**64)
@@ -80,7 +80,8 @@ def sample_texts(
         characters = dist_ctx.broadcast(least.characters)
         if characters >= SAMPLE_CHARACTERS or fraction == 1.0:
             break
-        least, fraction = LeastTexts(SAMPLE_CHARACTERS), min(1.0, NEXT_OVERSAMPLING * fraction)
+        least = LeastTexts(SAMPLE_CHARACTERS)
+        fraction = min(1.0, NEXT_OVERSAMPLING * fraction)
     if not characters and ratio:
         return sample_texts(
             readers,
@@ -92,7 +93,8 @@ def sample_texts(
             on_progress=on_progress,
         )
     texts = [text for _, text in least.items()]
-    if (excess := least.characters - SAMPLE_CHARACTERS) > 0:
+    excess = least.characters - SAMPLE_CHARACTERS
+    if excess > 0:
         texts[-1] = texts[-1][:-excess]
     return texts
 
@@ -113,7 +115,8 @@ def find_characters(
 
 
 def _characters_of_unit(reader: UnitReader, report: Report) -> set[str]:
-    result, progress = set[str](), ReadProgress()
+    result = set[str]()
+    progress = ReadProgress()
     for text, _ in reader.hashed_texts(progress):
         result.update(text)
         report(progress.bytes)
@@ -123,22 +126,26 @@ def _characters_of_unit(reader: UnitReader, report: Report) -> set[str]:
 def sample_unit(
     reader: UnitReader, report: Report, *, ratio: float, key: int, below: int
 ) -> list[tuple[int, str]]:
-    """(hash, text) of the pieces of a unit that may be in the sample: with hashes below `below`,
-    and no more than fill it.
+    """(hash, text) of the pieces of a unit that may be in the sample.
+
+    Their hashes are below `below`, and there are no more than fill the sample.
     """
-    least, progress = LeastTexts(SAMPLE_CHARACTERS), ReadProgress()
+    least = LeastTexts(SAMPLE_CHARACTERS)
+    progress = ReadProgress()
     for text, digest in reader.hashed_texts(progress):
         if digest >= validation_threshold(ratio):
             for piece in _split_into_pieces(text):
-                if (piece_hash := xxhash.xxh3_64_intdigest(piece.encode(), key)) < below:
+                piece_hash = xxhash.xxh3_64_intdigest(piece.encode(), key)
+                if piece_hash < below:
                     least.add(piece_hash, piece)
         report(progress.bytes)
     return least.items()
 
 
 def _split_into_pieces(text: str) -> Iterator[str]:
-    """A document in pieces of about PIECE_CHARACTERS that end with a line, if lines are no longer
-    than that.
+    """A document in pieces of about PIECE_CHARACTERS.
+
+    They end with a line, if lines are no longer than that.
     """
     start = 0
     while len(text) - start > 2 * PIECE_CHARACTERS:

@@ -1,6 +1,4 @@
-"""Worker processes for tokenizing, which also end when the process that started them is stopped or
-killed.
-"""
+"""Worker processes for tokenizing. They end when the process that started them is killed."""
 
 import multiprocessing
 import os
@@ -31,12 +29,11 @@ WORKER_SIGNALS = {signal.SIGINT, signal.SIGTERM}
 
 
 class WorkerPool:
-    """`num_workers` processes, started when there is work for them; with one, the work is done in
-    this process.
+    """`num_workers` processes, started when there is work for them.
 
-    They are spawned, since a fork would copy the locks of the caller's threads. Use it in a `with`:
-    within, SIGTERM raises SystemExit where it would end this process at once and leave its
-    processes' semaphores behind.
+    With one, the work is done in this process. They are spawned, since a fork would copy the locks
+    of the caller's threads. Use it in a `with`: within, SIGTERM raises SystemExit where it would
+    end this process at once and leave its processes' semaphores behind.
     """
 
     def __init__(self, num_workers: int):
@@ -60,22 +57,16 @@ class WorkerPool:
         """
         if self._num_workers == 1 or len(jobs) <= 1:
             for index, job in enumerate(jobs):
-                yield (
-                    index,
-                    function(
-                        job,
-                        *([] if on_progress is None else [_Throttled(partial(on_progress, index))]),
-                    ),
-                )
+                if on_progress is None:
+                    yield index, function(job)
+                else:
+                    yield index, function(job, _Throttled(partial(on_progress, index)))
             return
         finished: queue.SimpleQueue[Future[Result]] = queue.SimpleQueue()
-        reporting = on_progress is not None
-        indices = self._submit(
-            [
-                (_run_with_report, function, index, job) if reporting else (function, job)
-                for index, job in enumerate(jobs)
-            ]
-        )
+        calls: list[tuple[Any, ...]] = [(function, job) for job in jobs]
+        if on_progress is not None:
+            calls = [(_run_with_report, function, *each) for each in enumerate(jobs)]
+        indices = self._submit(calls)
         for future in indices:
             future.add_done_callback(finished.put)
         try:
@@ -89,8 +80,9 @@ class WorkerPool:
             ) from None
 
     def _submit(self, calls: Sequence[tuple[Any, ...]]) -> dict[Future[Any], int]:
-        """Start the processes, unless they run, and give them calls: functions with their
-        arguments. Returns their indices.
+        """Start the processes, unless they run, and give them calls. Returns their indices.
+
+        A call is a function with its arguments.
         """
         # Ctrl-C reaches every process of a terminal, and a SIGTERM often every process of a group;
         # only the caller may act on it, and then ends the others. A blocked signal stays blocked
@@ -114,12 +106,13 @@ class WorkerPool:
         self, finished: "queue.SimpleQueue[Future[Result]]", on_progress: OnProgress | None
     ) -> Future[Result]:
         """The next job that is finished. Meanwhile, what jobs report is passed on."""
+        if on_progress is None:
+            return finished.get()
         while True:
-            if on_progress is not None:
-                while self._reports.poll():
-                    on_progress(*self._reports.recv())
+            while self._reports.poll():
+                on_progress(*self._reports.recv())
             with suppress(queue.Empty):
-                return finished.get(timeout=None if on_progress is None else REPORT_SECONDS)
+                return finished.get(timeout=REPORT_SECONDS)
 
     def __enter__(self) -> Self:
         if (
@@ -149,7 +142,8 @@ class _Throttled:
     """A function of one argument, called at most once in REPORT_SECONDS; other calls do nothing."""
 
     def __init__(self, function: Report) -> None:
-        self._function, self._called_at = function, 0.0
+        self._function = function
+        self._called_at = 0.0
 
     def __call__(self, amount: int) -> None:
         now = time.monotonic()
@@ -158,12 +152,12 @@ class _Throttled:
             self._function(amount)
 
 
-# In a worker process: where to send (index of the job, amount).
+# In a worker process: the connection that gets (index of the job, amount).
 _worker_reports: Connection | None = None
 
 
 def _run_with_report(function: Callable[[Any, Report], Result], index: int, job: Any) -> Result:
-    """In a worker process: a job with a way to report."""
+    """Run a job with a way to report, in a worker process."""
 
     def report(amount: int) -> None:
         assert _worker_reports is not None
@@ -174,8 +168,9 @@ def _run_with_report(function: Callable[[Any, Report], Result], index: int, job:
 
 
 def _init_worker(lifeline: Connection, reports: Connection) -> None:
-    """In a new process: end when the other end of the lifeline is closed, which the kernel does
-    when its owner ends.
+    """Make a new process end when the other end of the lifeline is closed.
+
+    The kernel closes it when its owner ends.
     """
     global _worker_reports
     _worker_reports = reports

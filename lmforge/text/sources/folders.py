@@ -1,5 +1,6 @@
-"""Which files of a folder are read: those of one split, as the names say it to `datasets`, without
-what is no data.
+"""The choice of a folder's files that are read.
+
+They are those of one split, as the names tell it to `datasets`, without those that are no data.
 """
 
 import os
@@ -41,27 +42,27 @@ MAX_CARD_CHARACTERS = 1 << 20
 
 @dataclass(frozen=True)
 class FolderFiles:
-    """The files of a folder that are read, sorted by their paths in it, and how many others there
-    are, by what they are.
+    """The files of a folder that are read, sorted by their paths in it.
+
+    left_out: the numbers of others, by what they are.
     """
 
     paths: tuple[Path, ...]
     left_out: tuple[tuple[str, int], ...]
 
     def describe(self, root: Path) -> str:
-        """What a user may not expect: files that are left out, and those in subfolders.
-
-        Empty if there are none.
-        """
+        """A note about files that are left out, and those in subfolders; empty if there are none."""
         inner = sorted({str(path.parent.relative_to(root)) for path in self.paths} - {"."})
-        notes = [f"reads {list_names(inner)} within it"] if inner else []
-        return ", ".join(
-            notes + ([f"leaves out {describe_left_out(self.left_out)}"] if self.left_out else [])
-        )
+        notes = []
+        if inner:
+            notes.append(f"reads {list_names(inner)} within it")
+        if self.left_out:
+            notes.append(f"leaves out {describe_left_out(self.left_out)}")
+        return ", ".join(notes)
 
 
 def describe_left_out(left_out: Collection[tuple[str, int]]) -> str:
-    """Such as `3 files (.pdf 2, split test 1)`."""
+    """Words such as `3 files (.pdf 2, split test 1)`."""
     named = ", ".join(f"{cut(kind)} {count:,}" for kind, count in [*left_out][:SHOWN])
     more = ", …" if len(left_out) > SHOWN else ""
     return f"{format_count(sum(count for _, count in left_out), 'file')} ({named}{more})"
@@ -70,7 +71,9 @@ def describe_left_out(left_out: Collection[tuple[str, int]]) -> str:
 def content_suffix(name: str) -> str:
     """The suffix of a file's name without that of the compression, in lower case."""
     path = Path(name)
-    return Path(path.stem if path.suffix in COMPRESSION_SUFFIXES else name).suffix.lower()
+    if path.suffix in COMPRESSION_SUFFIXES:
+        path = Path(path.stem)
+    return path.suffix.lower()
 
 
 def list_files(root: Path, excluded: frozenset[str] = frozenset()) -> Iterator[Path]:
@@ -90,13 +93,14 @@ def list_files(root: Path, excluded: frozenset[str] = frozenset()) -> Iterator[P
 def find_splits(paths: Collection[Path], root: Path) -> dict[str, list[Path]]:
     """The files of each split that names of files or folders below `root` tell; empty if none does.
 
-    As `datasets` does it: by shards in a folder `data`, such as
+    They are told as `datasets` does it: by shards in a folder `data`, such as
     data/train_sft-00000-of-00003.parquet; else by the names of folders, else by those of files. A
     file that names several splits is in all of them.
     """
     splits: dict[str, list[Path]] = {}
     for path in paths:
-        if path.parent == root / "data" and (shard := SHARD_NAME.fullmatch(path.name)):
+        shard = SHARD_NAME.fullmatch(path.name)
+        if shard and path.parent == root / "data":
             splits.setdefault(shard[1], []).append(path)
     for of_folders in (True, False):
         if splits:
@@ -114,45 +118,42 @@ def find_splits(paths: Collection[Path], root: Path) -> dict[str, list[Path]]:
 def choose_split(
     paths: Collection[Path], root: Path, split: FileSplit
 ) -> tuple[list[Path], Counter[str]]:
-    """The files of a split, all of them where no name tells a split, and how many are left out, by
-    their splits.
+    """The files of a split, and the numbers of those that are left out, by their splits.
 
-    For validation the split test is taken where there is no other. Raises UserError where there is
-    no file of the split.
+    Where no name tells a split these are all files. For validation the split test is taken where
+    there is no other. Raises UserError where there is no file of the split.
     """
     splits = find_splits(paths, root)
     if not splits:
         return [*paths], Counter()
-    found = splits.get(split) or (splits.get("test") if split == "validation" else None)
+    found = splits.get(split)
+    if found is None and split == "validation":
+        found = splits.get("test")
     if found is None:
-        there_are = f"there are {list_names(splits)}"
         raise UserError(
-            f"{root}: no file of the split {split!r} by its name: {there_are}; name the files that"
-            " you mean"
+            f"{root}: no file of the split {split!r} by its name: there are {list_names(splits)};"
+            " name the files that you mean"
         )
     others = {path: f"split {name}" for name, members in splits.items() for path in members}
-    return found, Counter(
-        others.get(path, "no split") for path in sorted({*paths}.difference(found))
-    )
+    left_out = sorted({*paths}.difference(found))
+    return found, Counter(others.get(path, "no split") for path in left_out)
 
 
 def unread_configs(root: Path) -> dict[str, int]:
-    """What is said to be left out of a folder whose dataset card names the files of splits:
+    """An entry for the counts of files left out, where a dataset card names the files of splits.
+
     `datasets` reads these names.
     """
     with suppress(OSError), open(root / "README.md", encoding="utf-8", errors="replace") as card:
-        if (
-            card.readline().strip() == "---"
-            and "data_files:" in card.read(MAX_CARD_CHARACTERS).partition("\n---")[0]
-        ):
-            return {"configs of README.md": 1}
+        if card.readline().strip() == "---":
+            header, _, _ = card.read(MAX_CARD_CHARACTERS).partition("\n---")
+            if "data_files:" in header:
+                return {"configs of README.md": 1}
     return {}
 
 
 def find_files(root: Path, suffixes: Collection[str], split: FileSplit) -> FolderFiles:
-    """The files with one of these suffixes, compressed or not, in a folder and those in it, of one
-    split.
-    """
+    """The files of one split with one of these suffixes, compressed or not, in a folder tree."""
     every = [
         path
         for path in list_files(root)

@@ -29,7 +29,8 @@ from lmforge.text.sources.text_sources import FileSource, SourceFile, stat_files
 from lmforge.text.sources.units import TEXT_FIELD_HINT, Document, SourceUnit, record_documents
 
 # Files that `Dataset.save_to_disk` and `DatasetDict.save_to_disk` write.
-SAVED_DATASET, SAVED_DATASETS = "state.json", "dataset_dict.json"
+SAVED_DATASET = "state.json"
+SAVED_DATASETS = "dataset_dict.json"
 DEFAULT_SPLIT = "train"
 UNIT_BYTES = 16 << 20
 
@@ -56,7 +57,7 @@ class DatasetLocation:
         import datasets
 
         path = expand_home(self.spec)
-        if (path / SAVED_DATASETS).is_file() or (path / SAVED_DATASET).is_file():
+        if _is_saved(path):
             loaded = datasets.load_from_disk(str(path))
             if isinstance(loaded, datasets.DatasetDict):
                 if self.split not in loaded:
@@ -68,21 +69,17 @@ class DatasetLocation:
         if path.is_dir():
             return datasets.load_dataset(str(path), self.subset, split=self.split, streaming=True)
         assert self.revision is not None
-        name = parse_model_name(self.spec)[0]
-        if downloaded := find_cached_dataset(name, self.revision):  # no network is needed
-            return datasets.load_dataset(
-                str(downloaded), self.subset, split=self.split, streaming=True
-            )
-        return datasets.load_dataset(
-            name, self.subset, split=self.split, revision=self.revision, streaming=True
-        )
+        name, _ = parse_model_name(self.spec)
+        load = partial(datasets.load_dataset, name=self.subset, split=self.split, streaming=True)
+        downloaded = find_cached_dataset(name, self.revision)
+        if downloaded:  # no network is needed
+            return load(str(downloaded))
+        return load(name, revision=self.revision)
 
 
 @contextmanager
 def _library_errors(spec: str) -> Iterator[None]:
-    """Turns the dozens of exceptions that `datasets` and the hub raise into a UserError of one
-    line.
-    """
+    """A context in which exceptions of `datasets` and the hub become a UserError of one line."""
     try:
         yield
     except UserError:
@@ -112,10 +109,9 @@ class DatasetUnit(SourceUnit):
             part = dataset.shard(self.num_shards, self.shard, contiguous=True)
             if not all_fields and part.column_names is not None:
                 part = part.select_columns([self.text_field])
-            for number, row in enumerate(part):
-                place = partial(
-                    "{}, row {} of part {}".format, self.location.spec, number + 1, self.shard + 1
-                )
+            describe = partial("{}, row {} of part {}".format, self.location.spec)
+            for number, row in enumerate(part, start=1):
+                place = partial(describe, number, self.shard + 1)
                 yield from record_documents(row, self.text_field, place, progress)
 
 
@@ -149,12 +145,14 @@ class DatasetSource(FileSource):
         with _library_errors(self.spec):
             names = dataset.column_names or sorted(next(iter(dataset), {}))
             if self.text_field not in names:
-                there_are = f"there are {list_names(names)}{TEXT_FIELD_HINT}"
-                raise UserError(f"{self.spec}: no column {self.text_field!r}: {there_are}")
+                raise UserError(
+                    f"{self.spec}: no column {self.text_field!r}: there are {list_names(names)}"
+                    f"{TEXT_FIELD_HINT}"
+                )
             # A streamed dataset is divided by its files.
-            shards = getattr(dataset, "num_shards", None) or max(
-                1, min(len(dataset), -(-self.size // UNIT_BYTES))
-            )
+            shards = getattr(dataset, "num_shards", None)
+            if not shards:
+                shards = max(1, min(len(dataset), -(-self.size // UNIT_BYTES)))
         size = self.size // shards
         return [
             DatasetUnit(self.location, shard, shards, size, self.text_field)
@@ -163,31 +161,34 @@ class DatasetSource(FileSource):
 
 
 def is_dataset(spec: str, split: str | None, subset: str | None) -> bool:
-    """Whether `spec` is a Hugging Face dataset: saved by `save_to_disk`, a name on the hub, or a
-    folder with a split named.
+    """Return True where `spec` is a Hugging Face dataset.
+
+    It is a name on the hub, a folder that `save_to_disk` wrote, or one with a split named.
     """
     path = expand_home(spec)
-    if path.is_dir():
-        return (
-            bool(split or subset)
-            or (path / SAVED_DATASETS).is_file()
-            or (path / SAVED_DATASET).is_file()
-        )
-    return is_hub_name(spec)
+    if not path.is_dir():
+        return is_hub_name(spec)
+    return bool(split or subset) or _is_saved(path)
+
+
+def _is_saved(path: Path) -> bool:
+    return (path / SAVED_DATASETS).is_file() or (path / SAVED_DATASET).is_file()
 
 
 def open_dataset_source(
     spec: str, text_field: str, split: str | None, subset: str | None
 ) -> DatasetSource:
-    """One split of a dataset that `is_dataset`, by default "train". Raises UserError if it cannot
-    be found or the extra `hf` is missing.
+    """One split of a dataset that `is_dataset`, by default "train".
+
+    Raises UserError if it cannot be found or the extra `hf` is missing.
     """
     if find_spec("datasets") is None:
         raise UserError(
             f"{spec}: a Hugging Face dataset needs the package datasets: {how_to_install('hf')}"
         )
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    path, revision = expand_home(spec), None
+    path = expand_home(spec)
+    revision = None
     files: tuple[SourceFile, ...] = ()
     if path.is_dir():
         files = stat_files(list_files(path), path)
@@ -208,10 +209,8 @@ def _find_commit(name: str, revision: str) -> str:
     """
     from huggingface_hub import HfApi, constants
 
-    if (
-        constants.HF_HUB_OFFLINE
-        or os.environ.get("HF_DATASETS_OFFLINE", "").upper() in constants.ENV_VARS_TRUE_VALUES
-    ):
+    is_offline = os.environ.get("HF_DATASETS_OFFLINE", "").upper() in constants.ENV_VARS_TRUE_VALUES
+    if constants.HF_HUB_OFFLINE or is_offline:
         raise UserError(offline_message(name, revision, "dataset"))
     try:
         return str(HfApi().dataset_info(name, revision=revision, timeout=LOOKUP_SECONDS).sha)
@@ -230,11 +229,9 @@ def find_cached_dataset(name: str, revision: str) -> Path | None:
     root = cache_folder() / f"datasets--{name.replace('/', '--')}"
     reference = root / "refs" / revision
     with suppress(OSError):
-        folder = (
-            root
-            / "snapshots"
-            / (reference.read_text(encoding="utf-8").strip() if reference.is_file() else revision)
-        )
+        if reference.is_file():
+            revision = reference.read_text(encoding="utf-8").strip()
+        folder = root / "snapshots" / revision
         if (folder / COMPLETE_MARK).is_file():
             return folder
     return None

@@ -1,11 +1,10 @@
-"""Documents of a file that a plugin reads: `register("document_source", "mbox", …)` reads files
-with the suffix .mbox.
+"""Documents of a file that a plugin reads.
 
-The implementation is called as `(file, options)`, with an open binary file (decompressed where its
-name ends in .gz or .zst) and the options of its own. It gives the documents in a fixed order, each
-as its text, or as a record with the text in `--text_field`. One that is registered with
-`gives="tokens"` is called as `(path, options)`, and gives arrays of ids, which `token_files.py`
-reads.
+`register("document_source", "mbox", …)` reads files with the suffix .mbox. The implementation is
+called as `(file, options)`, with an open binary file (decompressed where its name ends in .gz or
+.zst) and the options of its own. It gives the documents in a fixed order, each as its text, or as a
+record with the text in `--text_field`. One that is registered with `gives="tokens"` is called as
+`(path, options)`, and gives arrays of ids, which `token_files.py` reads.
 """
 
 import json
@@ -25,14 +24,15 @@ from lmforge.text.sources.units import Document, FileUnit, record_documents
 
 
 def gives_tokens(entry: Entry) -> bool:
-    """Whether a document source gives ids instead of texts."""
+    """Return True for a document source that gives ids instead of texts."""
     return bool(entry.facts.get("gives") == "tokens")
 
 
 @dataclass(frozen=True)
 class PluginReaders:
-    """The plugins that are loaded wherever documents are read, and the options of what they
-    register, as JSON by name.
+    """The plugins that are loaded wherever documents are read.
+
+    options: those of what they register, as JSON by name.
     """
 
     plugins: tuple[str, ...] = ()
@@ -40,7 +40,7 @@ class PluginReaders:
 
     @classmethod
     def of_options(cls, options: Options) -> Self:
-        """From the options of `lmforge prepare`, extended by those of plugins."""
+        """The plugins in the options of `lmforge prepare`, which are extended by those of plugins."""
         own = {
             entry.name: getattr(options, entry.option_name)
             for entry in registry.entries("document_source")
@@ -50,17 +50,17 @@ class PluginReaders:
         return cls(options.plugins, texts)  # type: ignore[attr-defined]
 
     def reads(self, suffix: str) -> bool:
-        """Whether files with this suffix, with its dot, are read by a plugin as text."""
+        """Return True if a plugin reads files with this suffix, with its dot, as text."""
         entry = registry.find("document_source", suffix.removeprefix("."))
         return entry is not None and entry.origin != BUILT_IN and not gives_tokens(entry)
 
     def reads_tokens(self, suffix: str) -> bool:
-        """Whether files with this suffix, with its dot, are read by a plugin as tokens."""
+        """Return True if a plugin reads files with this suffix, with its dot, as tokens."""
         entry = registry.find("document_source", suffix.removeprefix("."))
         return entry is not None and gives_tokens(entry)
 
     def identity(self) -> list[Any]:
-        """What the documents depend on besides the files."""
+        """Everything that the documents depend on besides the files."""
         return [describe_plugins(self.plugins), self.options]
 
     def documents(self, name: str, file: Any) -> Iterator[Any]:
@@ -70,11 +70,9 @@ class PluginReaders:
         """
         load_plugins(self.plugins)  # a worker process has not loaded it yet
         entry = registry.get("document_source", name)
-        options = (
-            entry.options(**json.loads(dict(self.options).get(name, "{}")))
-            if entry.options is not None
-            else None
-        )
+        options = None
+        if entry.options is not None:
+            options = entry.options(**json.loads(dict(self.options).get(name, "{}")))
         yield from entry.build(file, options)
 
 

@@ -42,7 +42,7 @@ Record = dict[str, Any]
 
 
 class SourceReader(io.BufferedReader):
-    """A file as its bytes, decompressed. `file` is the one on the disk, where that is another."""
+    """A file as its bytes, decompressed. `file` is the one on the disk, if that is another one."""
 
     def __init__(self, content: Any, file: Any = None) -> None:
         super().__init__(content, READ_BUFFER_BYTES)
@@ -50,7 +50,7 @@ class SourceReader(io.BufferedReader):
 
     @property
     def disk_position(self) -> int:
-        """How many bytes of the file on the disk have been read."""
+        """The number of bytes of the file on the disk that have been read."""
         return self.tell() if self._file is None else int(self._file.tell())
 
 
@@ -62,7 +62,8 @@ def find_record_files(path: str | Path, split: FileSplit = "train") -> Sequence[
     """
     root = expand_home(path)
     if root.is_file():
-        if (suffix := content_suffix(root.name)) and suffix not in RECORD_SUFFIXES:
+        suffix = content_suffix(root.name)
+        if suffix and suffix not in RECORD_SUFFIXES:
             raise UserError(
                 f"{path}: {suffix} files are not read; convert the records to .jsonl or .parquet"
             )
@@ -81,25 +82,27 @@ def find_record_files(path: str | Path, split: FileSplit = "train") -> Sequence[
 def describe_folders(
     paths: Iterable[Path], split: FileSplit = "train", validation_paths: Iterable[Path] = ()
 ) -> str:
-    """For folders among these paths what is left out of them, and which folders within them are
-    read, and what is both for training and for validation: each after `; `.
+    """Notes on folders among these paths, each after `; `.
+
+    They say what is left out of them, which folders within them are read, and what is both for
+    training and for validation.
     """
-    notes, files = [], []
-    named: tuple[tuple[Iterable[Path], FileSplit], ...] = (
-        (paths, split),
-        (validation_paths, "validation"),
-    )
-    for members, of_split in named:
-        roots = [root for path in members if (root := expand_home(path)).is_dir()]
-        notes += [
-            f"; {root} {note}"
-            for root in roots
-            if (note := find_files(root, RECORD_SUFFIXES, of_split).describe(root))
-        ]
-        files.append(
-            {file.resolve() for path in members for file in find_record_files(path, of_split)}
-        )
-    if shared := sorted(files[0] & files[1]):
+    notes = []
+
+    def files_of(members: Iterable[Path], of_split: FileSplit) -> set[Path]:
+        """The files of these paths, whose folders are described in `notes`."""
+        files: set[Path] = set()
+        for path in members:
+            root = expand_home(path)
+            if root.is_dir():
+                note = find_files(root, RECORD_SUFFIXES, of_split).describe(root)
+                if note:
+                    notes.append(f"; {root} {note}")
+            files.update(file.resolve() for file in find_record_files(path, of_split))
+        return files
+
+    shared = sorted(files_of(paths, split) & files_of(validation_paths, "validation"))
+    if shared:
         notes.append(
             f"; trains and validates on the same {format_count(len(shared), 'file')}, such as"
             f" {shared[0]}"
@@ -127,8 +130,9 @@ class UnusableRecords:
 
     @contextmanager
     def leave_out(self, place: str | Callable[[], str] | None = None) -> Iterator[None]:
-        """The record at a place, which `place` gives unless messages name it, is left out if the
-        block raises a UserError.
+        """A context that leaves out the record at a place if it raises a UserError.
+
+        place: gives the place, unless messages name it.
         """
         try:
             with prefix_errors(place) if place else nullcontext():
@@ -137,19 +141,19 @@ class UnusableRecords:
             self.add(problem)
 
     def __str__(self) -> str:
-        """Their number and the first, after `; `; empty if there are none."""
+        """The number of records and the first, after `; `; empty if there are none."""
+        if not self.problems:
+            return ""
         number = len(self.problems)
-        return (
-            f"; {number:,} left out that cannot be used, such as {self.problems[0]}"
-            if number
-            else ""
-        )
+        return f"; {number:,} left out that cannot be used, such as {self.problems[0]}"
 
 
 @dataclass
 class ReadProgress:
-    """The progress of a reader: bytes of the file on the disk, which may be compressed. left_out:
-    documents that a hook removed. `unusable` are those that cannot be used.
+    """The progress of a reader.
+
+    bytes: of the file on the disk, which may be compressed. left_out: documents that a hook
+    removed. unusable: those that cannot be used.
     """
 
     bytes: int = 0
@@ -158,8 +162,9 @@ class ReadProgress:
 
 
 def describe_special_text(count: int, records: int, option: str) -> str:
-    """That many of the records spell special tokens, which are encoded as text unless `option`,
-    after `; `; empty where few do.
+    """A note that `count` records spell special tokens, after `; `; empty where few do.
+
+    These are encoded as text unless `option` is given.
     """
     if count <= SPECIAL_TEXT_RATIO * records:
         return ""
@@ -172,19 +177,18 @@ def describe_special_text(count: int, records: int, option: str) -> str:
 def read_records(
     path: str | Path, split: FileSplit = "train", unusable: UnusableRecords | None = None
 ) -> Iterator[tuple[str, Record]]:
-    """("FILE, record N", record) of a file, or of all such files of a split of a folder; N counts
-    from 1 in each file.
+    """("FILE, record N", record) of a file, or of all such files of a split of a folder.
 
-    .jsonl, .ndjson and .json (lines, or one list), these with .gz or .zst, and .parquet. Raises
-    UserError naming the place, unless `unusable` leaves the record out.
+    N counts from 1 in each file. The files are .jsonl, .ndjson and .json (lines, or one list),
+    these with .gz or .zst, and .parquet. Raises UserError naming the place, unless `unusable`
+    leaves the record out.
     """
     unusable = unusable or UnusableRecords()
     for file in find_record_files(path, split):
-        records = (
-            parquet_rows(file)
-            if content_suffix(file.name) == ".parquet"
-            else _json_list_or_lines(file)
-        )
+        if content_suffix(file.name) == ".parquet":
+            records = parquet_rows(file)
+        else:
+            records = _json_list_or_lines(file)
         for number, record in enumerate(records, start=1):
             if isinstance(record, UserError):
                 unusable.add(record)
@@ -206,11 +210,10 @@ def _json_list_or_lines(path: Path) -> Iterator[Record | UserError]:
                 allow_nan=True,
             )
             for number, item in enumerate(items, start=1):
-                yield (
-                    item
-                    if isinstance(item, dict)
-                    else UserError(f"{path}, record {number}: not an object; {hint}")
-                )
+                if isinstance(item, dict):
+                    yield item
+                else:
+                    yield UserError(f"{path}, record {number}: not an object; {hint}")
             return
     yield from (record for _, record in json_lines(path, 0, None, ReadProgress()))
 
@@ -218,8 +221,9 @@ def _json_list_or_lines(path: Path) -> Iterator[Record | UserError]:
 def json_lines(
     path: str | Path, start: int, stop: int | None, progress: ReadProgress
 ) -> Iterator[tuple[Callable[[], str], Record | UserError]]:
-    """(what gives its place, object) of each line that begins at bytes `start` … `stop` − 1, or to
-    the end. Blank lines are skipped.
+    """(place, object) of each line that begins at bytes `start` … `stop` − 1, or to the end.
+
+    `place` is a function, since few places are needed. Blank lines are skipped.
 
     A line that is not UTF-8, not a JSON object, or longer than MAX_LINE_BYTES gives a UserError
     naming file and line.
@@ -232,9 +236,12 @@ def json_lines(
             file.seek(start - 1)
             offset += _skip_line(file) - 1
         # Once, however many lines have to be named.
-        first, number = cache(partial(_line_number, path, offset)), -1
+        first = cache(partial(_line_number, path, offset))
+        number = -1
         while (stop is None or offset < stop) and (line := file.readline(MAX_LINE_BYTES + 1)):
-            size, content, number = len(line), line.removeprefix(BYTE_ORDER_MARK), number + 1
+            size = len(line)
+            content = line.removeprefix(BYTE_ORDER_MARK)
+            number += 1
             place = partial(_line_place, path, first, number)
             if size > MAX_LINE_BYTES:
                 limit = (
@@ -242,7 +249,8 @@ def json_lines(
                     " it out"
                 )
                 yield place, UserError(f"{place()}: {limit}")
-                size += 0 if line.endswith(b"\n") else _skip_line(file)
+                if not line.endswith(b"\n"):
+                    size += _skip_line(file)
             elif content and not content.isspace():
                 progress.bytes = file.disk_position - start
                 yield place, _parse_line(content, path, offset, place)
@@ -250,7 +258,7 @@ def json_lines(
 
 
 def _skip_line(file: io.BufferedReader) -> int:
-    """Read to the end of a line, however long it is, and return how many bytes that was."""
+    """Read to the end of a line, however long it is, and return the number of its bytes."""
     skipped = 0
     while piece := file.readline(CHUNK_BYTES):
         skipped += len(piece)
@@ -269,11 +277,9 @@ def _parse_line(
             decode_utf8(line, path, offset)  # names the byte, for an encoding error
         except UserError as not_utf8:
             return not_utf8
-        surrogate = (
-            ": half of a surrogate pair, which UTF-8 cannot encode"
-            if "of hex escape" in str(problem)
-            else ""
-        )
+        surrogate = ""
+        if "of hex escape" in str(problem):
+            surrogate = ": half of a surrogate pair, which UTF-8 cannot encode"
         return UserError(f"{place()}{problem}{surrogate}")
 
 
@@ -286,43 +292,39 @@ def _line_number(path: str | Path, offset: int) -> int:
     if not offset:
         return 1
     with open_decompressed(path) as file:
-        seen, line = 0, 1
+        seen = 0
+        line = 1
         while seen < offset:
-            seen, line = seen + _skip_line(file), line + 1
+            seen += _skip_line(file)
+            line += 1
     return line
 
 
 def parquet_rows(
     path: str | Path, columns: list[str] | None = None, row_group: int | None = None
 ) -> Iterator[Record | UserError]:
-    """The rows of a parquet file, or of one row group, as lines of JSON would have them
-    (`_to_json`). Columns that are null stay. Raises UserError if the file cannot be read.
+    """The rows of a parquet file, or of one row group, as lines of JSON would have them.
+
+    See `_to_json`. Columns that are null stay. Raises UserError if the file cannot be read.
     """
     of_group = "" if row_group is None else f" of group {row_group + 1}"
     with open_parquet(path) as parquet:
         row_groups = None if row_group is None else [row_group]
         rows = 0
         for batch in parquet.iter_batches(PARQUET_BATCH_ROWS, row_groups, columns):
-            decoders = {
-                field.name: decode for field in batch.schema if (decode := _to_json(field.type))
-            }
+            decoders = {field.name: _to_json(field.type) for field in batch.schema}
             for row in batch.to_pylist():
                 rows += 1
                 try:
-                    row |= {
-                        name: decode(row[name])
-                        for name, decode in decoders.items()
-                        if row[name] is not None
-                    }
+                    yield {name: _decode(value, decoders[name]) for name, value in row.items()}
                 except UserError as problem:
                     yield UserError(f"{path}, row {rows}{of_group}: {problem}")
-                else:
-                    yield row
 
 
 def _to_json(kind: "pyarrow.DataType") -> Callable[[Any], Any] | None:
-    """What makes of a value of this type, not null, what JSON has in its place; None where it is
-    that already.
+    """A function that turns a value of this type, not null, into what JSON has in its place.
+
+    None where the value is that already.
 
     Arrow gives every struct of a column the same fields, most of them null: nulls in structs are
     left out, those in lists stay. Declared JSON is parsed, and keeps its nulls. Times become ISO
@@ -379,7 +381,7 @@ def _decode_bytes(value: bytes) -> str | bytes:
 
 @contextmanager
 def open_parquet(path: str | Path) -> Iterator["pyarrow.parquet.ParquetFile"]:
-    """A parquet file; what pyarrow raises in the block becomes a UserError."""
+    """A context with a parquet file, in which pyarrow's exceptions become a UserError."""
     import pyarrow.parquet
 
     if Path(path).suffix in COMPRESSION_SUFFIXES:
@@ -411,7 +413,7 @@ def record_text(record: Record, name: str) -> str:
 
 @contextmanager
 def open_decompressed(path: str | Path) -> Iterator[SourceReader]:
-    """A file as its bytes, decompressed by its suffix. OSError in the block becomes a UserError."""
+    """A context with a file, decompressed by its suffix, in which OSError becomes a UserError."""
     try:
         with _open_by_suffix(path) as file:
             yield file

@@ -123,16 +123,18 @@ class FileSource(ABC):
         return sum(file.size for file in self.files)
 
     def fingerprint(self) -> str:
-        """A hash that changes when a file is added, removed, resized or touched, or when it is read
-        in another way.
+        """A hash that changes with the files, or when they are read in another way.
+
+        It changes when a file is added, removed, resized or touched.
         """
         files = [(file.name, file.size, file.modified_ns) for file in self.files]
         return hash_json(self._identity(files))
 
     @abstractmethod
     def _identity(self, files: list[tuple[str, int, int]]) -> list[Any]:
-        """Everything that the documents depend on, as JSON; `files` say which version of each file
-        it is.
+        """Everything that the documents depend on, as JSON.
+
+        `files` tell the version of each file.
         """
 
 
@@ -144,17 +146,15 @@ class TextSource(FileSource):
     readers: PluginReaders = NO_READERS
 
     def _identity(self, files: list[tuple[str, int, int]]) -> list[Any]:
-        has_plugins = any(self.readers.reads(content_suffix(file.name)) for file in self.files)
-        has_pages = any(self._is_page(file) for file in self.files)
-        return [
-            self.text_field,
-            files,
-            *([self.readers.identity()] if has_plugins else []),
-            *([f"trafilatura {version('trafilatura')}"] if has_pages else []),
-        ]
+        identity: list[Any] = [self.text_field, files]
+        if any(self.readers.reads(content_suffix(file.name)) for file in self.files):
+            identity.append(self.readers.identity())
+        if any(self._is_page(file) for file in self.files):
+            identity.append(f"trafilatura {version('trafilatura')}")
+        return identity
 
     def _is_page(self, file: SourceFile) -> bool:
-        """Whether the text of a page of HTML is extracted from it."""
+        """Return True for a page of HTML, whose text is extracted."""
         suffix = content_suffix(file.name)
         return suffix in HTML_SUFFIXES and not self.readers.reads(suffix)
 
@@ -171,7 +171,8 @@ class TextSource(FileSource):
         """All units of work, in a fixed order."""
         units: list[SourceUnit] = []
         texts: list[SourceFile] = []
-        size, unit_bytes = 0, min(JSONL_UNIT_BYTES, max(TEXT_UNIT_BYTES, self.size // MANY_UNITS))
+        size = 0
+        unit_bytes = min(JSONL_UNIT_BYTES, max(TEXT_UNIT_BYTES, self.size // MANY_UNITS))
         for file in self.files:
             suffix = content_suffix(file.name)
             if self.readers.reads(suffix):
@@ -185,7 +186,8 @@ class TextSource(FileSource):
             elif suffix not in JSON_SUFFIXES:
                 if texts and size + file.size > TEXT_UNIT_BYTES:
                     units.append(self._text_unit(texts))
-                    texts, size = [], 0
+                    texts = []
+                    size = 0
                 texts.append(file)
                 size += file.size
             elif Path(file.name).suffix in COMPRESSION_SUFFIXES:
@@ -226,7 +228,8 @@ def open_text_source(
     there is nothing to read, or for a single file of another kind.
     """
     suffixes = {suffix.lower() for suffix in text_suffixes}
-    left_out, known = Counter[str](), known_suffixes() | suffixes
+    left_out = Counter[str]()
+    known = known_suffixes() | suffixes
     if spec == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
         paths = [
@@ -254,7 +257,8 @@ def open_text_source(
     elif root.is_file():
         if content_suffix(root.name) not in known:
             _check_is_text(root)
-        root, paths = root.parent, [root]
+        paths = [root]
+        root = root.parent
     else:
         raise UserError(f'{spec}: no such file or folder: give a path, or "stdlib"')
     files = stat_files(paths, root)
@@ -268,7 +272,7 @@ def open_text_source(
 def _documents_of_split(
     paths: list[Path], root: Path, split: FileSplit, plain_suffixes: Collection[str]
 ) -> tuple[list[Path], Counter[str]]:
-    """The files of a split, and how many others there are.
+    """The files of a split, and the numbers of others.
 
     Code and pages are of no split, and plain texts only where the names of all tell one:
     "test-drive.txt" may be a document of many.
@@ -293,9 +297,8 @@ def _check_is_text(path: Path) -> None:
     Without a suffix it is text, unless binary.
     """
     suffix = content_suffix(path.name)
-    way = next(
-        (way for way, suffixes in CONVERSIONS.items() if suffix in suffixes), OTHER_CONVERSION
-    )
+    ways = (way for way, suffixes in CONVERSIONS.items() if suffix in suffixes)
+    way = next(ways, OTHER_CONVERSION)
     if suffix:
         raise UserError(f"{path}: {suffix} files are not read; {way}")
     with open_decompressed(path) as file:
@@ -324,7 +327,8 @@ def _parquet_units(file: SourceFile, name: str) -> list[SourceUnit]:
     import pyarrow
 
     with open_parquet(file.path) as parquet:
-        schema, metadata = parquet.schema_arrow, parquet.metadata
+        schema = parquet.schema_arrow
+        metadata = parquet.metadata
     if name not in schema.names:
         raise UserError(
             f"{file.path}: no field {name!r}: there are {list_names(schema.names)}{TEXT_FIELD_HINT}"

@@ -46,8 +46,9 @@ PLUGIN_HINT = "which a plugin reads: --plugins examples/token_files/"
 
 @dataclass(frozen=True)
 class TokenUnit(ABC):
-    """A part of a file that one process reads: the items that begin at `start` … `stop` − 1; the
-    kind of file determines the items.
+    """A part of a file that one process reads: the items that begin at `start` … `stop` − 1.
+
+    The kind of file determines the items.
     """
 
     path: str
@@ -77,9 +78,7 @@ class TokenUnit(ABC):
 
     @abstractmethod
     def _stored_documents(self) -> Iterator[tuple[np.ndarray, float]]:
-        """The stored ids of each document, after a check, and the fraction of the unit that has
-        been read.
-        """
+        """The stored ids of each document, after a check, and the fraction of the unit read."""
 
     def _split(self, document: np.ndarray) -> Iterator[np.ndarray]:
         """The parts between separators that are not empty.
@@ -126,11 +125,11 @@ class FlatUnit(TokenUnit):
                 first = 0
                 for end in ends:
                     if begins:
-                        yield (
-                            np.concatenate([*pieces, ids[first:end]]),
-                            min(1.0, (at + end - self.start) / (self.stop - self.start)),
-                        )
-                    pieces, begins, first = [], True, end + 1
+                        read = (at + end - self.start) / (self.stop - self.start)
+                        yield np.concatenate([*pieces, ids[first:end]]), min(1.0, read)
+                    pieces = []
+                    begins = True
+                    first = end + 1
                     if at + first >= self.stop:
                         return
                 if begins:
@@ -154,9 +153,8 @@ class ArrowUnit(TokenUnit):
                         f"{self.path}: record batch {number:,} has rows or ids that are null"
                     )
                 for row in values if is_list else [values]:
-                    ids = (row.values if hasattr(row, "values") else row).to_numpy(
-                        zero_copy_only=False
-                    )
+                    array = row.values if hasattr(row, "values") else row
+                    ids = array.to_numpy(zero_copy_only=False)
                     yield self._check(ids, f"record batch {number:,}", 0), read
 
 
@@ -193,8 +191,9 @@ class PluginTokenUnit(TokenUnit):
 
 @contextmanager
 def _open_arrow(path: str) -> Iterator[tuple["pyarrow.ipc.RecordBatchFileReader", str]]:
-    """An Arrow file, and its column of ids; what pyarrow raises in the block becomes a
-    UserError.
+    """A context with an Arrow file and its column of ids.
+
+    In it pyarrow's exceptions become a UserError.
     """
     import pyarrow
 
@@ -233,13 +232,10 @@ class TokenSource(FileSource):
     readers: PluginReaders = NO_READERS
 
     def _identity(self, files: list[tuple[str, int, int]]) -> list[Any]:
-        has_plugins = any(self.readers.reads_tokens(Path(file.name).suffix) for file in self.files)
-        return [
-            "tokens",
-            self.separators,
-            files,
-            *([self.readers.identity()] if has_plugins else []),
-        ]
+        identity: list[Any] = ["tokens", self.separators, files]
+        if any(self.readers.reads_tokens(Path(file.name).suffix) for file in self.files):
+            identity.append(self.readers.identity())
+        return identity
 
     def units(self) -> list[TokenUnit]:
         """All units of work, in a fixed order.
@@ -270,7 +266,7 @@ def _detect_kind(
             return ArrowUnit, reader.num_record_batches, ()
     if path.with_suffix(".idx").exists():
         raise UserError(f"{path}: tokens of Megatron-LM, {PLUGIN_HINT}megatron.py")
-    if np.fromfile(path, "<i4", 1).tolist() in [[magic] for magic in LLMC_MAGICS]:
+    if np.isin(np.fromfile(path, "<i4", 1), LLMC_MAGICS).any():
         raise UserError(f"{path}: tokens of llm.c, {PLUGIN_HINT}llmc.py")
     if size % 2:
         raise UserError(
@@ -280,9 +276,7 @@ def _detect_kind(
 
 
 def find_token_files(spec: str, readers: PluginReaders = NO_READERS) -> list[Path]:
-    """The files of tokens that a path names: itself, or all in a folder; none if it is something
-    else.
-    """
+    """The files of tokens that a path names: itself, or all in a folder; else none."""
     root = expand_home(spec)
 
     def holds_tokens(path: Path) -> bool:
@@ -290,9 +284,10 @@ def find_token_files(spec: str, readers: PluginReaders = NO_READERS) -> list[Pat
 
     if root.suffix == ".idx" and root.with_suffix(".bin").is_file():
         root = root.with_suffix(".bin")
-    if root.is_file():
-        return [root] if holds_tokens(root) else []
-    return [path for path in list_files(root) if holds_tokens(path)] if root.is_dir() else []
+    paths = [root] if root.is_file() else []
+    if root.is_dir():
+        paths = list(list_files(root))
+    return [path for path in paths if holds_tokens(path)]
 
 
 def open_token_source(
@@ -302,26 +297,28 @@ def open_token_source(
     separator_id: int | None = None,
     readers: PluginReaders = NO_READERS,
 ) -> TokenSource:
-    """The tokenized corpus in these files, of this tokenizer; those of the split train, where a
-    folder's files name splits.
+    """The tokenized corpus in these files, of this tokenizer.
 
-    Documents end at the tokenizer's end-of-text id, at `separator_id`, and before a
-    beginning-of-text id.
+    Where a folder's files name splits, it has those of the split train. Documents end at the
+    tokenizer's end-of-text id, at `separator_id`, and before a beginning-of-text id.
     """
     if separator_id is not None and separator_id >= tokenizer.vocab_size:
         raise UserError(
             f"separator_id {separator_id:,}: the vocabulary has ids up to"
             f" {tokenizer.vocab_size - 1:,}"
         )
-    separators = sorted({*tokenizer.named_ids, *([] if separator_id is None else [separator_id])})
-    root, left_out = expand_home(spec), Counter[str]()
+    separators = set(tokenizer.named_ids)
+    if separator_id is not None:
+        separators.add(separator_id)
+    root = expand_home(spec)
+    left_out = Counter[str]()
     if root.is_dir():
         paths, left_out = choose_split(paths, root, "train")
     files = stat_files(paths, root if root.is_dir() else root.parent)
     return TokenSource(
         spec,
         files,
-        tuple(separators),
+        tuple(sorted(separators)),
         tokenizer.vocab_size,
         readers,
         left_out=tuple(left_out.most_common()),

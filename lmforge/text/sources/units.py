@@ -44,9 +44,10 @@ MAX_LINE_CHARACTERS = 2**23
 
 
 class Document(NamedTuple):
-    """A text, other data of its source (fields of a record, or the path of a file), and its
-    location. `location` is for messages: for a line of a compressed file it reads the file up to
-    there.
+    """A text of a source.
+
+    fields: other data of its source, of a record, or the path of a file. location: its place, for
+    messages; for a line of a compressed file it reads the file up to there.
     """
 
     text: str
@@ -71,14 +72,12 @@ class SourceUnit(ABC):
         Raises UserError naming file and place if one cannot be read, unless `progress.unusable`
         leaves it out.
 
-        With each document `progress` says how much of `size` has been read. Without `all_fields`,
-        `fields` may be empty.
+        With each document `progress` has the bytes of `size` that have been read. Without
+        `all_fields`, `fields` may be empty.
         """
 
     def read(self, progress: ReadProgress | None = None) -> Iterator[str]:
-        """The text of each document, with the same errors, and for lines that are too long to
-        tokenize.
-        """
+        """The text of each document. Raises UserError for lines that are too long to tokenize too."""
         for document in self.documents(progress or ReadProgress(), False):
             check_lines(document.text, document.location)
             yield document.text
@@ -95,14 +94,14 @@ def check_lines(text: str, location: Callable[[], str]) -> None:
 
 
 def extract_text(page: str) -> str:
-    """The main text of a page of HTML by trafilatura, or all its visible text where that finds
-    none; empty without text.
+    """The main text of a page of HTML by trafilatura; empty without text.
+
+    Where it finds none, that is all visible text.
     """
     import trafilatura
 
-    return trafilatura.extract(
-        page, favor_recall=True, include_comments=False
-    ) or trafilatura.html2txt(page)
+    text = trafilatura.extract(page, favor_recall=True, include_comments=False)
+    return text or trafilatura.html2txt(page)
 
 
 @dataclass(frozen=True)
@@ -120,11 +119,11 @@ class TextUnit(SourceUnit):
         for path in self.paths:
             with open_decompressed(path) as file:
                 with progress.unusable.leave_out():
-                    text = decode_utf8(
-                        read_stream(file, path, MAX_DOCUMENT_BYTES, partial(_overlong_text, path)),
-                        path,
-                    )
-                    text = extract_text(text) if content_suffix(path) in HTML_SUFFIXES else text
+                    refuse = partial(_overlong_text, path)
+                    content = read_stream(file, path, MAX_DOCUMENT_BYTES, refuse)
+                    text = decode_utf8(content, path)
+                    if content_suffix(path) in HTML_SUFFIXES:
+                        text = extract_text(text)
                     progress.bytes += file.disk_position
                     yield Document(text, {"path": path}, partial(str, path))
 
@@ -204,8 +203,7 @@ class ParquetUnit(FileUnit):
 
 
 class TableUnit(FileUnit):
-    """A file of comma- or tab-separated values with a header; fields with quotes as RFC 4180 has
-    them.
+    """A file of comma- or tab-separated values with a header, quoted as RFC 4180 has it.
 
     It is one unit, since a quoted field may contain line ends.
     """

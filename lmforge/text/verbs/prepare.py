@@ -1,5 +1,6 @@
-"""`lmforge prepare`: text → tokenizer → token shards, with a progress bar and a summary;
-`--verify`: compare every block of a token folder with its checksum.
+"""`lmforge prepare`: text → tokenizer → token shards, with a progress bar and a summary.
+
+`--verify` compares every block of a token folder with its checksum.
 """
 
 import json
@@ -124,7 +125,8 @@ def _print_summary(summary: PreparationSummary, seconds: float) -> None:
     for reason, count in summary.removed_documents.items():
         print(f"left out  {format_count(count, 'document')}: {REASONS[reason]}")
     total = sum(summary.documents.values())
-    if words := describe_special_text(summary.special_text, total, "--parse_special_tokens"):
+    words = describe_special_text(summary.special_text, total, "--parse_special_tokens")
+    if words:
         print(f"as text   {words.removeprefix('; ')}")
     if summary.left_out:
         print(f"left out  {describe_left_out(summary.left_out)}")
@@ -138,22 +140,30 @@ def _progress() -> Iterator[ProgressCallback]:
 
     Gives the function that `prepare` calls.
     """
-    console, printed_at = Console(highlight=False), time.monotonic()
+    console = Console(highlight=False)
+    printed_at = time.monotonic()
     tasks: dict[str, TaskID] = {}
     began: dict[str, tuple[float, int]] = {}  # when a step began, and how much was done before
 
     def update(step: str, done: int, total: int, read: int, size: int) -> None:
         nonlocal printed_at
-        now, amount = time.monotonic(), f"{done} of {total}"
+        now = time.monotonic()
+        amount = f"{done} of {total}"
         if size:
-            done, total, amount = read, size, f"{read / 1e6:,.1f} of {size / 1e6:,.1f} MB"
+            done = read
+            total = size
+            amount = f"{read / 1e6:,.1f} of {size / 1e6:,.1f} MB"
         if step not in tasks:
-            tasks[step], began[step] = bar.add_task(step, amount=amount), (now, done)
+            tasks[step] = bar.add_task(step, amount=amount)
+            began[step] = (now, done)
         bar.update(tasks[step], completed=done, total=total, amount=amount)
         if not console.is_terminal and now - printed_at > PRINT_EVERY_SECONDS:
-            printed_at, (since, before) = now, began[step]
-            left = (total - done) * (now - since) / (done - before) if done > before else None
-            remaining = f", {timedelta(seconds=round(left))} left" if left else ""
+            printed_at = now
+            since, before = began[step]
+            remaining = ""
+            if total > done > before:
+                left = (total - done) * (now - since) / (done - before)
+                remaining = f", {timedelta(seconds=round(left))} left"
             print(f"{step}: {done / total:.0%}, {amount}{remaining}", flush=True)
 
     columns = (
@@ -178,7 +188,8 @@ def verify(path: str) -> int:
     folder = TokenFolder.open(path, check_sizes=False)
     _ = folder.tokenizer
     began = printed_at = time.monotonic()
-    total, damaged = sum(len(shards) for shards in folder.manifest.splits.values()), []
+    total = sum(len(shards) for shards in folder.manifest.splits.values())
+    damaged = []
     for done, shard in enumerate(verify_shards(folder), start=1):
         if shard is not None:
             damaged.append(shard)

@@ -1,4 +1,4 @@
-"""What a step of a run will need and how long it will take.
+"""The prediction of what a step of a run will need and how long it will take.
 
 Begin with predict.py (`predict`, and `run_cost` for the whole run). step_config.py has its inputs;
 costs.py prices the traces of a block, the head and its loss; rates.py says how fast a device and

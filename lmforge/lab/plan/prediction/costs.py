@@ -1,6 +1,7 @@
-"""What the parts of a model cost a rank for one micro-batch, in bytes and seconds, from their
-traces: a block, and the head with its loss. Blocks differ only in their windows, and in whether
-they are a mixture of experts.
+"""The costs of the parts of a model on a rank for one micro-batch, in bytes and seconds.
+
+They come from the traces of a block, and of the head with its loss. Blocks differ only in their
+windows, and in whether they are a mixture of experts.
 """
 
 from dataclasses import dataclass
@@ -21,8 +22,8 @@ LENGTH = 1024
 BACKWARD_ATTENTION = 2.5
 INT64_BYTES = 8
 FP32_BYTES = 4  # losses and the head's gradient are in fp32, whatever the compute dtype
-# Of a divergence from a teacher, by its beta (0, 1, or between): how many fp32 arrays of logits
-# there are at once, and how many bytes its operators move for each logit. Measured.
+# A divergence from a teacher, by its beta (0, 1, or between): the number of fp32 arrays of logits
+# that exist at once, and of bytes that its operators move for each logit. Measured.
 DIVERGENCE = {0.0: (6, 200), 1.0: (7, 246)}
 BETWEEN = (8, 274)
 
@@ -32,7 +33,7 @@ Parts = list[tuple[str, float, str]]
 
 @dataclass(frozen=True)
 class BlockCost:
-    """What a block costs.
+    """The cost of a block.
 
     forward, backward: the operations of the two passes, without `recomputed`, what the backward
     pass computes again.
@@ -55,8 +56,10 @@ class BlockCost:
 
 
 def traced_length(step_config: StepConfig) -> int:
-    """Tokens of the sequence that is traced: of a full one where there are masks, on a CPU or in a
-    wrapped model. Elsewhere all but attention grows with the tokens, and one length stands for all.
+    """The number of tokens of the sequence that is traced.
+
+    It is a full one where there are masks, on a CPU or in a wrapped model. Elsewhere all but
+    attention grows with the tokens, and one length stands for all.
     """
     if not step_config.on_gpu or step_config.model.implementation != "lmforge":
         return step_config.sequence_length
@@ -83,38 +86,41 @@ def block_trace(step_config: StepConfig, *, checkpointed: bool, sparse: bool) ->
 def count_block(
     step_config: StepConfig, rates: Rates, window: int | None, sparse: bool, checkpointed: bool
 ) -> BlockCost:
-    """The costs of a block whose attention reaches `window` tokens back (None: all); `sparse`: it
-    is a mixture of experts;
-    `checkpointed`: `activation_checkpointing` applies to this one.
+    """The cost of a block whose attention reaches `window` tokens back (None: all).
+
+    sparse: it is a mixture of experts. checkpointed: `activation_checkpointing` applies to it.
     """
     plain, trace = (
         block_trace(step_config, checkpointed=each, sparse=sparse) for each in (False, checkpointed)
     )
-    sequences, length = step_config.tokens / traced_length(step_config), step_config.sequence_length
-    # On a GPU the trace has the causal half, which a window may shorten.
-    keys = min(length, 2 * window) if window is not None and step_config.on_gpu else length
+    sequences = step_config.tokens / traced_length(step_config)
+    length = step_config.sequence_length
+    keys = length
+    if window is not None and step_config.on_gpu:
+        # The trace has the causal half, which a window may shorten.
+        keys = min(length, 2 * window)
     span = keys / traced_length(step_config)
     forward, backward, again = (
         each.scaled(sequences, span) for each in (plain.forward, plain.backward, trace.backward)
     )
     saved, unchecked = (sequences * each.saved_bytes + each.fixed_bytes for each in (trace, plain))
-    number_bytes, input_bytes = step_config.dtype_bytes, sequences * trace.input_bytes
+    number_bytes = step_config.dtype_bytes
+    input_bytes = sequences * trace.input_bytes
     for work in (forward, backward, again):  # each rank has as many rows of fewer experts
         work.products = [
             each._replace(experts=max(1, each.experts // step_config.expert))
             for each in work.products
         ]
-    dispatched = (
-        dispatched_rows(step_config) * step_config.model.hidden_size * number_bytes
-        if sparse
-        else 0.0
-    )
+    dispatched = 0.0
+    if sparse:
+        dispatched = dispatched_rows(step_config) * step_config.model.hidden_size * number_bytes
     if dispatched:  # the order of the rows that came, and its reverse
         unchecked += 2 * INT64_BYTES * dispatched_rows(step_config)
-        saved = saved if checkpointed else unchecked
+        if not checkpointed:
+            saved = unchecked
 
     def product_seconds(work: Work, *, backward: bool = False) -> tuple[float, float]:
-        """Of dense products, and of those of experts."""
+        """The seconds of dense products, and of those of experts."""
         seconds = [
             (each, rates.product_seconds(each, step_config.float8, backward))
             for each in work.products
@@ -130,16 +136,18 @@ def count_block(
         *,
         backward: bool = False,
     ) -> Parts:
-        head_dim, colon = step_config.model.head_dim, ":" * backward
+        head_dim = step_config.model.head_dim
+        colon = ":" if backward else ""
         attention = rates.attention_seconds(attention_flops, head_dim, length, backward=backward)
         element_wise = rates.element_wise_seconds(work.moved_bytes, input_bytes)
-        return [
+        operations = [
             (product, seconds[0], "matrix products"),
             (f"{colon} attention", attention, "attention"),
             (f"{colon} element-wise", element_wise, "element-wise"),
-            *([(f"{colon} experts", seconds[1], "products of experts")] if seconds[1] else []),
-            *_collectives(step_config, rates, sparse, backward),
         ]
+        if seconds[1]:
+            operations.append((f"{colon} experts", seconds[1], "products of experts"))
+        return operations + _collectives(step_config, rates, sparse, backward)
 
     def of_forward(work: Work) -> Parts:
         return parts("", product_seconds(work), work, work.attention_flops)
@@ -161,8 +169,9 @@ def count_block(
 
 
 def dispatched_rows(step_config: StepConfig) -> float:
-    """The rows that a rank sends, and gets where experts are equally busy, for a mixture and a
-    micro-batch.
+    """The rows that a rank sends for a mixture and a micro-batch.
+
+    It gets as many where experts are equally busy.
     """
     if step_config.expert == 1:
         return 0.0
@@ -171,8 +180,12 @@ def dispatched_rows(step_config: StepConfig) -> float:
 
 def _collectives(step_config: StepConfig, rates: Rates, sparse: bool, backward: bool) -> Parts:
     """The collectives that a block's forward or backward pass waits for."""
-    parts, tensor, context = Parts(), step_config.tensor, step_config.context
-    tokens, number_bytes, model = step_config.tokens, step_config.dtype_bytes, step_config.model
+    parts = Parts()
+    tensor = step_config.tensor
+    context = step_config.context
+    tokens = step_config.tokens
+    number_bytes = step_config.dtype_bytes
+    model = step_config.model
     if tensor > 1:
         group = make_group(tensor, 1, step_config.gpus_per_host)
         hidden_bytes = float(tokens * model.hidden_size * number_bytes)
@@ -205,24 +218,25 @@ def is_checkpointed(step_config: StepConfig, number: int) -> bool:
 
 
 def mask_bytes(step_config: StepConfig, *, only_kept: bool = False) -> int:
-    """Bytes of the dense masks of a CPU, one for each window, which all blocks share; while one is
-    built there are three more.
-    `only_kept`: masks of compiled blocks and of blocks that are recomputed; others keep copies in
-    the compute dtype.
+    """Bytes of the dense masks of a CPU, one for each window, which all blocks share.
+
+    While one is built there are three more. only_kept: masks of compiled blocks and of blocks that
+    are recomputed; others keep copies in the compute dtype.
     """
+    if step_config.on_gpu:
+        return 0
     windows = {
         window
         for number, window in enumerate(step_config.model.layer_windows, start=1)
         if not only_kept or step_config.compiled or is_checkpointed(step_config, number)
     }
-    return (
-        0 if step_config.on_gpu else len(windows) * step_config.sequence_length * step_config.tokens
-    )
+    return len(windows) * step_config.sequence_length * step_config.tokens
 
 
 def embedded_bytes(step_config: StepConfig) -> float:
-    """What is kept before the first block, which counts its input itself: rotary angles, masks of
-    attention and dropout.
+    """Bytes that are kept before the first block: rotary angles, masks of attention and dropout.
+
+    The block counts its input itself.
     """
     sparse = step_config.model.sparse_layers[0]
     traced = block_trace(step_config, checkpointed=False, sparse=sparse).embedded_bytes
@@ -233,7 +247,7 @@ def embedded_bytes(step_config: StepConfig) -> float:
 
 @dataclass(frozen=True)
 class HeadCost:
-    """What the last norm, the head and the loss cost.
+    """The cost of the last norm, the head and the loss.
 
     norm_bytes, loss_bytes: kept from the forward to the backward pass. forward_transient,
     backward_transient: while it runs.
@@ -253,24 +267,23 @@ class HeadCost:
 
 
 def count_head(step_config: StepConfig, rates: Rates, parameters: int) -> HeadCost:
-    """For a head with this number of parameters on this rank."""
-    tokens, width, number_bytes = (
-        step_config.tokens,
-        step_config.model.hidden_size,
-        step_config.dtype_bytes,
-    )
-    on_gpu, compiled, vocabulary = step_config.on_gpu, step_config.compiled, parameters // width
+    """The cost of a head with this number of parameters on this rank."""
+    tokens = step_config.tokens
+    width = step_config.model.hidden_size
+    number_bytes = step_config.dtype_bytes
+    on_gpu = step_config.on_gpu
+    compiled = step_config.compiled
+    vocabulary = parameters // width
     traced = step_config.traced_model(sparse=step_config.model.sparse_layers[0])
     trace = trace_head(traced, step_config.loss, is_trained=step_config.trains_head)
     norm = tokens * trace.norm_bytes / step_config.tensor
     # Autocast casts the head.
-    cast = (
-        parameters * number_bytes
-        if not step_config.is_fsdp and number_bytes < DTYPE_BYTES[step_config.master_dtype]
-        else 0
-    )
+    cast = 0
+    if not step_config.is_fsdp and number_bytes < DTYPE_BYTES[step_config.master_dtype]:
+        cast = parameters * number_bytes
     distilled = step_config.distillation
-    fused, logits = on_gpu and compiled and distilled is None, float(tokens * vocabulary)
+    fused = on_gpu and compiled and distilled is None
+    logits = float(tokens * vocabulary)
     chunk = tokens
     if step_config.logit_bytes is None:
         chunk = min(tokens, loss_chunk_tokens(vocabulary, number_bytes, on_gpu=on_gpu, fused=fused))
@@ -302,43 +315,41 @@ def count_head(step_config: StepConfig, rates: Rates, parameters: int) -> HeadCo
         )
     # On a CPU losses are computed in fp32, in place where that is the dtype of the logits.
     once = number_bytes if fused or number_bytes == FP32_BYTES else number_bytes + FP32_BYTES
-    arrays, moved = (0, 0) if distilled is None else DIVERGENCE.get(distilled.beta, BETWEEN)
-    transient = float(
-        chunk * vocabulary * (number_bytes + arrays * FP32_BYTES if arrays else once) + cast
-    )
+    if distilled is not None:
+        arrays, moved = DIVERGENCE.get(distilled.beta, BETWEEN)
+        once = number_bytes + arrays * FP32_BYTES
+    transient = float(chunk * vocabulary * once + cast)
     if (
         not on_gpu
         and number_bytes < FP32_BYTES
         and step_config.loss == "tokens"
         and distilled is None
     ):
-        # A CPU has no product of bf16 into fp32; to add it to that of earlier chunks torch widens
-        # it.
-        transient += parameters * (number_bytes + (FP32_BYTES if chunk < tokens else 0))
-    stored = (
-        compiled
-        and not on_gpu
-        and stores_exponentials(step_config.model.final_logit_softcapping, step_config.tensor)
-    )
-    passes = moved or (
-        3 * number_bytes
-        if fused
-        else 2 * (number_bytes + FP32_BYTES)
-        if stored
-        else 10 * FP32_BYTES
-    )
-    seconds = rates.element_wise_seconds(logits * passes, FP32_BYTES * chunk * vocabulary)
-    # Whose logits of a chunk are computed beside the student's.
+        # A CPU has no product of bf16 into fp32.
+        transient += parameters * number_bytes
+        if chunk < tokens:  # to add it to that of earlier chunks torch widens it
+            transient += parameters * FP32_BYTES
+    softcap = step_config.model.final_logit_softcapping
+    if distilled is None:
+        moved = 10 * FP32_BYTES
+        if fused:
+            moved = 3 * number_bytes
+        elif compiled and not on_gpu and stores_exponentials(softcap, step_config.tensor):
+            moved = 2 * (number_bytes + FP32_BYTES)
+    seconds = rates.element_wise_seconds(logits * moved, FP32_BYTES * chunk * vocabulary)
     if distilled is not None and distilled.teacher is not None:
+        # Its logits of a chunk are computed beside the student's.
         product = Product(chunk, distilled.teacher.hidden_size, vocabulary, number_bytes)
         forward += tokens / chunk * rates.product_seconds(product)
     gradient = float(FP32_BYTES * parameters * step_config.trains_head)
-    loss_bytes, scoring = tokens * trace.loss_bytes + trace.gradient_bytes, forward + seconds / 2
+    loss_bytes = tokens * trace.loss_bytes + trace.gradient_bytes
+    scoring = forward + seconds / 2
     if step_config.loss == "tokens":
         update = 4 * gradient / rates.memory
         return HeadCost(
             norm, loss_bytes, transient, gradient, forward + backward, seconds, update, scoring
         )
     # The backward pass computes the logits of each chunk again, and then the gradients.
-    held, again = transient + gradient + tokens * width * number_bytes, forward + backward + seconds
+    held = transient + gradient + tokens * width * number_bytes
+    again = forward + backward + seconds
     return HeadCost(norm, loss_bytes, transient, held, forward, seconds / 2, again, scoring)

@@ -1,6 +1,8 @@
-"""Memory and time of a step: `predict` simulates the step's operations and adds memory that belongs
-to no operation. `run_cost` goes from there to the whole run: days, GPU-hours, energy, money,
-checkpoints and the cost of failures.
+"""Memory and time of a step, and the cost of a run.
+
+`predict` simulates the step's operations and adds memory that belongs to no operation. `run_cost`
+goes from there to the whole run: days, GPU-hours, energy, money, checkpoints and the cost of
+failures.
 """
 
 import math
@@ -28,7 +30,8 @@ from lmforge.lab.plan.prediction.units import Stage
 ROUNDING_FRACTION = 0.03
 # The memory of CUDA's context and the libraries' workspaces, and of NCCL's buffers per
 # communicator.
-CONTEXT_BYTES, COMMUNICATOR_BYTES = int(0.6 * 2**30), int(0.35 * 2**30)
+CONTEXT_BYTES = int(0.6 * 2**30)
+COMMUNICATOR_BYTES = int(0.35 * 2**30)
 # The memory of any training process on a CPU, with the pages that the C library keeps.
 HOST_BYTES = 320 * 2**20
 # How far the true value may be below and above a prediction with constants from data sheets.
@@ -44,20 +47,24 @@ OVERHEAD = "context and libraries"
 CALIBRATED_SPEED_INTERVAL = (0.85, 1.15)
 # The average fraction of its power limit that a GPU uses in training, and what the rest of a host
 # adds to its GPUs.
-POWER_FRACTION, HOST_POWER = 0.9, 1.35
+POWER_FRACTION = 0.9
+HOST_POWER = 1.35
 # Micro-batches that are simulated one by one; all between the first and the last are alike.
 SIMULATED = 3
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The requirements of a step. memory: bytes by kind at the peak of the fullest rank, of live
-    tensors; `peak_at` says where in the step that is. live_bytes, reserved_bytes, device_bytes: of
-    live tensors, with what the allocator keeps, and with context and libraries. step_seconds;
-    seconds: by kind of operation, overlapping ones too; exposed_seconds: exposed communication and
-    copies of activations. timeline: (operation, live bytes) in order of issue. offloaded_bytes:
-    activations in host memory. calibrated_fraction: of the time of all operations, what comes from
-    measured constants.
+    """The requirements of a step.
+
+    memory: bytes by kind at the peak of the fullest rank, of live tensors; `peak_at` says where in
+    the step that is.
+    live_bytes, reserved_bytes, device_bytes: of live tensors, with what the allocator keeps, and
+    with context and libraries.
+    seconds: by kind of operation, overlapping ones too. exposed_seconds: exposed communication and
+    copies of activations. timeline: (operation, live bytes) in order of issue.
+    offloaded_bytes: activations in host memory. calibrated_fraction: of the time of all operations,
+    what comes from measured constants.
     """
 
     step_config: StepConfig
@@ -78,13 +85,17 @@ class Prediction:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of one rank."""
+        """The speed of one rank."""
         return self.step_config.tokens_per_step / self.step_seconds / self.step_config.world_size
 
     @property
     def speed_interval(self) -> tuple[float, float]:
-        """Narrower in proportion to the part of the step whose constants were measured."""
-        part, speed = self.calibrated_fraction, self.tokens_per_second
+        """The interval of `tokens_per_second`.
+
+        It is narrower in proportion to the part of the step whose constants were measured.
+        """
+        part = self.calibrated_fraction
+        speed = self.tokens_per_second
         low, high = (
             part * measured + (1 - part) * sheet
             for measured, sheet in zip(CALIBRATED_SPEED_INTERVAL, SPEED_INTERVAL, strict=True)
@@ -97,12 +108,15 @@ class Prediction:
 
     @property
     def host_bytes(self) -> float:
-        """What offload keeps on a host: activations, or master weights, gradients and optimizer
-        states, of its ranks.
+        """The bytes that offload keeps on a host, for all its ranks.
+
+        They are activations, or master weights, gradients and optimizer states.
         """
-        step_config, of_a_rank = self.step_config, self.offloaded_bytes * PAGE_LOCKED_ROUNDING
+        step_config = self.step_config
+        of_a_rank = self.offloaded_bytes * PAGE_LOCKED_ROUNDING
         if step_config.options.cpu_offload:
-            counts, master = step_config.parameters, step_config.master_dtype
+            counts = step_config.parameters
+            master = step_config.master_dtype
             nbytes = (
                 checkpoint_bytes(step_config.optimizer, master, counts)
                 + counts.trained * DTYPE_BYTES[master]
@@ -123,11 +137,11 @@ class Prediction:
             HOST_COPIES,
         )
         parts = {name: seconds for name, seconds in self.seconds.items() if name not in beside}
-        parts |= {
+        return parts | {
             "exposed communication": self.exposed_seconds,
             "pipeline bubble": self.bubble_seconds,
+            "waiting for the host": self.host_seconds,
         }
-        return parts | {"waiting for the host": self.host_seconds}
 
     @property
     def bottleneck(self) -> str:
@@ -145,11 +159,14 @@ def predict(step_config: StepConfig, gpu: GPU, rates: Rates) -> Prediction:
     simulated = [_simulate(step_config, rates, stage) for stage in stages]
     simulation = max(simulated, key=lambda each: each.reserved)
     slowest = max(simulated, key=lambda each: each.seconds)
-    seconds, busy, exposed = slowest.seconds, slowest.busy, slowest.exposed
+    seconds = slowest.seconds
+    busy = slowest.busy
+    exposed = slowest.exposed
     network = busy.get(NETWORK, 0.0)
     hidden = max(0.0, network - exposed)
     if rates.is_cpu:  # collectives compute on the cores that the ranks have
-        seconds, exposed = seconds + hidden, network
+        seconds += hidden
+        exposed = network
     else:  # they use a part of the device while other kernels run
         seconds += hidden * COLLECTIVE_SMS / rates.sms
     bubble = 0.0
@@ -170,11 +187,10 @@ def predict(step_config: StepConfig, gpu: GPU, rates: Rates) -> Prediction:
         bubble = (step_config.pipeline - 1) / hops * per_micro_batch
         seconds += bubble + 2 * hop * hops * step_config.accumulation
     memory = _memory_by_kind(step_config, simulation)
-    live, device_bytes = sum(simulation.live_peak.values()), sum(memory.values())
-    counts, per_token = (
-        step_config.parameters,
-        flops_per_token(step_config.model, step_config.sequence_length),
-    )
+    live = sum(simulation.live_peak.values())
+    device_bytes = sum(memory.values())
+    counts = step_config.parameters
+    per_token = flops_per_token(step_config.model, step_config.sequence_length)
     if not step_config.trains_all:
         per_token = adapted_flops_per_token(
             step_config.model, step_config.sequence_length, counts.total, counts.trained
@@ -210,11 +226,9 @@ def _calibrated_fraction(busy: dict[str, float], rates: Rates) -> float:
     }
     measured = {kind for name in rates.calibrated for kind in CONSTANTS[name]}
     total = sum(kinds.values())
-    return (
-        sum(seconds for kind, seconds in kinds.items() if kind in measured) / total
-        if total
-        else 0.0
-    )
+    if total:
+        return sum(seconds for kind, seconds in kinds.items() if kind in measured) / total
+    return 0.0
 
 
 def _offloaded_bytes(step_config: StepConfig, rates: Rates, stages: Sequence[Stage]) -> float:
@@ -228,10 +242,8 @@ def _offloaded_bytes(step_config: StepConfig, rates: Rates, stages: Sequence[Sta
 
 def peak_memory(step_config: StepConfig) -> dict[str, float]:
     """`Prediction.memory`, the fullest rank's bytes by kind, which does not depend on speeds."""
-    gpu, network = (
-        data_sheets().gpu("h100-80" if step_config.on_gpu else "cpu"),
-        data_sheets().network("infiniband-ndr"),
-    )
+    gpu = data_sheets().gpu("h100-80" if step_config.on_gpu else "cpu")
+    network = data_sheets().network("infiniband-ndr")
     rates = Rates.of_data_sheets(gpu, network, step_config.gpus_per_host, step_config.dtype)
     simulation = max(
         (_simulate(step_config, rates, stage) for stage in _stages(step_config)),
@@ -244,29 +256,22 @@ def _memory_by_kind(step_config: StepConfig, simulation: Simulation) -> dict[str
     """Live tensors at the peak, and memory that belongs to no operation."""
     if not step_config.on_gpu:
         return {**simulation.live_peak, "allocator": 0.0, OVERHEAD: float(HOST_BYTES)}
-    live, reserved = (
-        sum(simulation.live_peak.values()),
-        simulation.reserved * (1 + ROUNDING_FRACTION),
+    live = sum(simulation.live_peak.values())
+    reserved = simulation.reserved * (1 + ROUNDING_FRACTION)
+    sizes = (
+        step_config.shards,
+        step_config.replicas,
+        step_config.tensor,
+        step_config.context,
+        step_config.pipeline,
+        step_config.expert,
     )
-    groups = sum(
-        size > 1
-        for size in (
-            *(
-                step_config.shards,
-                step_config.replicas,
-                step_config.tensor,
-                step_config.context,
-                step_config.pipeline,
-            ),
-            step_config.expert,
-        )
-    )
-    overhead = CONTEXT_BYTES + groups * COMMUNICATOR_BYTES
+    overhead = CONTEXT_BYTES + sum(size > 1 for size in sizes) * COMMUNICATOR_BYTES
     return {**simulation.live_peak, "allocator": reserved - live, OVERHEAD: float(overhead)}
 
 
 def can_reduce_once(step_config: StepConfig) -> bool:
-    """Whether there is a choice of when gradients are reduced."""
+    """Return True where gradients can be reduced once per step instead of every micro-batch."""
     return (
         step_config.on_gpu
         and step_config.is_fsdp
@@ -278,7 +283,8 @@ def can_reduce_once(step_config: StepConfig) -> bool:
 
 def _stages(step_config: StepConfig) -> list[Stage]:
     """The parts of the model that may need most memory or most time."""
-    layers, degree = step_config.model.num_hidden_layers, step_config.pipeline
+    layers = step_config.model.num_hidden_layers
+    degree = step_config.pipeline
     if degree == 1:
         return [Stage(layers)]
     most = -(-layers // degree)
@@ -294,12 +300,11 @@ def _simulate(step_config: StepConfig, rates: Rates, stage: Stage) -> Simulation
     """The step of a rank with this part of the model."""
     program = StepProgram(step_config, rates, stage)
     operations = program.build(min(step_config.accumulation, SIMULATED))
-    repeated = (
-        (program.starts[1], program.starts[2]) if len(program.starts) == SIMULATED else (0, 0)
-    )
-    return simulate(
-        operations, program.held(), repeated, max(0, step_config.accumulation - SIMULATED)
-    )
+    held = program.held()
+    if len(program.starts) < SIMULATED:
+        return simulate(operations, held)
+    repeated = (program.starts[1], program.starts[2])
+    return simulate(operations, held, repeated, step_config.accumulation - SIMULATED)
 
 
 @dataclass(frozen=True)
@@ -340,11 +345,9 @@ def run_cost(
     cost = writing
     if async_save:
         hosts = math.ceil(step_config.world_size / step_config.gpus_per_host)
-        writers = (
-            step_config.shards * step_config.tensor * step_config.pipeline
-            if step_config.is_fsdp
-            else 1
-        )
+        writers = 1
+        if step_config.is_fsdp:
+            writers = step_config.shards * step_config.tensor * step_config.pipeline
         cost = min(writing, size / writers / (gpu.pcie_gb_s * GB) + 0.1 * hosts**0.5)
     between = options.failure_gpu_hours * 3600 / step_config.world_size
     # A save cannot begin before the one before it is written.

@@ -1,5 +1,6 @@
-"""A step as a list of operations, in the order in which torch's engines issue them: gather,
-compute, reduce, free.
+"""A step as a list of operations, in the order in which torch's engines issue them.
+
+They gather, compute, reduce and free.
 
 For FSDP2 the order of allocations was read from fully_shard's hooks (torch 2.13) and is compared
 with what FSDPMemTracker sees (tests/plan/test_memory_order.py). In the forward pass a unit's
@@ -40,10 +41,12 @@ FP32 = 4
 # Bytes of a number while it is dequantized: its codes, their indices, and fp32.
 DEQUANTIZE_BYTES = 6.5
 # Kernels that a block launches in its forward pass.
-EAGER_KERNELS, COMPILED_KERNELS = 60, 20
+EAGER_KERNELS = 60
+COMPILED_KERNELS = 20
 # Arrays [tokens, width] and [tokens, intermediate_size] that the backward pass of half a block
 # holds besides what was kept.
-BACKWARD_WIDE, BACKWARD_STREAM = 2.0, 3.0
+BACKWARD_WIDE = 2.0
+BACKWARD_STREAM = 3.0
 
 
 class StepProgram:
@@ -53,13 +56,14 @@ class StepProgram:
     """
 
     def __init__(self, step_config: StepConfig, rates: Rates, stage: Stage) -> None:
-        self.step_config, self.rates, self.stage = step_config, rates, stage
-        options, model = step_config.options, step_config.model
+        self.step_config = step_config
+        self.rates = rates
+        self.stage = stage
+        options = step_config.options
+        model = step_config.model
         self.operations: list[Operation] = []
-        self.number_bytes, self.master_bytes = (
-            step_config.dtype_bytes,
-            DTYPE_BYTES[step_config.master_dtype],
-        )
+        self.number_bytes = step_config.dtype_bytes
+        self.master_bytes = DTYPE_BYTES[step_config.master_dtype]
         self.shard_group = make_group(
             step_config.shards, step_config.tensor, step_config.gpus_per_host
         )
@@ -72,9 +76,8 @@ class StepProgram:
         )
         kernels = COMPILED_KERNELS if step_config.compiled else EAGER_KERNELS
         # The seconds of the host for a unit, and for the forward pass of a block.
-        self.unit_seconds, self.launch_seconds = (
-            (0.0, 0.0) if rates.is_cpu else (UNIT_SECONDS, kernels * LAUNCH_SECONDS)
-        )
+        self.unit_seconds = 0.0 if rates.is_cpu else UNIT_SECONDS
+        self.launch_seconds = 0.0 if rates.is_cpu else kernels * LAUNCH_SECONDS
         layers = [*zip(model.layer_windows, model.sparse_layers, strict=True)]
         layers = layers[: stage.blocks] if stage.has_embedding else layers[-stage.blocks :]
         kinds = [
@@ -85,11 +88,9 @@ class StepProgram:
         self.costs = [costs[kind] for kind in kinds]
         self.units = units = rank_units(step_config, stage, [sparse for _, sparse in layers])
         teacher = step_config.teacher
-        self.teacher = (
-            None
-            if teacher is None
-            else StepProgram(teacher, rates, Stage(teacher.model.num_hidden_layers))
-        )
+        self.teacher = None
+        if teacher is not None:
+            self.teacher = StepProgram(teacher, rates, Stage(teacher.model.num_hidden_layers))
         # A product with a quantized matrix has it in full, and what computes it.
         self.dequantized_bytes = float(
             units.widest * self.number_bytes + min(units.widest, CHUNK_NUMEL) * DEQUANTIZE_BYTES
@@ -154,8 +155,9 @@ class StepProgram:
 
     @property
     def saved_bytes(self) -> float:
-        """What the blocks keep of a micro-batch for its backward pass, on the device or, with
-        activation offload, the host.
+        """The bytes that the blocks keep of a micro-batch for its backward pass.
+
+        They are on the device or, with activation offload, on the host.
         """
         return sum(cost.saved_bytes for cost in self.costs)
 
@@ -220,16 +222,18 @@ class StepProgram:
         )
 
     def _full_bytes(self, unit: Unit) -> float:
-        """Of a unit that is gathered."""
+        """The bytes of a unit that is gathered."""
         return float(unit.padded * self.number_bytes + unit.quantized)
 
     def _buffer(self, unit: Unit, kind: str, nbytes: float) -> dict[str, float]:
-        """What FSDP communicates with, where there is another rank."""
+        """The buffer that FSDP communicates with, where there is another rank."""
         return {kind: float(nbytes)} if unit.group.size > 1 else {}
 
     def _wait(self, unit: Unit, *, in_forward: bool) -> None:
-        """Wait for a unit's all-gather, and copy its parameters out of the buffer, which the
-        forward pass keeps for one more unit, so that the next gather need not wait for this copy.
+        """Wait for a unit's all-gather, and copy its parameters out of the buffer.
+
+        The forward pass keeps the buffer for one more unit, so that the next gather need not wait
+        for this copy.
         """
         if unit.name not in self._gathering:
             return
@@ -237,7 +241,8 @@ class StepProgram:
         self._gathered.add(unit.name)
         nbytes = self._full_bytes(unit)
         buffer = self._buffer(unit, "gather buffers", nbytes)
-        before, self._buffered = self._buffered, buffer if in_forward else {}
+        before = self._buffered
+        self._buffered = buffer if in_forward else {}
         if before:
             self._add("free a buffer", free=before)
         copied = self._add(
@@ -251,20 +256,22 @@ class StepProgram:
         self._copied = self._copied[-1:] + copied
 
     def _after_copy(self, *, in_forward: bool) -> tuple[int, ...]:
-        """The copy that the next gather waits for: in the forward pass the last but one, in the
-        backward pass the last.
+        """The copy that the next gather waits for.
+
+        In the forward pass it is the last but one, in the backward pass the last.
         """
         return self._copied[:1] if in_forward else self._copied[-1:]
 
-    def _free(self, unit: Unit) -> dict[str, float]:
-        """The memory that resharding a unit frees."""
-        if unit.name not in self._gathered:
+    def _free(self, unit: Unit, *, reshards: bool) -> dict[str, float]:
+        """The memory that is freed where a unit `reshards`."""
+        if not reshards or unit.name not in self._gathered:
             return {}
         self._gathered.discard(unit.name)
         return {"gathered weights": self._full_bytes(unit)}
 
     def _forward(self) -> None:
-        step_config, residual = self.step_config, self.residual_bytes
+        step_config = self.step_config
+        residual = self.residual_bytes
         self._gather(self.units.root, after=())
         self._wait(self.units.root, in_forward=True)
         if self.stage.has_embedding:
@@ -276,7 +283,7 @@ class StepProgram:
                 seconds=self.rates.element_wise_seconds(3 * residual, residual),
                 allocate={"activations": embedded_bytes(step_config)},
                 transient={"temporary": 3.0 * mask_bytes(step_config)},
-                free=self._free(self.units.embedding) if self.reshards else {},
+                free=self._free(self.units.embedding, reshards=self.reshards),
             )
         for unit, cost in zip(self.units.blocks, self.costs, strict=True):
             for each in self.units.with_experts(unit):
@@ -284,17 +291,14 @@ class StepProgram:
                 self._wait(each, in_forward=True)
             self._issue(f"forward, {unit.name}", cost.forward)
             copies = 3.0 if cost.recomputed_bytes else 1.0
+            temporary = copies * cost.widest_bytes + cost.dispatch_bytes + self.dequantized_bytes
             freed = [
-                self._free(each) if self.reshards else {} for each in self.units.with_experts(unit)
+                self._free(each, reshards=self.reshards) for each in self.units.with_experts(unit)
             ]
             self._add(
                 f"forward, {unit.name}",
                 allocate={"activations": float(cost.saved_bytes)},
-                transient={
-                    "temporary": copies * cost.widest_bytes
-                    + cost.dispatch_bytes
-                    + self.dequantized_bytes
-                },
+                transient={"temporary": temporary},
                 free=freed[0],
             )
             for more in freed[1:]:
@@ -305,8 +309,9 @@ class StepProgram:
             self._head_forward()
 
     def _copy_out(self, unit: Unit, cost: BlockCost) -> None:
-        """Copy a block's activations to the host beside the next block, and free those of the block
-        before.
+        """Copy a block's activations to the host beside the next block.
+
+        Those of the block before are freed.
         """
         copied = self._add(
             f"copy activations of {unit.name} out",
@@ -331,11 +336,13 @@ class StepProgram:
         )
 
     def _score_by(self, name: str, scorer: "StepProgram", times: int = 1) -> None:
-        """The forward pass of a model that scores `times` micro-batches, which is distributed like
-        the one that is trained and keeps nothing.
+        """Issue the forward pass of a model that scores `times` micro-batches and keeps nothing.
+
+        It is distributed like the one that is trained.
         """
         for unit, cost in zip(scorer.units.blocks, scorer.costs, strict=True):
-            gathered, after = dict[str, float](), tuple[int, ...]()
+            gathered = dict[str, float]()
+            after = tuple[int, ...]()
             if self.step_config.is_fsdp:
                 gathered = {"gathered weights": float(unit.padded * self.number_bytes)}
                 seconds = self.rates.gather_seconds(gathered["gathered weights"], self.shard_group)
@@ -352,9 +359,7 @@ class StepProgram:
             )
 
     def _issue(self, name: str, parts: Parts, times: int = 1, **fields: Any) -> None:
-        """The operations of a block, `times` each, whose kernels the host launches with the
-        first.
-        """
+        """Issue the operations of a block, `times` each. The host launches them with the first."""
         for number, (suffix, seconds, kind) in enumerate(parts):
             host_seconds = 0.0 if number else times * self.launch_seconds
             self._add(
@@ -383,15 +388,16 @@ class StepProgram:
         if self.stage.has_head:
             self._head_backward(is_first, is_last)
         pairs = list(zip(self.units.blocks, self.costs, strict=True))
-        # Those of the last block are still on the device.
-        self._leaving, copied = None, tuple[int, ...]()
+        self._leaving = None  # activations of the last block are still on the device
+        copied = tuple[int, ...]()
         for number in range(len(pairs) - 1, -1, -1):
             unit, cost = pairs[number]
             for each in self.units.with_experts(unit):
                 self._gather(each, after=self._after_copy(in_forward=False))
                 self._wait(each, in_forward=False)
-            for each in self.units.with_experts(pairs[number - 1][0]) if number else ():
-                self._gather(each, after=self._after_copy(in_forward=False))
+            if number:
+                for each in self.units.with_experts(pairs[number - 1][0]):
+                    self._gather(each, after=self._after_copy(in_forward=False))
             if copied:
                 self._add(f"wait for activations of {unit.name}", after=copied)
             if number and self.step_config.offloads_activations:
@@ -413,11 +419,9 @@ class StepProgram:
 
     def _unreduced(self, unit: Unit) -> dict[str, float]:
         """A unit's gradients before they are reduced: in the compute dtype under FSDP."""
-        return (
-            {"gradients before reduction": float(unit.trained * self.number_bytes)}
-            if self.step_config.is_fsdp
-            else {}
-        )
+        if self.step_config.is_fsdp:
+            return {"gradients before reduction": float(unit.trained * self.number_bytes)}
+        return {}
 
     def _head_backward(self, is_first: bool, is_last: bool) -> None:
         cost = self.head_cost
@@ -437,9 +441,8 @@ class StepProgram:
         if cost.recomputed_bytes:
             self._issue(f"{name}: recompute", cost.recomputed, after=self._reduction)
             self._add(f"{name}: recompute", allocate={"recomputed": float(cost.recomputed_bytes)})
-        feed_forward = (
-            3 if self.step_config.compiled else 4
-        ) * cost.widest_bytes + 2 * cost.input_bytes
+        arrays = 3 if self.step_config.compiled else 4
+        feed_forward = arrays * cost.widest_bytes + 2 * cost.input_bytes
         total = cost.saved_bytes + cost.recomputed_bytes
         part = min(0.9, feed_forward / total) if total else 0.5
         parts = [self._unreduced(each) for each in self.units.with_experts(unit)]
@@ -472,7 +475,8 @@ class StepProgram:
 
     def _reduce(self, unit: Unit, *, is_first: bool, is_last: bool) -> None:
         """Reduce a unit's gradients and free what is no longer needed of it."""
-        step_config, rates = self.step_config, self.rates
+        step_config = self.step_config
+        rates = self.rates
         if not unit.parameters:
             return
         unreduced = self._unreduced(unit)
@@ -480,17 +484,12 @@ class StepProgram:
             self._add("backward, root", allocate=unreduced)
         elif unit is self.units.root and not self.units.tied:
             unreduced = {}
-        freed = unreduced | (self._free(unit) if self.reshards or is_last else {})
-        new = (
-            {}
-            if unit.name in self._reduced_units
-            else {"gradients": float(unit.padded_trained * self.master_bytes)}
-        )
+        freed = unreduced | self._free(unit, reshards=self.reshards or is_last)
+        new = {}
+        if unit.name not in self._reduced_units and step_config.options.engine != "ddp":
+            new = {"gradients": float(unit.padded_trained * self.master_bytes)}
         if not step_config.is_fsdp:
-            self._add(
-                f"gradients, {unit.name}",
-                allocate={} if step_config.options.engine == "ddp" else new,
-            )
+            self._add(f"gradients, {unit.name}", allocate=new)
             self._reduced_units.add(unit.name)
             if is_last and step_config.replicas > 1:
                 seconds = rates.all_reduce_seconds(float(unit.trained * FP32), self.replica_group)
@@ -554,18 +553,18 @@ class StepProgram:
             )
 
     def _optimizer(self) -> None:
-        step_config, rates = self.step_config, self.rates
+        step_config = self.step_config
+        rates = self.rates
         count = self.trained
-        ends = tuple(
-            number for number, each in enumerate(self.operations) if each.stream == NETWORK
-        )[-1:]
+        network = [number for number, each in enumerate(self.operations) if each.stream == NETWORK]
         # Reads master, gradient and two states, and writes all but the gradient; clipping reads and
         # writes the gradient.
         nbytes = count * self.master_bytes * (7 + 3)
         seconds = nbytes / rates.memory
         if step_config.options.cpu_offload and step_config.on_gpu:
             seconds = nbytes / HOST_OPTIMIZER_BYTES + count * self.master_bytes / rates.host_copy
-        optimizer, transient = step_config.optimizer, 0.0
+        optimizer = step_config.optimizer
+        transient = 0.0
         # Two states of a part of the numbers.
         if optimizer.uses_state_dtype and optimizer.state_dtype != "fp32":
             transient = 2 * min(count, UPDATE_CHUNK_NUMEL) * FP32
@@ -573,8 +572,8 @@ class StepProgram:
             "optimizer",
             seconds=seconds,
             kind="optimizer",
-            after=ends,
-            free=self._reducing | {},
+            after=network[-1:],
+            free=self._reducing,
             transient={"temporary": transient},
             host_seconds=self.unit_seconds,
         )

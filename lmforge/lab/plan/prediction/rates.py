@@ -1,5 +1,4 @@
-"""The speed of a device in FLOP/s and bytes/s, and the time of a collective: from data sheets or
-measurements.
+"""The speed of a device and the time of a collective, from data sheets or measurements.
 
 `Rates.calibrate` uses a file of `lmforge bench --calibrate` instead of the data sheet, for the
 values that it has. Values that hold for all devices are constants here, with their sources. None
@@ -21,21 +20,26 @@ from lmforge.lab.plan.operators import Product
 MEMORY_FRACTION = 0.87
 # The fraction of a link's bandwidth that NCCL's collectives reach for large messages (nccl-tests'
 # busbw over NVLink 3 and 4; and RDMA).
-LINK_FRACTION, NETWORK_FRACTION = 0.80, 0.90
+LINK_FRACTION = 0.80
+NETWORK_FRACTION = 0.90
 # Seconds until the first byte of a collective has arrived, and for each further host of its ring.
 LINK_LATENCY = 15e-6
 # Seconds of the products of experts, which are one kernel, over those of a dense product with as
 # many rows, by dtype. On a GPU: 16 experts on an H200 at 705 TFLOP/s (pytorch/pytorch#156203), over
 # what dense products reach there; on a CPU: measured here, with 8 experts.
-GROUPED_RATIO, CPU_GROUPED_RATIO = 1.13, {"fp32": 1.13, "bf16": 1.66}
+GROUPED_RATIO = 1.13
+CPU_GROUPED_RATIO = {"fp32": 1.13, "bf16": 1.66}
 # Streaming multiprocessors that a collective occupies while it runs beside kernels (NCCL's channels
 # on NVLink).
 COLLECTIVE_SMS = 16
 # Seconds of the host for a kernel, and for the hooks of an FSDP unit.
-LAUNCH_SECONDS, UNIT_SECONDS = 5e-6, 400e-6
+LAUNCH_SECONDS = 5e-6
+UNIT_SECONDS = 400e-6
 # Tiles of matrix products, and the length of a product's inner dimension that costs as much as
 # filling its pipeline.
-TILE_ROWS, TILE_COLUMNS, PIPELINE_FILL = 128, 256, 128
+TILE_ROWS = 128
+TILE_COLUMNS = 256
+PIPELINE_FILL = 128
 # The fraction of the float8 peak that products with scaling reach; bf16 inputs are read twice and
 # written once to be scaled and cast.
 FLOAT8_FRACTION = 0.65
@@ -46,13 +50,11 @@ CONSTANTS = {
     "attention": ("attention",),
     "memory": ("element-wise", "optimizer", "copies of parameters"),
     "collectives": (
-        *(
-            "all-gather",
-            "reduce-scatter",
-            "all-reduce",
-            "tensor-parallel collectives",
-            "context-parallel gathers",
-        ),
+        "all-gather",
+        "reduce-scatter",
+        "all-reduce",
+        "tensor-parallel collectives",
+        "context-parallel gathers",
         "all-to-all of tokens",
     ),
     "host copies": (),
@@ -132,19 +134,24 @@ class Rates:
     ) -> "Rates":
         peak = gpu.peak_flops(dtype)
         assert peak is not None, "check_dtype refuses what has none"
-        (forward, backward), clock = gpu.attention_fractions, gpu.power_factor
+        forward, backward = gpu.attention_fractions
+        clock = gpu.power_factor
+        grouped_ratio = CPU_GROUPED_RATIO[dtype] if gpu.is_cpu else GROUPED_RATIO
+        bandwidth = None
+        latency = 0.0
+        if network is not None:
+            bandwidth = network.host_bytes_per_second(gpus_per_host) * NETWORK_FRACTION
+            latency = network.latency_us * 1e-6
         return cls(
             product_flops=peak * gpu.product_fraction * clock,
             float8_flops=(gpu.peak_flops("fp8") or peak) * FLOAT8_FRACTION * clock,
             fp32_flops=(gpu.peak_flops("fp32") or peak) * gpu.product_fraction * clock,
-            grouped_ratios=(CPU_GROUPED_RATIO[dtype] if gpu.is_cpu else GROUPED_RATIO,) * 2,
+            grouped_ratios=(grouped_ratio, grouped_ratio),
             attention_flops=(peak * forward * clock, peak * backward * clock),
             memory=gpu.memory_gb_s * GB * MEMORY_FRACTION,
             link=gpu.link_gb_s * GB * LINK_FRACTION,
-            network=None
-            if network is None
-            else network.host_bytes_per_second(gpus_per_host) * NETWORK_FRACTION,
-            network_latency=0.0 if network is None else network.latency_us * 1e-6,
+            network=bandwidth,
+            network_latency=latency,
             host_copy=gpu.pcie_gb_s * GB * LINK_FRACTION,
             sms=gpu.sms,
             gpus_per_host=gpus_per_host,
@@ -156,13 +163,16 @@ class Rates:
 
         For a dtype that was not measured, only those that do not depend on it.
         """
-        c, calibrated = calibration, ["memory"]
+        c = calibration
+        calibrated = ["memory"]
         rates = replace(self, memory=c.required("memory", None).at())
-        copies = [rate for name in ("host to device", "device to host") if (rate := c.value(name))]
-        if len(copies) == 2:
-            rates = replace(rates, host_copy=min(copies))
+        to_device = c.value("host to device")
+        to_host = c.value("device to host")
+        if to_device and to_host:
+            rates = replace(rates, host_copy=min(to_device, to_host))
             calibrated.append("host copies")
-        products, float8 = c.table("product", dtype), c.table("product", "fp8")
+        products = c.table("product", dtype)
+        float8 = c.table("product", "fp8")
         if products is not None:
             rates = replace(
                 rates,
@@ -184,29 +194,26 @@ class Rates:
                 Group(c.ranks, c.hosts, c.ranks_per_host),
             )
             rates = replace(rates, measured=measured)
-            experts = (
-                c.table("product of experts", dtype),
-                c.table("product of experts backward", dtype),
-            )
-            if experts[0] is not None and experts[1] is not None:
+            forward = c.table("product of experts", dtype)
+            backward = c.table("product of experts backward", dtype)
+            if forward is not None and backward is not None:
                 ratios = (
-                    rates._beside_dense(experts[0], dtype, False),
-                    rates._beside_dense(experts[1], dtype, True),
+                    rates._beside_dense(forward, dtype, False),
+                    rates._beside_dense(backward, dtype, True),
                 )
                 rates = replace(rates, grouped_ratios=ratios)
                 calibrated.append("products of experts")
-            calibrated += [
-                "matrix products",
-                "attention",
-                *(["collectives"] if collectives else []),
-            ]
+            calibrated += ["matrix products", "attention"]
+            if collectives:
+                calibrated.append("collectives")
         return replace(rates, calibrated=tuple(name for name in CONSTANTS if name in calibrated))
 
     def _beside_formula(
         self, flops: RateTable, number_bytes: int, float8: bool = False
     ) -> RateTable:
-        """Measured seconds divided by the formula's: between two shapes the formula is better than
-        linear interpolation.
+        """Measured seconds divided by the formula's.
+
+        Between two shapes the formula is better than linear interpolation.
         """
         values: dict[tuple[int, ...], float] = {}
         for (rows, inner, columns), rate in flops.items():
@@ -216,7 +223,8 @@ class Rates:
 
     def _beside_dense(self, flops: RateTable, dtype: str, backward: bool) -> float:
         """Measured seconds of experts' products over those of dense ones."""
-        ungrouped, ratios = replace(self, grouped_ratios=(1.0, 1.0)), list[float]()
+        ungrouped = replace(self, grouped_ratios=(1.0, 1.0))
+        ratios = list[float]()
         for (rows, inner, columns, experts), rate in flops.items():
             product = Product(rows, inner, columns, DTYPE_BYTES[dtype], experts)
             seconds = (4.0 if backward else 2.0) * rows * inner * columns / rate
@@ -226,10 +234,11 @@ class Rates:
     def product_seconds(
         self, product: Product, float8: bool = False, backward: bool = False
     ) -> float:
-        """`backward`: of the two products of the backward pass."""
+        """The seconds of a product, or with `backward` of the two of its backward pass."""
         rows, inner, columns, number_bytes, experts = product
-        seconds = self._formula_seconds(product, float8)
-        seconds *= (2 if backward else 1) * (self.grouped_ratios[backward] if experts > 1 else 1.0)
+        count = 2 if backward else 1
+        ratio = self.grouped_ratios[backward] if experts > 1 else 1.0
+        seconds = self._formula_seconds(product, float8) * (count * ratio)
         if self.measured is not None:
             table = self.measured.backward_products if backward else self.measured.products
             if float8 and self.measured.float8_products is not None:
@@ -237,19 +246,19 @@ class Rates:
             seconds *= table.at(rows, inner, columns)
         if float8:
             casts = (2 * number_bytes + 1) * (rows * inner + inner * columns) / self.memory
-            seconds += casts * (2 if backward else 1)
+            seconds += casts * count
         return seconds
 
     def attention_seconds(
         self, flops: float, head_dim: int, length: int, *, backward: bool
     ) -> float:
-        """For this number of FLOPs of a forward or backward pass."""
+        """The seconds of attention for this number of FLOPs of a forward or backward pass."""
         if self.measured is None:
             return flops / self.attention_flops[backward]
         return flops / self.measured.attention[backward].at(head_dim, length)
 
     def element_wise_seconds(self, moved: float, array_bytes: float) -> float:
-        """For operators on arrays of this size in bytes, which move `moved` bytes in total."""
+        """The seconds of operators on arrays of this size that move `moved` bytes in total."""
         if self.measured is None or array_bytes < 1:
             return moved / self.memory
         return moved / self.measured.element_wise.at(array_bytes)
@@ -265,13 +274,11 @@ class Rates:
         moved = (
             number_bytes * (rows * inner + experts * inner * columns + rows * columns) / self.memory
         )
-        speed = (
-            self.float8_flops
-            if float8
-            else self.fp32_flops
-            if number_bytes == DTYPE_BYTES["fp32"]
-            else self.product_flops
-        )
+        speed = self.product_flops
+        if float8:
+            speed = self.float8_flops
+        elif number_bytes == DTYPE_BYTES["fp32"]:
+            speed = self.fp32_flops
         if self.is_cpu:
             return max(2.0 * rows * inner * columns / speed, moved)
         filled = rows + experts * TILE_ROWS / 2 if experts > 1 else rows
@@ -281,8 +288,9 @@ class Rates:
         return max(2.0 * filled * inner * columns / (speed * efficiency), moved)
 
     def gather_seconds(self, nbytes: float, group: Group, name: str = "all-gather") -> float:
-        """An all-gather to `nbytes` on each rank of the group, or the reduce-scatter of that size,
-        by its name.
+        """The seconds of an all-gather to `nbytes` on each rank of the group.
+
+        name: "reduce-scatter" for one of that size.
         """
         if group.size == 1 or nbytes == 0:
             return 0.0
@@ -299,17 +307,16 @@ class Rates:
         return seconds
 
     def all_reduce_seconds(self, nbytes: float, group: Group) -> float:
-        if (
-            group.size > 1
-            and nbytes
-            and (measured := self._measured_collective("all-reduce", nbytes, group)) is not None
-        ):
-            return measured
+        if group.size > 1 and nbytes:
+            measured = self._measured_collective("all-reduce", nbytes, group)
+            if measured is not None:
+                return measured
         return 2 * self.gather_seconds(nbytes, group)
 
     def all_to_all_seconds(self, nbytes: float, group: Group) -> float:
-        """Of ranks that each send `nbytes` in equal parts to all ranks of the group, themselves
-        included.
+        """The seconds of an all-to-all.
+
+        Each rank sends `nbytes` in equal parts to all ranks of the group, itself included.
         """
         if group.size == 1:
             return 0.0
@@ -320,8 +327,9 @@ class Rates:
         return max(seconds, leaving / self._group_network(group)) + self.network_latency
 
     def _measured_collective(self, name: str, nbytes: float, group: Group) -> float | None:
-        """What it takes by the measured one; None without one, and for a group on more hosts, or on
-        one where it had several.
+        """The seconds of a collective by the measured one.
+
+        None without a measured one, and for a group on more hosts, or on one where it had several.
 
         Bytes that each link carries grow as (ranks - 1) / ranks, in a group of any size.
         """
@@ -339,8 +347,9 @@ class Rates:
         return float(np.interp(nbytes, sizes, seconds)) * max(1.0, nbytes / sizes[-1])
 
     def _group_network(self, group: Group) -> float:
-        """Bytes/s of a host for one group: those of the host's other ranks communicate at the same
-        time.
+        """Bytes/s of a host for one group.
+
+        The groups of the host's other ranks communicate at the same time.
         """
         assert self.network is not None
         return self.network * group.per_host / self.gpus_per_host

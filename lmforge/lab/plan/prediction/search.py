@@ -1,9 +1,9 @@
-"""Which configurations of a run fit: the fastest of all (`search`), or those near one that does not
-(`suggest_what_fits`).
+"""The search for configurations of a run that fit.
 
-A search estimates all and predicts the best of them in full. The estimate extrapolates linearly
-from two models with few blocks, since all blocks with one window are identical. The global batch,
-the model and the numbers that training computes stay what they are. What changes numbers comes last
+`search` finds the fastest of all, `suggest_what_fits` those near one that does not fit. A search
+estimates all and predicts the best of them in full. The estimate extrapolates linearly from two
+models with few blocks, since all blocks with one window are identical. The global batch, the model
+and the numbers that training computes stay what they are. What changes numbers comes last
 (optimizer states in 8 bits, frozen matrices in 8 or 4 bits), and float8 is tried only on request.
 fsdp1 does what fsdp2 does, and is not tried.
 """
@@ -40,7 +40,8 @@ from lmforge.lab.plan.prediction.step_config import StepConfig
 SHARDINGS = ("full-shard", "grad-shard", "hybrid-full-shard", "hybrid-grad-shard")
 # Blocks of a pipeline stage in the two estimates.
 FEW_BLOCKS = (2, 4)
-MAX_DEGREE, MAX_MICRO_BATCH = 16, 64
+MAX_DEGREE = 16
+MAX_MICRO_BATCH = 64
 # The options that advice may change.
 CHANGED = (
     "engine",
@@ -65,16 +66,18 @@ class Candidate:
     @property
     def needs(self) -> str:
         """The memory of a GPU, and of a host where something is offloaded."""
-        return format_bytes(self.device_bytes) + (
-            f" and {format_bytes(self.host_bytes)} on a host" if self.host_bytes else ""
-        )
+        words = format_bytes(self.device_bytes)
+        if self.host_bytes:
+            words += f" and {format_bytes(self.host_bytes)} on a host"
+        return words
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """best: what fits, the fastest first, predicted in full. fitting: all estimates that fit, the
-    fastest first.
+    """The configurations that a search tried.
 
+    best: those that fit, the fastest first, predicted in full. fitting: all estimates that fit, the
+    fastest first.
     too_large: the estimates that do not fit, those nearest to it first. refused: how many the
     checks of a run refuse.
     """
@@ -105,7 +108,11 @@ def search(
     def fits(candidate: Candidate | Prediction) -> bool:
         return candidate.device_bytes <= budget and candidate.host_bytes <= on_host
 
-    fitting, too_large, refused, tried, left_out = list[Candidate](), list[Candidate](), 0, 0, 0
+    fitting = list[Candidate]()
+    too_large = list[Candidate]()
+    refused = 0
+    tried = 0
+    left_out = 0
     for step_config in candidates(base, global_batch_size, float8):
         if tried == most:
             left_out += 1
@@ -117,7 +124,8 @@ def search(
         except UserError:
             refused += 1
             continue
-        (fitting if fits(candidate) else too_large).append(candidate)
+        group = fitting if fits(candidate) else too_large
+        group.append(candidate)
     fitting.sort(key=lambda each: each.step_seconds)
     too_large.sort(key=lambda each: max(each.device_bytes / budget, each.host_bytes / on_host))
     predicted = (predict(each.step_config, gpu, rates) for each in fitting[:FINALISTS])
@@ -130,9 +138,10 @@ def candidates(base: StepConfig, global_batch_size: int, float8: bool) -> Iterat
     world = base.world_size
     sizes_of_groups = [each for each in divisors(world) if each <= MAX_DEGREE]
     splits = [
-        (t, c, p) for t, c, p in product(sizes_of_groups, repeat=3) if world % (t * c * p) == 0
+        (t, c, p)
+        for t, c, p in product(sizes_of_groups, repeat=3)
+        if world % (t * c * p) == 0 and t <= base.gpus_per_host
     ]
-    splits = [(t, c, p) for t, c, p in splits if t <= base.gpus_per_host]
     splits.sort(key=lambda split: (math.prod(split), split[0], split[2]))
     for tensor, context, pipeline in splits:
         data_parallel = world // (tensor * context * pipeline)
@@ -140,37 +149,37 @@ def candidates(base: StepConfig, global_batch_size: int, float8: bool) -> Iterat
             continue
         local = global_batch_size // data_parallel
         sizes = [each for each in divisors(local) if each <= MAX_MICRO_BATCH]
-        degrees = {
-            "tensor_parallel_degree": tensor,
-            "context_parallel_degree": context,
-            "pipeline_parallel_degree": pipeline,
-        }
-        fixed = {"shard_degree": None, "reduce_every_micro_batch": True, **degrees}
+        dtypes = (False, True) if float8 and tensor == 1 else (False,)
         for engine, sharding, offload in _engines(base, tensor * context * pipeline):
-            chosen: dict[str, Any] = {
-                "engine": engine,
-                "sharding": sharding,
-                "cpu_offload": offload,
-                **fixed,
-            }
             experts = _expert_degrees(base) if engine == "fsdp2" else [1]
             for degree, savings, size in product(experts, _savings(base), reversed(sizes)):
-                changes = {"expert_parallel_degree": degree, **savings}
-                step_config = base.with_options(**chosen, **changes)
-                for eight in (False, True) if float8 and tensor == 1 else (False,):
+                step_config = base.with_options(
+                    engine=engine,
+                    sharding=sharding,
+                    cpu_offload=offload,
+                    shard_degree=None,
+                    reduce_every_micro_batch=True,
+                    tensor_parallel_degree=tensor,
+                    context_parallel_degree=context,
+                    pipeline_parallel_degree=pipeline,
+                    expert_parallel_degree=degree,
+                    **savings,
+                )
+                for eight in dtypes:
                     yield replace(
                         step_config, micro_batch_size=size, accumulation=local // size, float8=eight
                     )
 
 
 def in_fewer_bits(base: StepConfig) -> list[StepConfig]:
-    """The same with optimizer states or a frozen base in fewer bits, which changes what training
-    computes: the least first.
+    """StepConfigs with optimizer states or a frozen base in fewer bits.
+
+    They change what training computes; the one that changes least comes first.
     """
     if base.lora is not None:
-        bits: list[Bits] = (
-            [] if base.lora.base_dtype or base.reference == "copy" else ["int8", "nf4"]
-        )
+        if base.lora.base_dtype or base.reference == "copy":
+            return []
+        bits: tuple[Bits, ...] = ("int8", "nf4")
         return [replace(base, lora=replace(base.lora, base_dtype=each)) for each in bits]
     if base.optimizer.name not in ("adamw", "muon") or base.optimizer.state_dtype == "8bit":
         return []
@@ -178,22 +187,20 @@ def in_fewer_bits(base: StepConfig) -> list[StepConfig]:
 
 
 def _savings(base: StepConfig) -> list[dict[str, Any]]:
-    """What to do with activations: recompute more or less of them, and keep the rest on the device
-    or the host.
-    """
-    kept = [
-        {"activation_checkpointing": mode, "activation_offload": False}
-        for mode in CHECKPOINTING_MODES
+    """Options that say which activations are recomputed, and whether the rest is offloaded."""
+    modes = [(mode, False) for mode in CHECKPOINTING_MODES]
+    if base.on_gpu:
+        modes += [(NoCheckpointing.name, True), (FullCheckpointing.name, True)]
+    return [
+        {"activation_checkpointing": mode, "activation_offload": offload} for mode, offload in modes
     ]
-    modes = (NoCheckpointing.name, FullCheckpointing.name) if base.on_gpu else ()
-    return kept + [{"activation_checkpointing": mode, "activation_offload": True} for mode in modes]
 
 
 def _expert_degrees(base: StepConfig) -> list[int]:
     """Degrees of expert parallelism within a host: dense models have one."""
-    fitting = (
-        math.gcd(base.model.num_experts, base.world_size) if any(base.model.sparse_layers) else 1
-    )
+    fitting = 1
+    if any(base.model.sparse_layers):
+        fitting = math.gcd(base.model.num_experts, base.world_size)
     return [each for each in divisors(fitting) if each <= base.gpus_per_host]
 
 
@@ -215,10 +222,8 @@ def _engines(base: StepConfig, splits: int) -> Iterator[tuple[str, str | None, b
 
 def check_step_config(step_config: StepConfig) -> None:
     """Raise UserError where a run with this StepConfig would be refused."""
-    data_parallel, size = (
-        step_config.world_size // step_config.options.model_parallel_size,
-        step_config.micro_batch_size,
-    )
+    data_parallel = step_config.world_size // step_config.options.model_parallel_size
+    size = step_config.micro_batch_size
     global_batch_size = data_parallel * size * step_config.accumulation
     plan = BatchPlan(
         global_batch_size,
@@ -260,8 +265,10 @@ def estimate(step_config: StepConfig, gpu: GPU, rates: Rates, budget: float) -> 
 
 
 def _on_straight_line(step_config: StepConfig, gpu: GPU, rates: Rates) -> Candidate:
-    """Memory and time, extrapolated linearly from two models of few blocks for each kind of layers,
-    whose results count as often as the model has such layers.
+    """Memory and time, extrapolated linearly from two models of few blocks.
+
+    There are two for each kind of layers; their results count as often as the model has such
+    layers.
     """
     layers = step_config.model.num_hidden_layers
     few, more = (count * step_config.pipeline for count in FEW_BLOCKS)
@@ -278,7 +285,10 @@ def _on_straight_line(step_config: StepConfig, gpu: GPU, rates: Rates) -> Candid
     def line(below: float, above: float) -> float:
         return above + (layers - more) / (more - few) * (above - below)
 
-    memory, host, seconds, parts = 0.0, 0.0, 0.0, dict[str, float]()
+    memory = 0.0
+    host = 0.0
+    seconds = 0.0
+    parts = dict[str, float]()
     for kind, count in Counter(step_config.model.layer_kinds).items():
         low, high = (
             predict(
@@ -286,7 +296,8 @@ def _on_straight_line(step_config: StepConfig, gpu: GPU, rates: Rates) -> Candid
             )
             for blocks in (few, more)
         )
-        share, low_parts = count / layers, low.parts
+        share = count / layers
+        low_parts = low.parts
         memory += share * line(low.device_bytes, high.device_bytes)
         host += share * line(low.host_bytes, high.host_bytes)
         seconds += share * line(low.step_seconds, high.step_seconds)
@@ -302,20 +313,17 @@ def why_slower(candidate: Candidate | Prediction, winner: Candidate | Prediction
     }
     name = max(losses, key=lambda each: losses[each])
     slower = candidate.step_seconds / winner.step_seconds - 1
-    return (
-        f"{slower:.0%} slower: {name} (+{1e3 * losses[name]:,.0f} ms)"
-        if slower > 0.0005
-        else "as fast"
-    )
+    if slower > 0.0005:
+        return f"{slower:.0%} slower: {name} (+{1e3 * losses[name]:,.0f} ms)"
+    return "as fast"
 
 
 def suggest_what_fits(
     current: StepConfig, needed_bytes: Callable[[StepConfig], float], available_bytes: float
 ) -> str:
-    """What to do instead of `current`, which does not fit: only what fits into `available_bytes` on
-    each rank.
+    """Advice on what to change where `current` does not fit into `available_bytes` on each rank.
 
-    `needed_bytes` returns what a rank needs with a StepConfig.
+    It names only what fits. `needed_bytes` returns what a rank needs with a StepConfig.
     """
     known: dict[str, float] = {}
 
@@ -334,10 +342,7 @@ def suggest_what_fits(
         return known[key]
 
     def first_fitting(step_configs: Iterable[StepConfig]) -> StepConfig | None:
-        return next(
-            (step_config for step_config in step_configs if needed(step_config) <= available_bytes),
-            None,
-        )
+        return next((each for each in step_configs if needed(each) <= available_bytes), None)
 
     def largest_batch(step_config: StepConfig, at_most: int) -> StepConfig | None:
         sizes = [size for size in reversed(divisors(local_batch)) if size <= at_most]
@@ -375,12 +380,12 @@ def suggest_what_fits(
         for size, batch in sizes
     )
     enough = first_fitting(more)
-    on_more = (
-        f"; on {enough.world_size} ranks under parallel.engine = {enough.options.engine} that"
-        " would fit"
-        if enough
-        else ""
-    )
+    on_more = ""
+    if enough:
+        on_more = (
+            f"; on {enough.world_size} ranks under parallel.engine = {enough.options.engine} that"
+            " would fit"
+        )
     least = format_bytes(needed(smallest))
     return (
         f"by estimate nothing fits: {describe(smallest) or 'this'} needs at least {least} per"
@@ -397,34 +402,33 @@ def _is_allowed(step_config: StepConfig) -> bool:
 
 
 def _alternatives(current: StepConfig) -> list[list[StepConfig]]:
-    """StepConfigs that need less memory: recompute, offload activations, reduce more often, shard
-    more, offload weights; and, since that changes what is computed, run a teacher once before, and
-    store weights and states in fewer bits.
+    """StepConfigs that need less memory, in groups of one kind.
+
+    Recompute, offload activations, reduce more often, shard more, offload weights; and, since that
+    changes what is computed, run a teacher once before, and store weights and states in fewer bits.
     """
     sharded = current.fully_sharded()
     recompute = [
         current.with_options(activation_checkpointing=mode) for mode in CHECKPOINTING_MODES
     ]
-    hosted = [current.with_options(activation_offload=True)] if current.on_gpu else []
+    hosted = []
+    offload = []
+    if current.on_gpu:
+        fsdp = current if current.is_fsdp else sharded
+        hosted = [current.with_options(activation_offload=True)]
+        offload = [fsdp.with_options(cpu_offload=True)]
     reshard = []
     if current.world_size > 1:
-        sharding = (current.options.sharding or "full-shard").replace("grad-shard", "full-shard")
-        reshard = [
-            current.with_options(sharding=sharding) if current.options.sharding else current,
-            sharded,
-        ]
-    offload = (
-        [(current if current.is_fsdp else sharded).with_options(cpu_offload=True)]
-        if current.on_gpu
-        else []
-    )
-    reduces_once = current.is_fsdp and not current.options.reduce_every_micro_batch
-    reduce = [current.with_options(reduce_every_micro_batch=True)] * reduces_once
-    before = (
-        []
-        if current.distillation is None
-        else [replace(current, distillation=replace(current.distillation, teacher=None))]
-    )
+        if sharding := current.options.sharding:
+            full = sharding.replace("grad-shard", "full-shard")
+            reshard.append(current.with_options(sharding=full))
+        reshard.append(sharded)
+    reduce = []
+    if current.is_fsdp and not current.options.reduce_every_micro_batch:
+        reduce = [current.with_options(reduce_every_micro_batch=True)]
+    before = []
+    if current.distillation is not None:
+        before = [replace(current, distillation=replace(current.distillation, teacher=None))]
     return [recompute, hosted, reduce, reshard, offload, before, in_fewer_bits(current)]
 
 
@@ -436,10 +440,12 @@ def _describe_changes(current: StepConfig, suggested: StepConfig) -> str:
             f"train.micro_batch_size = {suggested.micro_batch_size} (it was"
             f" {current.micro_batch_size})"
         )
-    before, after = current.options.model_dump(), suggested.options.model_dump()
+    before = current.options.model_dump()
+    after = suggested.options.model_dump()
     for name in CHANGED:
         if after[name] != before[name]:
-            words.append(f"parallel.{name} = {'true' if after[name] is True else after[name]}")
+            value = "true" if after[name] is True else after[name]
+            words.append(f"parallel.{name} = {value}")
     words += [
         f"{name} = {value}"
         for name, value in suggested.bits.items()

@@ -9,8 +9,10 @@ that stream, so that what a GPU holds is the sum of the largest that each stream
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-COMPUTE, NETWORK, HOST_COPIES = "compute", "network", "host copies"
-# Whose buffers are allocated on streams of their own.
+COMPUTE = "compute"
+NETWORK = "network"
+HOST_COPIES = "host copies"
+# The pools of kinds of memory whose buffers are allocated on streams of their own.
 POOLS = {"gather buffers": "gather", "reduce buffers": "reduce", "gradients": "reduce"}
 
 
@@ -67,7 +69,9 @@ class _Memory:
         self.now: dict[str, float] = {}
         self.pools: dict[str, float] = {}
         self.pool_peaks: dict[str, float] = {}
-        self.live, self.peak, self.peak_at = 0.0, dict[str, float](), ""
+        self.live = 0.0
+        self.peak = dict[str, float]()
+        self.peak_at = ""
         self.most = -1.0
         self.timeline: list[tuple[str, float]] = []
         self._change(held, 1)
@@ -79,7 +83,9 @@ class _Memory:
             self._change(operation.transient, 1)
         self.timeline.append((operation.name, self.live))
         if self.live > self.most:
-            self.most, self.peak, self.peak_at = self.live, dict(self.now), operation.name
+            self.most = self.live
+            self.peak = dict(self.now)
+            self.peak_at = operation.name
         if operation.transient:
             self._change(operation.transient, -1)
         if operation.free:
@@ -96,7 +102,7 @@ class _Memory:
 
 
 class _Clock:
-    """When each stream becomes free, and the time by kind of operation."""
+    """The times at which streams become free, and the seconds by kind of operation."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
@@ -148,7 +154,8 @@ def simulate(
     Those from the first to before the second number of `repeated` stand for `times` more of their
     kind: their time is added, and their memory is the same.
     """
-    memory, clock = _Memory(held), _Clock()
+    memory = _Memory(held)
+    clock = _Clock()
     before = clock.state()
     first, after = repeated
     for number, operation in enumerate(operations):
@@ -160,7 +167,8 @@ def simulate(
         clock.issue(operation)
     kinds = {kind: count for kind, count in memory.peak.items() if count > 0}
     exposed = clock.exposed + max(0.0, clock.end - clock.free_at.get(COMPUTE, 0.0))
-    reserved, seconds = sum(memory.pool_peaks.values()), clock.end + clock.repeated
+    reserved = sum(memory.pool_peaks.values())
+    seconds = clock.end + clock.repeated
     return Simulation(
         seconds,
         kinds,

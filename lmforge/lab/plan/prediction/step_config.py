@@ -19,9 +19,10 @@ from lmforge.post.options.tuning import DistillConfig
 
 @dataclass(frozen=True)
 class Distillation:
-    """What a distillation has beside its student. beta: of the divergence. teacher: the model that
-    scores each batch; None where its `stored_ids` likeliest tokens of each place were stored
-    before.
+    """The parts of a distillation beside its student.
+
+    beta: of the divergence. teacher: the model that scores each batch; None where its `stored_ids`
+    likeliest tokens of each place were stored before.
     """
 
     beta: float
@@ -32,9 +33,9 @@ class Distillation:
     def of_recipe(cls, config: StageConfig, teacher: ModelConfig | None) -> "Distillation | None":
         if not isinstance(config, DistillConfig):
             return None
-        return cls(
-            config.distill.beta, config.distill.top_k, None if config.distill.logprobs else teacher
-        )
+        if config.distill.logprobs:
+            teacher = None
+        return cls(config.distill.beta, config.distill.top_k, teacher)
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,9 @@ class StepConfig:
     distillation: Distillation | None = None
 
     def describe(self) -> str:
-        """What a search chooses, in options."""
-        options, words = self.options, [str(self.options.engine)]
+        """A phrase with the options that a search chooses."""
+        options = self.options
+        words = [str(options.engine)]
         if self.is_fsdp and options.sharding:
             words.append(options.sharding)
         degrees = {
@@ -94,25 +96,24 @@ class StepConfig:
             f"checkpointing {options.activation_checkpointing}",
             f"micro-batch {self.micro_batch_size}",
         ]
-        return ", ".join(
-            words
-            + ["offload"] * options.cpu_offload
-            + ["activations offloaded"] * options.activation_offload
-            + ["float8"] * self.float8
-            + [f"{name} {value}" for name, value in self.bits.items()]
-        )
+        if options.cpu_offload:
+            words.append("offload")
+        if options.activation_offload:
+            words.append("activations offloaded")
+        if self.float8:
+            words.append("float8")
+        words += [f"{name} {value}" for name, value in self.bits.items()]
+        return ", ".join(words)
 
     @property
     def bits(self) -> dict[str, str]:
-        """The options that store optimizer states or frozen matrices in few bits, and their
-        values.
-        """
-        states, base = self.optimizer.state_dtype, self.lora.base_dtype if self.lora else None
-        chosen = {
-            "optimizer.state_dtype": states if states == "8bit" else None,
-            "lora.base_dtype": base,
-        }
-        return {name: value for name, value in chosen.items() if value}
+        """The options that store optimizer states or frozen matrices in few bits."""
+        chosen: dict[str, str] = {}
+        if self.optimizer.state_dtype == "8bit":
+            chosen["optimizer.state_dtype"] = "8bit"
+        if self.lora is not None and self.lora.base_dtype:
+            chosen["lora.base_dtype"] = self.lora.base_dtype
+        return chosen
 
     def with_options(self, **changes: Any) -> "StepConfig":
         return replace(self, options=self.options.model_copy(update=changes))
@@ -142,34 +143,35 @@ class StepConfig:
 
     @cached_property
     def teacher(self) -> "StepConfig | None":
-        """The teacher of a distillation, which only scores: in the compute dtype, and distributed
-        like the student.
+        """The teacher of a distillation, which only scores.
+
+        It is in the compute dtype, and distributed like the student.
         """
         if self.distillation is None or self.distillation.teacher is None:
             return None
-        alone = replace(
-            self,
+        plain = self.with_options(activation_checkpointing="none", activation_offload=False)
+        return replace(
+            plain,
             model=self.distillation.teacher,
             master_dtype=self.dtype,
             distillation=None,
             lora=None,
+            has_dropout=False,
         )
-        plain = alone.with_options(activation_checkpointing="none", activation_offload=False)
-        return replace(plain, has_dropout=False)
 
     @property
     def distilled_bytes(self) -> float:
-        """What a rank is told of all tokens of a step: hidden states of the teacher, or its
-        likeliest tokens in fp32.
+        """Bytes of what a rank gets from the teacher for all tokens of a step.
+
+        That is the teacher's hidden states, or its likeliest tokens in fp32.
         """
         if self.distillation is None:
             return 0.0
         teacher = self.distillation.teacher
-        per_token = (
-            (2 * self.distillation.stored_ids + 1) * 4
-            if teacher is None
-            else teacher.hidden_size * self.dtype_bytes
-        )
+        if teacher is None:
+            per_token = (2 * self.distillation.stored_ids + 1) * 4
+        else:
+            per_token = teacher.hidden_size * self.dtype_bytes
         return float(self.accumulation * self.micro_batch_size * self.sequence_length * per_token)
 
     @property
@@ -178,12 +180,13 @@ class StepConfig:
 
     @property
     def offloads_activations(self) -> bool:
-        """Whether activations leave the device: on a CPU its memory is the host's."""
+        """True where activations leave the device: on a CPU its memory is the host's."""
         return self.options.activation_offload and self.on_gpu
 
     def traced_model(self, *, sparse: bool) -> TracedModel:
-        """The part of the model on a rank, with a block that is a mixture or not, whose trace
-        serves every depth.
+        """The part of the model on a rank, with a block that is a mixture or not.
+
+        Its trace serves every depth.
         """
         return _rank_part(self.model, self.dtype, self.lora, self.tensor, sparse)
 
@@ -206,9 +209,7 @@ class StepConfig:
 
     @cached_property
     def shards(self) -> int:
-        """The number of ranks over which FSDP shards a copy of the model's part per tensor and
-        pipeline rank.
-        """
+        """The number of ranks over which FSDP shards a copy of the part of the model on a rank."""
         return self.dims.fsdp_degree if self.is_fsdp else 1
 
     @property
@@ -241,14 +242,15 @@ class StepConfig:
 
     @property
     def tokens(self) -> int:
-        """The tokens of a micro-batch on a rank; with tensor parallelism all ranks of its group
-        have the same.
+        """The tokens of a micro-batch on a rank.
+
+        With tensor parallelism all ranks of its group have the same.
         """
         return self.micro_batch_size * self.sequence_length // self.context
 
     @property
     def tokens_per_step(self) -> int:
-        """Of all ranks."""
+        """The tokens of a step of all ranks."""
         data_parallel = self.world_size // self.options.model_parallel_size
         return data_parallel * self.accumulation * self.micro_batch_size * self.sequence_length
 

@@ -1,5 +1,7 @@
-"""The units of a rank's model that FSDP gathers and reduces, and the parameters of each: embedding,
-blocks, head, and a root with the rest. Without FSDP they are parts of the model only.
+"""The units of a rank's model that FSDP gathers and reduces, and the parameters of each.
+
+They are the embedding, blocks, the head, and a root with the rest. Without FSDP they are parts of
+the model only.
 """
 
 from collections.abc import Sequence
@@ -25,8 +27,11 @@ class Stage:
 
 @dataclass(frozen=True)
 class Unit:
-    """The rank's parameters before sharding, the same with the rows that FSDP2 pads so that tensors
-    divide by the ranks, and the trained ones of both. group: the ranks that it is sharded over.
+    """A module of the rank's model that FSDP gathers and reduces at once.
+
+    parameters: before sharding; `padded` with the rows that FSDP2 adds so that tensors divide by
+    the ranks; `trained` and `padded_trained` those that are trained. group: the ranks that it is
+    sharded over.
     quantized: the padded bytes of matrices in 4 or 8 bits, which are not among the parameters.
     """
 
@@ -41,7 +46,9 @@ class Unit:
 
 @dataclass(frozen=True)
 class Units:
-    """experts: of a block by its name, where expert parallelism splits them: a unit of their own.
+    """The units of a rank.
+
+    experts: of a block by its name, where expert parallelism splits them: a unit of their own.
     tied: the head is the embedding. in_root: the embedding is gathered with the last norm for the
     whole step, as it is no unit of its own. widest: the parameters of the largest matrix in 4 or 8
     bits.
@@ -62,23 +69,21 @@ class Units:
         return (self.embedding, *self.blocks, *self.experts.values(), self.head, self.root)
 
     def with_experts(self, block: Unit) -> list[Unit]:
-        return [block, *([self.experts[block.name]] if block.name in self.experts else [])]
+        if block.name not in self.experts:
+            return [block]
+        return [block, self.experts[block.name]]
 
 
 def rank_units(step_config: StepConfig, stage: Stage, sparse_layers: Sequence[bool]) -> Units:
     """The units of a rank with this stage, whose blocks are mixtures or not."""
-    shards, group = (
-        step_config.shards,
-        make_group(step_config.shards, step_config.tensor, step_config.gpus_per_host),
-    )
+    shards = step_config.shards
+    group = make_group(step_config.shards, step_config.tensor, step_config.gpus_per_host)
     # FSDP1 puts the tensors of a unit into a flat one, which needs no padding.
     multiple = 1 if step_config.options.engine == "fsdp1" else shards
 
     def unit(name: str, trained: Shapes, frozen: Shapes = (), quantized: Shapes = ()) -> Unit:
-        (count, padded), (others, padded_others) = (
-            _counts(trained, multiple),
-            _counts(frozen, multiple),
-        )
+        count, padded = _counts(trained, multiple)
+        others, padded_others = _counts(frozen, multiple)
         stored = _counts(quantized, multiple)[1]
         return Unit(name, count + others, padded + padded_others, count, padded, group, stored)
 
@@ -103,9 +108,15 @@ def rank_units(step_config: StepConfig, stage: Stage, sparse_layers: Sequence[bo
         others, experts[True] = _split_experts(step_config, of_blocks[True])
         blocks[True] = unit("", *others)
     names = [(f"block {number}", sparse) for number, sparse in enumerate(sparse_layers, start=1)]
+    in_embedding: Shapes = ()
+    rest = shapes.rest
+    if in_root:
+        rest = (*shapes.tables, *rest)
+    elif stage.has_embedding:
+        in_embedding = shapes.tables
     return Units(
-        root=outer("root", (*(shapes.tables if in_root else ()), *shapes.rest)),
-        embedding=outer("embedding", shapes.tables if stage.has_embedding and not in_root else ()),
+        root=outer("root", rest),
+        embedding=outer("embedding", in_embedding),
         head=unit("head", own_head) if step_config.trains_head else outer("head", own_head),
         blocks=tuple(replace(blocks[sparse], name=name) for name, sparse in names),
         experts={
@@ -121,9 +132,7 @@ def rank_units(step_config: StepConfig, stage: Stage, sparse_layers: Sequence[bo
 
 
 def _counts(shapes: Shapes, multiple: int) -> tuple[int, int]:
-    """The numbers in tensors with these (rows, columns), and with rows that are padded to a
-    multiple.
-    """
+    """The numbers in tensors of these (rows, columns), as they are and with padded rows."""
     padded = sum(-(-rows // multiple) * multiple * columns for rows, columns in shapes)
     return sum(rows * columns for rows, columns in shapes), padded
 
@@ -131,8 +140,9 @@ def _counts(shapes: Shapes, multiple: int) -> tuple[int, int]:
 def _split_experts(
     step_config: StepConfig, shapes: ModelShapes
 ) -> tuple[tuple[Shapes, Shapes], Unit]:
-    """The trained and the frozen tensors of a sparse block without its experts, and these as a
-    unit. FSDP shards each one by rows, which rarely need padding.
+    """The trained and the frozen tensors of a sparse block without its experts, and their unit.
+
+    FSDP shards each expert by rows, which rarely need padding.
     """
     ranks = step_config.expert
 
@@ -142,10 +152,8 @@ def _split_experts(
             others.remove(each)
         return tuple(others), sum(rows * columns for rows, columns in experts) // ranks
 
-    (others, trained), (frozen, kept) = (
-        part(shapes.trained, shapes.experts),
-        part(shapes.frozen, shapes.frozen_experts),
-    )
+    others, trained = part(shapes.trained, shapes.experts)
+    frozen, kept = part(shapes.frozen, shapes.frozen_experts)
     group = make_group(
         step_config.shards * step_config.tensor // ranks, ranks, step_config.gpus_per_host
     )
