@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Literal
 
 from lmforge.core.errors import UserError, nearest_multiples
 from lmforge.core.files.untrusted import quoted
@@ -25,7 +24,6 @@ QUARANTINE = option(
     "damaged parts of shards to train without, as `lmforge prepare --verify` prints them: SHARD or"
     " SHARD:FIRST-LAST",
 )
-WeightUnit = Literal["tokens", "samples"]
 
 
 class SourceOptions(Options):

@@ -92,7 +92,8 @@ class SequenceOptions(Options):
     stage_to: Path | None = option(
         None,
         "folder on each host's own disk; token folders and the model of model.source are copied"
-        " there before training, for recipes whose data is on a slower shared disk",
+        " there before training, and what is read of shards at an address is cached there (default:"
+        " nothing is copied, and ~/.cache/lmforge/shards)",
     )
 
 

@@ -8,7 +8,6 @@ from functools import cached_property
 
 from lmforge.core.data.dataset import PackedDataset, TokenDataset, join_datasets
 from lmforge.core.data.mixture import MixedDataset, Phase, proportions_of
-from lmforge.core.data.order import Lanes
 from lmforge.core.data.shards.folder import TokenFolder
 from lmforge.core.data.shards.format import SHARDS_MANIFEST
 from lmforge.core.data.shards.staged_copy import find_staged
@@ -92,7 +91,6 @@ class TokenSources:
         Raises UserError for a source without a sequence or with too small a weight.
         """
         data, phases = self.config.data, []
-        samples_per_batch: dict[int, Fraction] = {}
         for number, length in enumerate(data.sequence_lengths):
             phase = data.phases[number] if data.phases else None
             own = {source.label: Fraction(str(source.weight)) for source in data.all_sources}
@@ -104,36 +102,24 @@ class TokenSources:
                 # same.
                 proportions = proportions_of(weights)
                 num_samples = phase_samples(phase, global_batch_size, length) if phase else None
-            for source, proportion in enumerate(proportions):
-                # In the first phase that reads it: the order of an epoch cannot change with later
-                # weights.
-                if proportion:
-                    samples_per_batch.setdefault(source, global_batch_size * proportion)
-            periods = [
-                samples_per_batch.get(source, Fraction(1)) for source in range(len(self.folders))
-            ]
             datasets = tuple(
-                self._train_split(source, length, period) for source, period in enumerate(periods)
+                self._train_split(source, length) for source in range(len(self.folders))
             )
             phases.append(Phase(num_samples, proportions, datasets))
         # The phases suffice.
         tokens_by_length(
             data.phases, self.config.train.steps, global_batch_size, data.sequence_length
         )
-        parts, seed = data.num_canonical_nodes, self.config.train.seed
-        return MixedDataset(self.names, phases, unit=global_batch_size, seed=seed, parts=parts)
+        seed = self.config.train.seed
+        return MixedDataset(self.names, phases, unit=global_batch_size, seed=seed)
 
     @cached_property
-    def _opened(self) -> dict[tuple[int, int, Lanes | None], TokenDataset]:
-        """The training datasets by source, sequence length and lanes, each made once."""
+    def _opened(self) -> dict[tuple[int, int], TokenDataset]:
+        """The training datasets by source and sequence length, each made once."""
         return {}
 
-    def _train_split(
-        self, source: int, length: int, samples_per_batch: Fraction = Fraction(1)
-    ) -> TokenDataset:
-        nodes = self.config.data.num_canonical_nodes
-        lanes = Lanes(nodes, samples_per_batch) if nodes > 1 else None
-        key = source, length, lanes
+    def _train_split(self, source: int, length: int) -> TokenDataset:
+        key = source, length
         if key not in self._opened:
             folder, data = self.folders[source], self.config.data
             dataset = TokenDataset(
@@ -141,7 +127,6 @@ class TokenSources:
                 sequence_length=length,
                 seed=self.config.train.seed,
                 window=data.shuffle_window,
-                lanes=lanes,
                 packing=data.packing,
             )
             if folder.split("train").quarantined.num_tokens == (
@@ -195,6 +180,5 @@ def open_source(
     return TokenFolder.open(
         find_staged(data.stage_to, parse_location(source.folder)) if is_staged else source.folder,
         quarantine=source.quarantine,
-        cache_folder=data.cache_folder,
-        cache_bytes=int(data.cache_gib * 2**30),
+        cache_folder=data.stage_to and data.stage_to / "shards",
     )

@@ -41,7 +41,7 @@ MOST_RESTARTS = 3
 # What makes the points of a fit comparable: what rungs are trained and validated on, and how. Steps
 # and shapes differ.
 OWN_OPTIONS = ("data", "model", "optimizer", "schedule", "validation", "objective", "train")
-FREE_OPTIONS = {"threads", "device", "compile", "stage_to", "cache_folder", "cache_gib"}
+FREE_OPTIONS = {"threads", "device", "compile", "stage_to"}
 
 
 @dataclass(frozen=True)
