@@ -43,7 +43,7 @@ class Muon(AdamW):
     """
 
     def __init__(
-        self, params: Iterable[dict[str, Any]], *, momentum: float, **adamw_kwargs: Any
+        self, params: Iterable[dict[str, Any]], *, momentum: float = 0.95, **adamw_kwargs: Any
     ) -> None:
         super().__init__(params, momentum=momentum, orthogonal=False, **adamw_kwargs)
 

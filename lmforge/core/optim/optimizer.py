@@ -99,7 +99,7 @@ def build_muon(
     groups: list[dict[str, Any]], options: OptimizerOptions, own: None = None
 ) -> torch.optim.Optimizer:
     dtype = STATE_DTYPES[options.state_dtype]
-    return Muon(groups, momentum=options.momentum, state_dtype=dtype, **_common_numbers(options))
+    return Muon(groups, state_dtype=dtype, **_common_numbers(options))
 
 
 def _common_numbers(options: OptimizerOptions) -> dict[str, Any]:

@@ -22,19 +22,6 @@ ENVIRONMENT = option(
     " alone",
 )
 MAX_PORT = 65_535
-# Variables of libraries and trackers that a run may need; schedulers forward the whole environment
-# by themselves.
-FORWARDED_VARIABLES = (
-    "HF_*",
-    "NCCL_*",
-    "GLOO_*",
-    "TORCH_*",
-    "WANDB_*",
-    "OMP_*",
-    "LMFORGE_*",
-    "PYTHONPATH",
-    "LD_LIBRARY_PATH",
-)
 
 
 class CheckpointOptions(Options):
@@ -89,9 +76,6 @@ class LogOptions(Options):
     )
     trackers: tuple[str, ...] = choice((), "where metrics go besides metrics.jsonl", "tracker")
     project: str = option("lmforge", "project of the run in the trackers (mlflow: experiment)")
-    panel: bool = option(
-        True, "in a terminal: show a panel that is redrawn, instead of a line per log step"
-    )
     profile_steps: str | None = option(
         None,
         "trace these steps with torch's profiler, one file per rank: FIRST:LAST, such as 10:13",
@@ -212,10 +196,6 @@ class JobOptions(Options):
         "port of the first node, for the others to connect to (default: a free one)",
         ge=1024,
         le=MAX_PORT,
-    )
-    forward: tuple[str, ...] = option(
-        FORWARDED_VARIABLES,
-        "ssh: environment variables to forward to the hosts; * matches any characters",
     )
 
     def problems(self) -> Iterator[str]:

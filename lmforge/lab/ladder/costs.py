@@ -86,7 +86,7 @@ class Costs:
         )
         phases = predict_phases(trial.config, prediction, machine)
         return run_cost(
-            phases, self._options, machine.gpu, async_save=trial.config.checkpoint.async_save
+            phases, self._options.price, machine.gpu, async_save=trial.config.checkpoint.async_save
         ).gpu_hours
 
     def amount(self, cost: Cost, budget: Budget, big: Cost) -> float:

@@ -80,11 +80,16 @@ def run_plan(config: AnyPlanConfig) -> int:
         return run_search(config)
     machine = find_machine(config.plan)
     config, batch_note = with_default_batch(config)
-    config = config.model_copy(update={"plan": machine.with_disk(config.plan)})
     step_config, vocabulary = _step_config(config, machine)
     prediction = predict_step(step_config, machine)
     phases = predict_phases(config, prediction, machine)
-    cost = run_cost(phases, config.plan, machine.gpu, async_save=config.checkpoint.async_save)
+    cost = run_cost(
+        phases,
+        config.plan.price,
+        machine.gpu,
+        async_save=config.checkpoint.async_save,
+        disk_gb_s=machine.disk_gb_s,
+    )
     budget = config.plan.usable * machine.gpu.memory_bytes
     fits_device = prediction.device_bytes <= budget
     host_bytes = prediction.host_bytes
@@ -163,7 +168,7 @@ def run_plan(config: AnyPlanConfig) -> int:
     if host_bytes:
         console.print(f"host       {on_host}")
     _print_phases(console, phases)
-    _print_cost(console, prediction, cost, config)
+    _print_cost(console, prediction, cost, config.plan.price, machine.disk_gb_s)
     return 0
 
 
@@ -281,7 +286,7 @@ def _run_intervals(prediction: Prediction, cost: RunCost) -> dict[str, tuple[flo
 
 
 def _print_cost(
-    console: Console, prediction: Prediction, cost: RunCost, config: AnyPlanConfig
+    console: Console, prediction: Prediction, cost: RunCost, price: float, disk_gb_s: float
 ) -> None:
     intervals = _run_intervals(prediction, cost)
 
@@ -296,18 +301,16 @@ def _print_cost(
             words = [f"{value:,.0f}" if value >= 10 else f"{value:.2g}" for value in values]
         return f"{words[0]}{unit} ({words[1]} to {words[2]})"
 
-    price = (
-        f", {described('price')} at {config.plan.price:g} a GPU-hour" if config.plan.price else ""
-    )
+    priced = f", {described('price')} at {price:g} a GPU-hour" if price else ""
     console.print(
         f"run        {cost.steps:,} steps = {cost.tokens:,} tokens: {described('days')},"
-        f" {described('gpu_hours', ' GPU-hours')}, {described('kilowatt_hours', ' kWh')}{price}",
+        f" {described('gpu_hours', ' GPU-hours')}, {described('kilowatt_hours', ' kWh')}{priced}",
         soft_wrap=True,
     )
     every = format_count(cost.checkpoint_every_steps, "step")
     console.print(
         f"checkpoint {format_bytes(cost.checkpoint_bytes)}, written in"
-        f" {format_duration(cost.checkpoint_seconds)} at {config.plan.disk_gb_s:.3g} GB/s; best"
+        f" {format_duration(cost.checkpoint_seconds)} at {disk_gb_s:.3g} GB/s; best"
         f" every {format_duration(cost.checkpoint_every_seconds)} ({every}, Young-Daly);"
         f" {cost.failures:.2g} failures expected, goodput {cost.goodput:.1%}",
         soft_wrap=True,

@@ -87,7 +87,7 @@ def find_hosts(plan: JobPlan) -> Hosts:
         raise UserError(f"launch.nodes = {plan.nodes}: {options.hosts} names {len(names)} hosts")
     names = names[: plan.nodes]
     ssh_options = tuple(word for line in options.directive_options for word in shlex.split(line))
-    environment = export_lines(forwarded_variables(options.forward))
+    environment = export_lines(forwarded_variables())
     scripts = [
         _check_script(plan, environment, (options.port or 0) if name == names[0] else 0)
         for name in names
@@ -161,7 +161,7 @@ def _facts(answer: Answer) -> _HostFacts:
 def submit(plan: JobPlan, hosts: Hosts) -> list[Session]:
     """Start the job's script on all hosts, or on none. Raises UserError."""
     several = plan.options.on == "ssh"
-    environment = forwarded_variables(plan.options.forward) if several else {}
+    environment = forwarded_variables() if several else {}
     labels = [str(name).rpartition("@")[2] for name in hosts.names]
     scripts = []
     for rank, label in enumerate(labels):

@@ -41,16 +41,14 @@ class ConsoleLogger:
     is a line.
     """
 
-    def __init__(
-        self, dist_ctx: DistributedContext, steps: int, log_path: Path | None, *, panel: bool = True
-    ) -> None:
+    def __init__(self, dist_ctx: DistributedContext, steps: int, log_path: Path | None) -> None:
         self._is_rank0, self._steps = dist_ctx.is_rank0, steps
         self._log_path = log_path
         self._log_file: TextIO | None = None
         if log_path and dist_ctx.is_rank0:
             self._log_file = open(log_path, "a", encoding="utf-8")  # noqa: SIM115
         self._console = Console(highlight=False)
-        self._has_panel = panel and self._is_rank0 and can_redraw(self._console)
+        self._has_panel = self._is_rank0 and can_redraw(self._console)
         self._panel: ProgressPanel | None = None
         self._area: LiveArea | None = None
         self._captured: CapturedOutput | None = None
