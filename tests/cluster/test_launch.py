@@ -434,8 +434,8 @@ def test_a_dry_run_prints_scripts_that_bash_reads_and_starts_nothing(
         "--setup",
         "module load 'a b'",
         'export X="1"',
-        "--container",
-        "apptainer exec x.sif",
+        "--python",
+        "apptainer exec x.sif python3",
         "--gpus",
         "4",
     ]
@@ -447,7 +447,7 @@ def test_a_dry_run_prints_scripts_that_bash_reads_and_starts_nothing(
         done = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True)
         assert done.returncode == 0, done.stderr
     assert "module load 'a b'\nexport X=\"1\"\n" in scripts["node.sh"]
-    assert f'apptainer exec x.sif {sys.executable} -m lmforge pretrain "$1"' in scripts["node.sh"]
+    assert 'apptainer exec x.sif python3 -m lmforge pretrain "$1"' in scripts["node.sh"]
     expected = {
         "slurm": (
             "#SBATCH --gpus-per-node=4\n#SBATCH --time=02:00:00\n#SBATCH --partition=gpu\n#SBATCH"

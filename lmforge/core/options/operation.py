@@ -181,11 +181,10 @@ class JobOptions(Options):
     setup: tuple[str, ...] = option(
         (), "shell commands to run first on each node, such as module load cuda"
     )
-    container: str | None = option(
-        None, "command in front of Python, such as apptainer exec --nv image.sif"
-    )
     python: str | None = option(
-        None, "Python on the nodes (default: the one that runs this command)"
+        None,
+        "command that is Python on the nodes, such as 'apptainer exec --nv image.sif python'"
+        " (default: the one that runs this command)",
     )
     hosts: Path | None = option(None, "file with one host per line (ssh, mpi)")
     address: str | None = option(
@@ -201,7 +200,7 @@ class JobOptions(Options):
     def problems(self) -> Iterator[str]:
         if self.time is not None and self.time_seconds is None:
             yield f"launch.time = {quoted(self.time)}: expected minutes, HH:MM:SS or DAYS-HH:MM:SS"
-        for name in ("account", "partition", "address", "python"):
+        for name in ("account", "partition", "address"):
             value = getattr(self, name)
             if value is not None and not re.fullmatch(r"[^\s\-#'\"$`\\][^\s'\"$`\\]*", value):
                 yield f"launch.{name} = {quoted(value)}: expected one word, without quotes"
@@ -211,8 +210,8 @@ class JobOptions(Options):
         if self.on in ("ssh", "mpi"):  # a scheduler reads its directives itself
             for problem in filter(None, map(words_problem, self.directives)):
                 yield f"launch.directives: {problem}"
-        if self.container is not None and ("\n" in self.container or not self.container.strip()):
-            yield f"launch.container = {quoted(self.container)}: expected a command in one line"
+        if self.python is not None and ("\n" in self.python or not self.python.strip()):
+            yield f"launch.python = {quoted(self.python)}: expected a command in one line"
 
     @property
     def directive_options(self) -> list[str]:

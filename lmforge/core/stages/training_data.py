@@ -16,7 +16,6 @@ from lmforge.core.errors import UserError, prefix_errors
 from lmforge.core.options.mixture import (
     TokenSourceOptions,
     is_remote,
-    phase_samples,
     tokens_by_length,
 )
 from lmforge.core.options.stage import PretrainConfig, PretrainDataOptions
@@ -101,7 +100,9 @@ class TokenSources:
                 # Every sample has as many tokens, so that weights of tokens and of samples are the
                 # same.
                 proportions = proportions_of(weights)
-                num_samples = phase_samples(phase, global_batch_size, length) if phase else None
+            num_samples = None
+            if phase and phase.steps is not None:
+                num_samples = phase.steps * global_batch_size
             datasets = tuple(
                 self._train_split(source, length) for source in range(len(self.folders))
             )

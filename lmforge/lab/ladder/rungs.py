@@ -167,14 +167,8 @@ def in_length(config: PretrainConfig, steps: int) -> dict[str, dict[str, Any]]:
     phases = config.data.model_dump(mode="json")["phases"]
     for phase in phases:
         phase["steps"] = phase["steps"] and max(1, round(phase["steps"] * share))
-        size = (
-            tokens_per_step(config)
-            // config.data.sequence_length
-            * (phase["sequence_length"] or config.data.sequence_length)
-        )
-        phase["tokens"] = phase["tokens"] and max(1, round(phase["tokens"] * share / size)) * size
     if phases:  # what is rounded need not add up to the run
-        phases[-1] |= {"steps": None, "tokens": None}
+        phases[-1]["steps"] = None
     return {
         "data": {"phases": phases},
         "schedule": {

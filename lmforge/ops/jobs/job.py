@@ -99,11 +99,7 @@ class JobPlan:
 
     def python_command(self) -> str:
         """Words of a shell that start Python on a node."""
-        return " ".join(
-            filter(
-                None, (self.options.container, shlex.quote(self.options.python or sys.executable))
-            )
-        )
+        return self.options.python or shlex.quote(sys.executable)
 
 
 @dataclass

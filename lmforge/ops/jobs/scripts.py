@@ -120,7 +120,7 @@ export {JOB_VARIABLE}={shlex.quote(str(plan.folder))}
 export TTY_COMPATIBLE=0  # some of mpiexec are a terminal to their ranks: no progress bar in a log
 {setup}reason=$({python} -c {shlex.quote(IMPORT_CHECK)} 2>&1) || {{
     echo "lmforge: $(hostname): {python} does not run lmforge here (${{reason##*$'\\n'}});" \\
-        "see launch.python, launch.setup and launch.container" >&2
+        "see launch.python and launch.setup" >&2
     exit 2
 }}
 """

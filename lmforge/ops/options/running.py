@@ -274,9 +274,8 @@ class TopOptions(Options):
     once: bool = option(False, "print once, as plain text, and end")
     output: Literal["text", "json"] = option(
         "text",
-        "output format: text, or JSON: without --once one object per line every --interval_seconds",
+        "output format: text, or JSON: without --once one object per line every two seconds",
     )
-    interval_seconds: float = option(2.0, "seconds between two samples", ge=0.5, le=3600)
     timeout_seconds: float = option(
         10.0, "seconds to wait for the first answer of a host", ge=1, le=3600
     )

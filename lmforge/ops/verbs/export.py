@@ -193,11 +193,10 @@ def _layout_hints(options: ImportOptions, model_type: str) -> LayoutHints:
     """Values that the checkpoint may lack: the options that were given, else those of
     --config_from, a model of that type.
     """
-    names = {each.name: each.name for each in fields(LayoutHints)} | {"hidden_act": "activation"}
     given = {
         name: value
-        for name, option in names.items()
-        if (value := getattr(options, option, None)) is not None
+        for name in ("num_attention_heads", "rope_theta")
+        if (value := getattr(options, name)) is not None
     }
     if options.config_from is None:
         return LayoutHints(**given)
@@ -207,7 +206,9 @@ def _layout_hints(options: ImportOptions, model_type: str) -> LayoutHints:
             f"{options.config_from}: a {model.model_type} model; --config_from needs one of the"
             f" same kind, {model_type}"
         )
-    return LayoutHints(**{name: getattr(model, name) for name in names} | given)
+    return LayoutHints(
+        **{each.name: getattr(model, each.name) for each in fields(LayoutHints)} | given
+    )
 
 
 def _cast(name: str, value: Tensor, dtype: str | None) -> Tensor:

@@ -70,13 +70,10 @@ def slurm_hosts(job: int) -> list[str]:
     return call(["scontrol", "show", "hostnames", names], f"{option}: scontrol").split()
 
 
-def remote_line(remote_command: str | None, interval_seconds: float | None) -> str:
-    """The shell line that is run on a host: one sample, or one every `interval_seconds`."""
+def remote_line(remote_command: str | None, *, once: bool) -> str:
+    """The shell line that is run on a host: one sample, or one after another."""
     lmforge = remote_command or shlex.join([sys.executable, "-m", "lmforge"])
-    return (
-        f"{lmforge} top --output json"
-        f" {'--once' if interval_seconds is None else f'--interval_seconds {interval_seconds:g}'}"
-    )
+    return f"{lmforge} top --output json{' --once' if once else ''}"
 
 
 class RemoteHost:

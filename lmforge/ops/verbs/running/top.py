@@ -39,6 +39,7 @@ from lmforge.ops.verbs.running.top_screen import Snapshot, render_screen
 
 # Rates are between two samples.
 FIRST_SAMPLE_SECONDS = 0.5
+INTERVAL_SECONDS = 2.0
 NUM_PROCESSES = 5
 # The width of the page if it is not on a terminal and COLUMNS is not set.
 PLAIN_COLUMNS = 120
@@ -52,8 +53,7 @@ def run_top(options: TopOptions) -> int:
     samples_this_host = bool(local_names) or not (runs or hosts or slurm)
     # A page needs a terminal.
     once = options.once or not (options.output == "json" or sys.stdout.isatty())
-    interval = None if once else options.interval_seconds
-    line = remote_line(options.remote_command, interval)
+    line = remote_line(options.remote_command, once=once)
     ssh = shlex.split(options.ssh_command)
     commands = {
         host: ssh_command(host, line, program=ssh, connect_seconds=options.timeout_seconds)
@@ -146,7 +146,7 @@ def _show(sources: _Sources, options: TopOptions, *, once: bool) -> None:
             )
             if once:
                 return
-            time.sleep(options.interval_seconds)
+            time.sleep(INTERVAL_SECONDS)
     console = Console(highlight=False)
     sources.wait(FIRST_SAMPLE_SECONDS)
     with (
@@ -156,7 +156,7 @@ def _show(sources: _Sources, options: TopOptions, *, once: bool) -> None:
         while True:
             snapshot = sources.snapshot()
             live.update(render_screen(snapshot, console.width, console.height), refresh=True)
-            if key_pressed(options.interval_seconds) == "q":
+            if key_pressed(INTERVAL_SECONDS) == "q":
                 return
 
 
