@@ -40,7 +40,6 @@ BUILT_IN_NAMES: dict[str, dict[str, str]] = {
         "align": "lmforge.core.run:run_stage",
         "run": "lmforge.ops.verbs.running.pipeline:run_pipeline",
         "launch": "lmforge.ops.verbs.running.launch:run_launch",
-        "jobs": "lmforge.ops.verbs.running.jobs:run_jobs",
         "stop": "lmforge.ops.verbs.running.jobs:run_stop",
         "evaluate": "lmforge.serve.verbs.evaluate:run_evaluate",
         "generate": "lmforge.serve.verbs.generate:run_generate",
@@ -165,7 +164,6 @@ FACTS: dict[tuple[str, str], dict[str, Any]] = {
     },
     ("verb", "run"): {"config": "lmforge.ops.options.running:RunPipelineOptions", "writes": True},
     ("verb", "launch"): {"config": "lmforge.ops.options.running:LaunchVerbOptions", "writes": True},
-    ("verb", "jobs"): {"config": "lmforge.ops.options.running:JobsOptions"},
     ("verb", "stop"): {"config": "lmforge.ops.options.running:StopOptions"},
     ("verb", "evaluate"): {
         "config": "lmforge.serve.options.models:EvaluateOptions",

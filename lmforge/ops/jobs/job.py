@@ -28,7 +28,7 @@ STOP_FILE = "stop"
 
 
 class JobState(StrEnum):
-    """The state of a job, as `lmforge jobs` prints it; the same words as in `monitor.run_status`
+    """The state of a job, as `lmforge runs` prints it; the same words as in `monitor.run_status`
     for states that both have.
     """
 

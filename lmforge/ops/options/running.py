@@ -1,4 +1,4 @@
-"""The options of the verbs that start runs and look at them: `run`, `launch`, `jobs`, `stop`,
+"""The options of the verbs that start runs and look at them: `run`, `launch`, `stop`,
 `logs`, `runs`, `compare`, `report`, `top`, and `quickstart`; the contents of a pipeline file, and
 what a command line of `launch` asks for.
 """
@@ -115,15 +115,6 @@ class LaunchVerbOptions(LaunchOptions, LaunchCommandOptions):
     )
 
 
-class JobsOptions(Options):
-    """lmforge jobs [NAME]: what `lmforge launch` has started: job, state, step, age and log of each
-    run.
-    """
-
-    name: str | None = argument(None, "one run only")
-    folder: Path = RUNS_FOLDER
-
-
 class StopOptions(Options):
     """lmforge stop NAME: end a run that `lmforge launch` has started; it saves a checkpoint
     first.
@@ -214,14 +205,16 @@ class LogsOptions(Options):
 
 
 class RunsOptions(Options):
-    """lmforge runs [FOLDER]: all runs in a folder: state, step, loss, speed, and when they last
-    wrote.
+    """lmforge runs [FOLDER]: all runs in a folder: state, step, loss and speed, and the jobs that
+    `lmforge launch` has started.
     """
 
-    folder: Path = argument(Path("runs"), "folder that holds the runs")
-    watch: bool = option(False, "update the table every two seconds, until Ctrl-C")
+    folder: Path = argument(Path("runs"), "folder that holds the runs, or one run")
+    watch: bool = option(
+        False, "update the table of runs, without jobs, every two seconds, until Ctrl-C"
+    )
     output: Literal["text", "json"] = option(
-        "text", "output format: text, or one JSON object per run"
+        "text", "output format: text, or one JSON object per run, without jobs"
     )
 
     def problems(self) -> Iterator[str]:

@@ -1,9 +1,9 @@
-"""`lmforge jobs` and `lmforge stop`: the jobs of `lmforge launch`, by the name of the run."""
+"""The jobs of `lmforge launch`: what `lmforge runs` prints of them, and `lmforge stop`."""
 
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from threading import Semaphore
@@ -16,8 +16,8 @@ from lmforge.core.records.runs import Run
 from lmforge.ops.jobs.job import Job, JobState, read_job
 from lmforge.ops.jobs.launchers import job_state, stop_job
 from lmforge.ops.monitor.run_status import read_run_status
-from lmforge.ops.options.running import JobsOptions, StopOptions
-from lmforge.ops.terminal.cells import format_age, page_console
+from lmforge.ops.options.running import StopOptions
+from lmforge.ops.terminal.cells import format_age
 
 # Words that begin with the same letter in no other state, so that no colour is needed to tell them
 # apart.
@@ -33,8 +33,9 @@ COLUMNS = (
     "launched",
     "log",
 )
-# A host that is down is not waited for any longer; jobs are asked for at most so many at once.
-ANSWER_SECONDS, ASKED_AT_ONCE = 8.0, 32
+# A host that is down is not waited for any longer.
+ANSWER_SECONDS = 8.0
+ASKED_AT_ONCE = 32
 JOB_SECONDS = 5.0
 STYLES = {
     JobState.RUNNING: "green",
@@ -44,23 +45,25 @@ STYLES = {
 }
 
 
-def run_jobs(options: JobsOptions) -> int:
-    """Print a row for each run that was launched.
-
-    Raises UserError where a run was named that was not, and, after the rows of the others, where
-    the record of a job cannot be read.
+def launched_jobs(folders: Iterable[Path]) -> tuple[dict[Path, Job], list[str]]:
+    """(the jobs of runs that were launched, by directory; what is wrong with records that cannot be
+    read).
     """
+    jobs: dict[Path, Job] = {}
     problems: list[str] = []
-    if options.name is None:
-        jobs, problems = _launched(options.folder)
-    else:
-        jobs = dict([_find(options.name, options.folder)])
-    if not jobs and not problems:
-        print(
-            f"{options.folder}: nothing was launched from here; lmforge launch RECIPE starts a run"
-        )
-        return 0
-    console = page_console(240)
+    for folder in folders:
+        try:
+            job = read_job(folder)
+        except UserError as problem:
+            problems.append(str(problem))
+            continue
+        if job is not None:
+            jobs[folder] = job
+    return jobs, problems
+
+
+def jobs_table(jobs: Mapping[Path, Job]) -> Table:
+    """A row for each job, whose launcher is asked for its state."""
     table = Table(box=None, pad_edge=False)
     for title in COLUMNS:
         table.add_column(title, overflow="fold")
@@ -68,24 +71,20 @@ def run_jobs(options: JobsOptions) -> int:
         jobs.items(), _states(list(jobs.values())), strict=True
     ):
         launched = f"{format_age(max(0.0, time.time() - job.submitted_at))} ago"
-        restarts = str(_restarts(path, job) or ""), str(job.requeues or "")
-        row = (
+        table.add_row(
             job.name,
             job.launcher,
             job.job_id or "",
             str(state),
             reason,
             _progress(path),
-            *restarts,
+            str(_restarts(path, job) or ""),
+            str(job.requeues or ""),
             launched,
+            os.path.relpath(job.log),
+            style=STYLES.get(state),
         )
-        table.add_row(*row, os.path.relpath(job.log), style=STYLES.get(state))
-    if jobs:
-        console.print(table)
-    if problems:
-        more = f" (and {len(problems) - 1:,} more such files)" if len(problems) > 1 else ""
-        raise UserError(f"{problems[0]}{more}")
-    return 0
+    return table
 
 
 def _states(jobs: Sequence[Job]) -> list[tuple[JobState, str]]:
@@ -175,26 +174,12 @@ def run_stop(options: StopOptions) -> int:
     return 0
 
 
-def _launched(folder: Path) -> tuple[dict[Path, Job], list[str]]:
-    """(the launched runs, by directory; what is wrong with records that cannot be read)."""
-    jobs: dict[Path, Job] = {}
-    problems: list[str] = []
-    for path in sorted(folder.iterdir()) if folder.exists() else []:
-        try:
-            job = read_job(path)
-        except UserError as problem:
-            problems.append(str(problem))
-            continue
-        if job is not None:
-            jobs[path] = job
-    return jobs, problems
-
-
 def _find(name: str, folder: Path) -> tuple[Path, Job]:
     """The directory of a run that was launched, and its job. Raises UserError."""
     path = folder / name
     if Path(name).name != name or (job := read_job(path)) is None:
-        names = ", ".join(each.name for each in _launched(folder)[0]) or "none"
+        jobs, _ = launched_jobs(sorted(folder.iterdir()) if folder.exists() else ())
+        names = ", ".join(each.name for each in jobs) or "none"
         raise UserError(
             f"{path}: no run that was launched; there are: {names} (--folder names another folder"
             " of runs)"

@@ -170,5 +170,5 @@ def _print_job(job: Job, plan: JobPlan) -> None:
     parent = plan.folder.parent.parent
     folder = "" if parent == Path.cwd() / "runs" else f" --folder {os.path.relpath(parent)}"
     print(f"to follow  tail -f {os.path.relpath(plan.folder / 'output*.log')}")
-    print(f"state      {command} jobs{folder}")
+    print(f"state      {command} runs {os.path.relpath(plan.folder.parent)}")
     print(f"to stop    {command} stop {job.name}{folder}")

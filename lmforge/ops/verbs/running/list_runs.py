@@ -1,4 +1,4 @@
-"""`lmforge runs`: a table of the runs in a folder, once or repeatedly."""
+"""`lmforge runs`: a table of the runs in a folder, once or repeatedly, and of their jobs."""
 
 import json
 import os
@@ -14,11 +14,12 @@ from rich.text import Text
 
 from lmforge.core.errors import UserError, format_duration
 from lmforge.core.files.untrusted import cut, describe_os_error
-from lmforge.core.records.runs import Run
+from lmforge.core.records.runs import JOB_FILE, LAUNCH_FOLDER, Run
 from lmforge.ops.monitor.run_status import RUN_GOES_ON, read_run_status
 from lmforge.ops.options.running import RunsOptions
 from lmforge.ops.report.run_data import last_state
 from lmforge.ops.terminal.cells import BAD, page_console
+from lmforge.ops.verbs.running.jobs import jobs_table, launched_jobs
 from lmforge.ops.verbs.running.top_screen import STATE_STYLES
 
 REFRESH_SECONDS = 2.0
@@ -26,7 +27,7 @@ COLUMNS = ("run", "stage", "state", "step", "loss", "val", "tok/s", "MFU", "left
 LEFT_ALIGNED = COLUMNS[:3]
 # In a narrower terminal optional columns are left out.
 NARROW_COLUMNS, NARROW = ("stage", "MFU"), 100
-FILE_COLUMNS = 200  # where the output is no terminal
+FILE_COLUMNS = 240  # where the output is no terminal
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,12 @@ class RunRow:
 
 
 def list_runs(options: RunsOptions) -> int:
-    """Print the table, or keep it up to date. Raises UserError where the folder cannot be read."""
+    """Print the runs and the jobs of those that were launched, or keep the table of runs up to
+    date.
+
+    Raises UserError where the folder cannot be read, and, after all others were printed, where the
+    record of a job cannot be.
+    """
     if options.output == "json":
         for row in read_runs(options.folder):
             print(json.dumps(asdict(row)))
@@ -60,9 +66,16 @@ def list_runs(options: RunsOptions) -> int:
     console = page_console(FILE_COLUMNS)
     rows = read_runs(options.folder)
     if not options.watch:
-        if not rows:
+        jobs, problems = launched_jobs(_run_folders(options.folder))
+        if rows:
+            console.print(_table(rows, console.width))
+        if jobs:
+            console.print(*([""] if rows else []), jobs_table(jobs), sep="\n")
+        if problems:
+            more = f" (and {len(problems) - 1:,} more such files)" if len(problems) > 1 else ""
+            raise UserError(f"{problems[0]}{more}")
+        if not rows and not jobs:
             raise UserError(f"{options.folder}: no runs in this folder")
-        console.print(_table(rows, console.width))
         return 0
     with (
         suppress(KeyboardInterrupt),
@@ -77,24 +90,30 @@ def list_runs(options: RunsOptions) -> int:
 
 
 def read_runs(folder: Path) -> list[RunRow]:
-    """The runs of a folder: active ones first, then by the time of their last write, the newest
-    first.
+    """The runs of a folder, or the run that it is: active ones first, then by the time of their
+    last write, the newest first.
     """
-    try:
-        with os.scandir(folder) as entries:
-            names = sorted(entry.name for entry in entries if entry.is_dir())
-    except OSError as problem:
-        raise UserError(
-            f"{describe_os_error(problem, folder)}; name the folder that holds the runs"
-        ) from None
     rows = []
-    for run in (Run(folder / name) for name in names):
+    for run in map(Run, _run_folders(folder)):
         try:
             rows += [_read_run(run)] if run.exists() else []
         except (UserError, OSError):
             if run.exists():  # otherwise it was removed while it was read
                 raise
     return sorted(rows, key=lambda row: (row.state not in RUN_GOES_ON, -row.written))
+
+
+def _run_folders(folder: Path) -> list[Path]:
+    """The directories in a folder, or the folder itself where it is a run. Raises UserError."""
+    if Run(folder).exists() or (folder / LAUNCH_FOLDER / JOB_FILE).exists():
+        return [folder]
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(folder / entry.name for entry in entries if entry.is_dir())
+    except OSError as problem:
+        raise UserError(
+            f"{describe_os_error(problem, folder)}; name the folder that holds the runs, or a run"
+        ) from None
 
 
 def _read_run(run: Run) -> RunRow:
