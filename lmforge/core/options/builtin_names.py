@@ -99,7 +99,7 @@ BUILT_IN_NAMES: dict[str, dict[str, str]] = {
     # What follows the files of a run, in the order in which it is told of their end.
     "attempt_observer": {
         "report": "lmforge.ops.report.page:RunReport",
-        "trackers": "lmforge.ops.trackers.tracker_threads:RunTrackers",
+        "trackers": "lmforge.ops.trackers.run_trackers:RunTrackers",
     },
     # What is attached to the loop, in this order.
     "observer": {
