@@ -146,8 +146,11 @@ def parse_launch(arguments: list[str]) -> LaunchRequest:
     first_option = next(
         (at for at, word in enumerate(arguments) if word.startswith("--")), len(arguments)
     )
-    given, words = arguments[:first_option], arguments[first_option:]
-    verb = given.pop(0) if given and given[0] in STAGES else None
+    given = arguments[:first_option]
+    words = arguments[first_option:]
+    verb = None
+    if given and given[0] in STAGES:
+        verb = given.pop(0)
     if len(given) != 1:
         expected = "give one recipe, such as lmforge launch recipe.toml --on slurm"
         raise UserError(

@@ -82,7 +82,9 @@ class RunTrackers:
         self.on_record()
         self._thread.join(FINISH_SECONDS)
         self._print_messages()
-        late = f" within {FINISH_SECONDS:.0f} s" if self._thread.is_alive() else ""
+        late = ""
+        if self._thread.is_alive():
+            late = f" within {FINISH_SECONDS:.0f} s"
         for tracker in self._trackers:
             if unsent := tracker.describe_unsent(self._sizes):
                 self._console.warn(
@@ -181,7 +183,9 @@ class _GuardedTracker:
             record for path, size in sizes.items() for record, _ in self._new_records(path, size)
         )
         count = self._num_unsent + sum(self._sender(record) is not None for record in left)
-        records = [format_count(count, "record")] if count else []
+        records = []
+        if count:
+            records = [format_count(count, "record")]
         return ", ".join([*records, *self._unsent_end])
 
     def _call(self, function: Callable[..., None], *arguments: Any) -> bool:
@@ -262,7 +266,9 @@ class _GuardedTracker:
             ]
             if rows:
                 is_validation = event["table"].endswith("-validation")
-                name = "val/completions" if is_validation else "completions"
+                name = "completions"
+                if is_validation:
+                    name = "val/completions"
                 columns = ("step", "prompt", "text", "reward", "tokens", "ended")
                 client.log_table(Table(name, step, columns, rows))
 

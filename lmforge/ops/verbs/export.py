@@ -135,7 +135,8 @@ def _grown_rows(
     PEFT saves such matrices whole, a tied pair as two. It opens the base with as many rows as the
     tokenizer beside the adapters has tokens, so rows of padding are left out.
     """
-    config, tokenizer = stored_model_config(manifest), Tokenizer.open(checkpoint_path)
+    config = stored_model_config(manifest)
+    tokenizer = Tokenizer.open(checkpoint_path)
     rows = tokenizer.vocab_size
     if (
         not manifest.recipe["model"].get("resize_vocab")
@@ -167,9 +168,10 @@ def run_import(options: ImportOptions) -> int:
         options.source, source, layout, _layout_hints(options, layout.facts["like"])
     )
     config = converted.config
-    folder = (
-        resolve_model_folder(options.tokenizer, "tokenizer.json") if options.tokenizer else None
-    )
+    if options.tokenizer:
+        folder = resolve_model_folder(options.tokenizer, "tokenizer.json")
+    else:
+        folder = None
     if folder is not None and (entries := Tokenizer.open(folder).vocab_size) > config.vocab_size:
         raise UserError(
             f"{options.tokenizer}: has {entries} entries and the model {config.vocab_size}; give"
@@ -217,7 +219,9 @@ def _cast(name: str, value: Tensor, dtype: str | None) -> Tensor:
         raise UserError(
             f"{name}: holds values that fp16 cannot represent; use --dtype bf16 or fp32"
         )
-    return value.to(DTYPES[dtype]) if dtype else value
+    if dtype:
+        return value.to(DTYPES[dtype])
+    return value
 
 
 def _write_model_folder(
@@ -261,18 +265,19 @@ def companion_files(
     """Files that transformers needs for generation and tokenizer, where the run's tokenizer came
     without them.
     """
-    end, begin = tokenizer.eos_token_id, tokenizer.bos_token_id
-    # A model that came with several end tokens, as chat models do, keeps them.
-    ends = {
-        end,
-        *(config.end_token_ids if len(config.end_token_ids) > 1 else ()),
-        *(template.stop_ids if template else ()),
-    }
+    end = tokenizer.eos_token_id
+    begin = tokenizer.bos_token_id
+    ends = {end}
+    if len(config.end_token_ids) > 1:  # as chat models come with, which keep them
+        ends.update(config.end_token_ids)
+    if template is not None:
+        ends.update(template.stop_ids)
     stops: dict[str, Any] = {"eos_token_id": sorted(ends) if len(ends) > 1 else end}
-    pad = end if config.pad_token_id is None else config.pad_token_id
-    ids = stops | {"pad_token_id": pad} | ({} if begin is None else {"bos_token_id": begin})
-    if config.reward:
-        del ids["pad_token_id"]  # see core/model/config.py
+    ids = dict(stops)
+    if not config.reward:  # see core/model/config.py
+        ids["pad_token_id"] = end if config.pad_token_id is None else config.pad_token_id
+    if begin is not None:
+        ids["bos_token_id"] = begin
     names = {"eos_token": tokenizer.id_to_token(end), "clean_up_tokenization_spaces": False}
     return {
         "config.json": ids,

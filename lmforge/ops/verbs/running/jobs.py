@@ -103,7 +103,8 @@ def _states(jobs: Sequence[Job]) -> list[tuple[JobState, str]]:
         for at, job in enumerate(jobs)
         if not job.has_ended
     }
-    deadline, states = time.monotonic() + ANSWER_SECONDS, []
+    deadline = time.monotonic() + ANSWER_SECONDS
+    states = []
     for at, job in enumerate(jobs):
         if at not in asked:
             states.append(_with_reason(job, job.state_by_status(), ""))
@@ -125,7 +126,9 @@ def state_and_reason(job: Job) -> tuple[JobState, str]:
         state, detail = job_state(job)
     except UserError as problem:
         state = job.state_by_status()
-        detail = str(problem) if state == JobState.LOST else ""
+        detail = ""
+        if state == JobState.LOST:
+            detail = str(problem)
     return _with_reason(job, state, detail)
 
 
@@ -137,7 +140,8 @@ class JobWatch:
     """The job of a run that may have been launched, asked for every JOB_SECONDS at most."""
 
     def __init__(self, run: Run) -> None:
-        self._run, self._asked_at = run, -math.inf
+        self._run = run
+        self._asked_at = -math.inf
         self._state: JobState | None = None
         self._line = ""
 
@@ -152,11 +156,12 @@ class JobWatch:
         if (job := read_job(self._run.path)) is not None:
             state, reason = state_and_reason(job)
             has_begun = (self._run.started_at_ns or 0) >= 1e9 * job.submitted_at
-            line = (
-                f"{job.launcher} job{f' {job.job_id}' if job.job_id else ''} is"
-                f" {state}{f' ({reason})' if reason else ''}"
-            )
-            self._state, self._line = state, "" if has_begun and state != JobState.PENDING else line
+            words = [job.launcher, "job", job.job_id or "", "is", str(state)]
+            if reason:
+                words.append(f"({reason})")
+            line = " ".join(filter(None, words))
+            self._state = state
+            self._line = "" if has_begun and state != JobState.PENDING else line
         self._asked_at = time.monotonic()
         return self._state, self._line
 
@@ -204,4 +209,6 @@ def _progress(path: Path) -> str:
         status = read_run_status(Run(path))
     except UserError:
         return ""
-    return "" if status.state == "not started" else f"{status.step} of {status.steps or '?'}"
+    if status.state == "not started":
+        return ""
+    return f"{status.step} of {status.steps or '?'}"

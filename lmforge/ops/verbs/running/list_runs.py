@@ -18,7 +18,7 @@ from lmforge.core.records.runs import JOB_FILE, LAUNCH_FOLDER, Run
 from lmforge.ops.monitor.run_status import RUN_GOES_ON, read_run_status
 from lmforge.ops.options.running import RunsOptions
 from lmforge.ops.report.run_data import last_state
-from lmforge.ops.terminal.cells import BAD, page_console
+from lmforge.ops.terminal.cells import BAD, format_known, page_console
 from lmforge.ops.verbs.running.jobs import jobs_table, launched_jobs
 from lmforge.ops.verbs.running.top_screen import STATE_STYLES
 
@@ -26,11 +26,12 @@ REFRESH_SECONDS = 2.0
 COLUMNS = ("run", "stage", "state", "step", "loss", "val", "tok/s", "MFU", "left", "written")
 LEFT_ALIGNED = COLUMNS[:3]
 # In a narrower terminal optional columns are left out.
-NARROW_COLUMNS, NARROW = ("stage", "MFU"), 100
+NARROW_COLUMNS = ("stage", "MFU")
+NARROW = 100
 FILE_COLUMNS = 240  # where the output is no terminal
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunRow:
     """One run.
 
@@ -42,12 +43,12 @@ class RunRow:
     stage: str
     state: str
     step: int
-    steps: int
-    loss: float | None
-    validation: float | None
-    tokens_per_second: float | None
-    mfu: float | None
-    seconds_left: float | None
+    steps: int = 0
+    loss: float | None = None
+    validation: float | None = None
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    seconds_left: float | None = None
     written: float
     problem: str = ""
 
@@ -72,7 +73,9 @@ def list_runs(options: RunsOptions) -> int:
         if jobs:
             console.print(*([""] if rows else []), jobs_table(jobs), sep="\n")
         if problems:
-            more = f" (and {len(problems) - 1:,} more such files)" if len(problems) > 1 else ""
+            more = ""
+            if len(problems) > 1:
+                more = f" (and {len(problems) - 1:,} more such files)"
             raise UserError(f"{problems[0]}{more}")
         if not rows and not jobs:
             raise UserError(f"{options.folder}: no runs in this folder")
@@ -96,7 +99,8 @@ def read_runs(folder: Path) -> list[RunRow]:
     rows = []
     for run in map(Run, _run_folders(folder)):
         try:
-            rows += [_read_run(run)] if run.exists() else []
+            if run.exists():
+                rows.append(_read_run(run))
         except (UserError, OSError):
             if run.exists():  # otherwise it was removed while it was read
                 raise
@@ -126,32 +130,26 @@ def _read_run(run: Run) -> RunRow:
         config = run.load_config()
     except UserError as problem:
         return RunRow(
-            run.path.name,
-            "?",
-            state,
-            status.step,
-            0,
-            None,
-            None,
-            None,
-            None,
-            None,
-            written,
-            str(problem),
+            name=run.path.name,
+            stage="?",
+            state=state,
+            step=status.step,
+            written=written,
+            problem=str(problem),
         )
     last = status.metrics
     return RunRow(
-        run.path.name,
-        config.of_stage,
-        state,
-        status.step,
-        config.train.steps,
-        last.get("loss"),
-        last.get("val/loss", last.get("val/reward")),
-        last.get("tokens_per_second"),
-        last.get("mfu"),
-        last.get("seconds_left") if state in RUN_GOES_ON else None,
-        written,
+        name=run.path.name,
+        stage=config.of_stage,
+        state=state,
+        step=status.step,
+        written=written,
+        steps=config.train.steps,
+        loss=last.get("loss"),
+        validation=last.get("val/loss", last.get("val/reward")),
+        tokens_per_second=last.get("tokens_per_second"),
+        mfu=last.get("mfu"),
+        seconds_left=last.get("seconds_left") if state in RUN_GOES_ON else None,
     )
 
 
@@ -172,16 +170,12 @@ def _table(rows: list[RunRow], width: int) -> RenderableType:
             "stage": row.stage,
             "state": Text(row.state, STATE_STYLES.get(row.state, BAD)),
             "step": f"{row.step:,}/{row.steps:,}" if row.steps else f"{row.step:,}",
-            "loss": _number(row.loss, ".4f"),
-            "val": _number(row.validation, ".4f"),
-            "tok/s": _number(row.tokens_per_second, ",.0f"),
-            "MFU": _number(row.mfu, ".0%"),
+            "loss": format_known(row.loss, "{:.4f}", ""),
+            "val": format_known(row.validation, "{:.4f}", ""),
+            "tok/s": format_known(row.tokens_per_second, "{:,.0f}", ""),
+            "MFU": format_known(row.mfu, "{:.0%}", ""),
             "left": "" if row.seconds_left is None else format_duration(row.seconds_left),
             "written": f"{format_duration(now - row.written)} ago",
         }
         table.add_row(*(cells[name] for name in columns))
     return Group(table, *(Text(f"{row.name}: {row.problem}", "red") for row in rows if row.problem))
-
-
-def _number(value: float | None, words: str) -> str:
-    return "" if value is None else format(value, words)

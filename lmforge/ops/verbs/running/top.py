@@ -48,7 +48,9 @@ PLAIN_COLUMNS = 120
 def run_top(options: TopOptions) -> int:
     """Show the requested runs and hosts, once or until interrupted. Returns 0. Raises UserError."""
     runs, hosts = _sort_names(options.names)
-    slurm = slurm_hosts(options.slurm_job) if options.slurm_job is not None else []
+    slurm = []
+    if options.slurm_job is not None:
+        slurm = slurm_hosts(options.slurm_job)
     local_names = [name for name in hosts if name in ("localhost", platform.node())]
     samples_this_host = bool(local_names) or not (runs or hosts or slurm)
     # A page needs a terminal.
@@ -83,7 +85,8 @@ def run_top(options: TopOptions) -> int:
 
 def _sort_names(names: Sequence[str]) -> tuple[list[Run], list[str]]:
     """The runs and the hosts among the names. A file holds names of hosts. Raises UserError."""
-    runs, hosts = [], []
+    runs = []
+    hosts = []
     for name in names:
         path = Path(name)
         if path.is_dir():
@@ -99,7 +102,9 @@ def _sort_names(names: Sequence[str]) -> tuple[list[Run], list[str]]:
 
 def _status_with_job(run: Run, job: JobWatch) -> RunStatus:
     status = read_run_status(run)
-    return status if status.state in RUN_GOES_ON else replace(status, job=job.look()[1])
+    if status.state in RUN_GOES_ON:
+        return status
+    return replace(status, job=job.look()[1])
 
 
 @dataclass
@@ -182,11 +187,15 @@ def _keys() -> Iterator[Callable[[float], str]]:
     import tty
 
     # Without one, `select` waits all the same.
-    keyboard = [sys.stdin.fileno()] if sys.stdin.isatty() else []
+    keyboard = []
+    if sys.stdin.isatty():
+        keyboard = [sys.stdin.fileno()]
 
     def key_pressed(seconds: float) -> str:
         ready, _, _ = select.select(keyboard, [], [], seconds)
-        return os.read(ready[0], 1).decode(errors="replace") if ready else ""
+        if ready:
+            return os.read(ready[0], 1).decode(errors="replace")
+        return ""
 
     if not keyboard:
         yield key_pressed
