@@ -18,7 +18,7 @@ from lmforge.core.parallel.parallel_model import ParallelModel
 from lmforge.core.parallel.precision import DTYPES
 from lmforge.hf.export import export_folder
 from lmforge.hf.resolve import resolve_model_config
-from lmforge.ops.verbs.export import companion_files, export_checkpoint
+from lmforge.ops.export import companion_files, export_checkpoint
 from lmforge.serve.decoding import engine, model_loading
 from lmforge.serve.decoding.model_loading import LoadedModel, resolve_device_and_dtype
 from lmforge.serve.decoding.prompts import max_input_length

@@ -296,7 +296,7 @@ class PretrainDataOptions(SequenceOptions):
 
     @property
     def sequence_lengths(self) -> tuple[int, ...]:
-        """Those of the phases."""
+        """The sequence lengths of the phases, or the one of the run."""
         return tuple(phase.sequence_length or self.sequence_length for phase in self.phases) or (
             self.sequence_length,
         )

@@ -77,8 +77,10 @@ def describe_host() -> dict[str, Any]:
 
 
 def compare_versions(facts: Mapping[int, Mapping[str, Any]]) -> Iterator[Finding]:
-    """For each version that differs between ranks the most frequent one beside the others, and the
-    hosts that have these. `facts` by rank, of `describe_host`.
+    """A finding for each version that differs between ranks: the most frequent one, the others, and
+    the hosts that have these.
+
+    `facts` of `describe_host`, by rank.
     """
     versions = {rank: each["versions"] for rank, each in facts.items()}
     differ = False

@@ -79,8 +79,8 @@ def node_script(plan: JobPlan) -> str:
 
 
 def rank_script(plan: JobPlan) -> str:
-    """As `node_script`, for a rank that mpiexec starts: the status of the first rank that ends with
-    another than 0 is kept.
+    """The script of a rank that mpiexec starts, as `node_script` is of a node; the status of the
+    first rank that ends with another than 0 is kept.
     """
     return f"""\
 {_node_preamble(plan)}

@@ -23,7 +23,7 @@ MAX_RECORDS = 256
 
 
 class ExpertLoad:
-    """Of a model whose mixtures count.
+    """The load of the experts of a model, from the counts of its mixtures.
 
     Every rank has one; in a pipeline the mixtures of other ranks count there.
     """

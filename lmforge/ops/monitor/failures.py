@@ -101,8 +101,8 @@ def _bytes_from_first_mark(path: Path) -> int:
 
 
 def _order(failure: Failure) -> tuple[int, float, int]:
-    """By cause, then by the latest time at which it can have failed: a rank that is killed has
-    written its heartbeat before.
+    """The key by which failures are sorted: cause, then the latest time at which the rank can have
+    failed. A rank that is killed has written its heartbeat before.
     """
     if failure.kind in CAUSES:
         cause = 0

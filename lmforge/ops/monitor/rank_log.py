@@ -151,9 +151,10 @@ class Output:
 
 @contextmanager
 def losing_output(keeps_stdout: bool = False) -> Iterator[None]:
-    """For work that goes on where nothing reads what it prints, and where standard output or error
-    is closed. With `keeps_stdout` a standard output that is open stays as it is: what it does not
-    take is an error.
+    """A context in which output that nothing takes is dropped, for work that goes on without it.
+
+    With `keeps_stdout` a standard output that is open stays as it is: what it does not take is an
+    error.
     """
     before = sys.stdout, sys.stderr
     if sys.stdout is None or not keeps_stdout:

@@ -81,7 +81,7 @@ class PeerStatus:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Its progress: its step, and the number of phases begun in it."""
+        """How far it is: its step, and the number of phases begun in it."""
         return (self.heartbeat["step"], self.heartbeat["number"])
 
     @property

@@ -108,7 +108,7 @@ class Watchdog:
             self._heartbeat.set_phase(phase, self._heartbeat.current.step if step is None else step)
 
     def follow_compilation(self) -> None:
-        """From now on the phase is `compiling` while torch compiles. Imports torch's compiler."""
+        """Make the phase `compiling` while torch compiles. Imports torch's compiler."""
         from torch._dynamo.callback import callback_handler
 
         begin = self._heartbeat.begin_compiling
@@ -119,7 +119,7 @@ class Watchdog:
         self._to_stop += [partial(callback_handler.remove_end_callback, end)]
 
     def watch_disk(self, folder: Path, next_checkpoint_bytes: Callable[[], int]) -> None:
-        """From now on rank 0 warns where the disk of the checkpoints has become full.
+        """Let rank 0 warn where the disk of the checkpoints has become full.
 
         A store does not say how much it has.
         """

@@ -390,9 +390,9 @@ def subject(run: dict[str, Any]) -> str:
     if source := options.get("model.source"):
         text += f", from {source}"
     if names := [source["name"] for source in run["sources"]]:
-        text += f", on {', '.join(names[:3])}" + (
-            f" and {format_count(len(names) - 3, 'other source')}" * (len(names) > 3)
-        )
+        text += f", on {', '.join(names[:3])}"
+        if len(names) > 3:
+            text += f" and {format_count(len(names) - 3, 'other source')}"
     if axis["step"]:
         tokens = ""
         if axis["tokens"][-1]:

@@ -191,7 +191,7 @@ def _show_completions(
 
 
 def _read_completions(run_folder: Path, bad_step: BadStepFile) -> list[CompletionRecord]:
-    """Those of a bad step, rank by rank.
+    """The completions of a bad step, rank by rank.
 
     Raises UserError where there are none, or for an invalid record.
     """
