@@ -58,7 +58,8 @@ HELP_WORDS = ("-h", "--help", "help")
 # Set by --debug, and so passed on to the ranks that a verb starts.
 DEBUG_VARIABLE = "LMFORGE_DEBUG"
 # Characters of an error line: a path may be longer than other values.
-MAX_LINE, MAX_WORD = 2000, 300
+MAX_LINE = 2000
+MAX_WORD = 300
 LONG_WORD = re.compile(rf"\S{{{MAX_WORD + 1},}}")
 # Errors of the files that a user names, not of the program: circular links, a folder in the place
 # of a file or the other way round, a name that is too long, a file that may not or cannot be read.
@@ -154,7 +155,8 @@ def run(arguments: list[str]) -> int:
     chosen: Options | None = None
     try:
         name, *rest = [word for word in arguments if word != "--debug"] or ["--help"]
-        status, answer = 0, _answer(name, rest)
+        status = 0
+        answer = _answer(name, rest)
         works = answer is None and (VERBS[name].writes or VERBS[name].distributed)
         if sys.stdout is None and not works:
             raise UserError(
@@ -204,7 +206,9 @@ def _answer(name: str, arguments: list[str]) -> str | None:
     """
     if name in HELP_WORDS:
         words = list(dropwhile(HELP_WORDS.__contains__, arguments))
-        return _answer(words[0], ["--help", *words[1:]]) if words else _overview()
+        if words:
+            return _answer(words[0], ["--help", *words[1:]])
+        return _overview()
     if name in ("-V", "--version"):
         return f"lmforge {__version__}"
     if name not in VERBS:
@@ -215,16 +219,18 @@ def _answer(name: str, arguments: list[str]) -> str | None:
     if at is None:
         return None
     everything = arguments[at + 1 : at + 2] == ["all"]
-    verb, before = VERBS[name], arguments[:at]
-    recipe = (
-        Path(before[0])
-        if issubclass(verb.options, StageConfig) and before and not before[0].startswith("-")
-        else None
-    )
+    verb = VERBS[name]
+    before = arguments[:at]
+    if issubclass(verb.options, StageConfig) and before and not before[0].startswith("-"):
+        recipe = Path(before[0])
+    else:
+        recipe = None
     options_class = load_extended(
         verb.options, read_recipe(recipe) if recipe else {}, recipe, before
     )
-    option = "--section.option" if issubclass(verb.options, StageConfig) else "--option"
+    option = "--option"
+    if issubclass(verb.options, StageConfig):
+        option = "--section.option"
     listed = format_help(options_class, everything).lstrip("\n")
     text = f"{verb.summary}\n\nusage: {verb.usage} [{option} value]\n\n{listed}"
     text += f"\n\n{TRAINING_NOTES}" if name in STAGES else ""
@@ -310,11 +316,10 @@ def _carry_out(name: str, arguments: list[str], chosen: Any) -> int:
         )
     # Ranks that lmforge started have the same command line; their environment variables tell their
     # rank.
-    environment = (
-        chosen.launch.environment
-        if isinstance(chosen, StageConfig)
-        else getattr(chosen, "environment", "auto")
-    )
+    if isinstance(chosen, StageConfig):
+        environment = chosen.launch.environment
+    else:
+        environment = getattr(chosen, "environment", "auto")
     if environment != "auto" and LAUNCHER_PID_VARIABLE not in os.environ:
         os.environ[ENVIRONMENT_VARIABLE] = environment
     elsewhere = isinstance(chosen, DoctorOptions) and chosen.is_elsewhere
@@ -322,7 +327,9 @@ def _carry_out(name: str, arguments: list[str], chosen: Any) -> int:
         processes = chosen.launch.processes if isinstance(chosen, StageConfig) else chosen.processes
         if processes > 1 and not (isinstance(chosen, BenchConfig) and chosen.bench.sweep):
             return _launch([name, *arguments], chosen, processes)
-    return verb.load()(chosen, arguments) if verb.pass_arguments else verb.load()(chosen)
+    if verb.pass_arguments:
+        return verb.load()(chosen, arguments)
+    return verb.load()(chosen)
 
 
 def _launch(command: list[str], chosen: Any, processes: int, group: NodeGroup | None = None) -> int:
@@ -330,7 +337,9 @@ def _launch(command: list[str], chosen: Any, processes: int, group: NodeGroup | 
     launch` has started.
     """
     if isinstance(chosen, StageConfig):  # refused here, before ranks are started
-        nodes = len(group.names) if group else 1
+        nodes = 1
+        if group:
+            nodes = len(group.names)
         plan_batches(chosen, processes * nodes)
     if command[0] not in STAGES:
         return launch_local(processes, command)

@@ -124,7 +124,6 @@ LINES: dict[str, tuple[str, str]] = {
     "compare": ("RUN RUN", ""),
     "report": ("RUN", "--out out.html"),
     "launch": ("nothing.toml", "--dry-run"),
-    "jobs": ("", "--folder nothing"),
     "stop": ("nothing", "--folder nothing"),
     "logs": ("RUN", "--lines 2"),
     "top": ("", "--once --timeout_seconds 1"),

@@ -36,7 +36,6 @@ KEPT = {
     "run.folder",
     "distill.logprobs",
     "rollout.weights_folder",
-    "data.cache_folder",
     "data.stage_to",
     "folder",
     "data.folder",

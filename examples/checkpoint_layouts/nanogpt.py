@@ -25,7 +25,7 @@ def convert_nanogpt(source: "TensorSource", hints: "LayoutHints") -> tuple["Mode
     from lmforge.core.model.config import ModelConfig
     from lmforge.hf.layouts import StoredSlice, count_layers
 
-    heads = hints.num_attention_heads or source.non_tensors.get("model_args.n_head")
+    heads = source.non_tensors.get("model_args.n_head") or hints.num_attention_heads
     if not isinstance(heads, int):
         raise lmforge.UserError(
             "does not say how many heads it has (model_args.n_head); give --num_attention_heads"

@@ -58,7 +58,7 @@ class WeightIndex(TypedDict):  # model.safetensors.index.json
     weight_map: dict[str, str]
 
 
-def parse_model_name(name: str, revision: str | None = None) -> tuple[str, str]:
+def parse_model_name(name: str) -> tuple[str, str]:
     """`org/name[@revision]` as (org/name, revision), "main" by default.
 
     Raises UserError for anything else.
@@ -67,12 +67,7 @@ def parse_model_name(name: str, revision: str | None = None) -> tuple[str, str]:
     if parts is None:
         form = "organisation/model or organisation/model@revision"
         raise UserError(f"{cut(name)}: not the name of a model on the hub; give {form}")
-    if revision and parts["revision"] and revision != parts["revision"]:
-        raise UserError(
-            f"{name}: names one revision and --revision {revision} another; give one of them"
-        )
-    chosen = revision or parts["revision"] or "main"
-    return parts["name"], chosen
+    return parts["name"], parts["revision"] or "main"
 
 
 def resolve_model_folder(

@@ -20,7 +20,6 @@ from lmforge.core.model.resolve import (
     build_model_config,
     check_model_options,
     fit_vocabulary,
-    vocabulary_multiple,
 )
 from lmforge.core.options.sections import ModelOptions
 from lmforge.hf.hub import resolve_model_folder
@@ -31,7 +30,7 @@ def resolve_model_config(
     overrides: dict[str, Any],
     vocab_size: int | None = None,
     implementation: str = "lmforge",
-    vocab_multiple: int | None = None,
+    may_grow: bool = False,
 ) -> ModelConfig:
     """The model config of a recipe. Raises UserError for one that cannot be computed.
 
@@ -43,8 +42,7 @@ def resolve_model_config(
         vocab_size: entries of the tokenizer. It sets the vocabulary unless the config comes from a
             folder, whose own vocabulary stays: it may be larger (embeddings that no token uses) but
             not smaller, unless it may grow.
-        vocab_multiple: a folder's vocabulary may grow to the tokenizer's, to a multiple of this;
-        None: it may not.
+        may_grow: whether a folder's vocabulary may grow to the tokenizer's.
         implementation: what is to compute a folder's model: "lmforge", "transformers"
             (transformers_model.py), or "auto", which is lmforge for the families that it supports.
     """
@@ -63,7 +61,7 @@ def resolve_model_config(
                 f"{source}: no such folder; model.implementation = transformers wraps a Hugging"
                 " Face folder"
             )
-        return _resolve_transformers_config(path, overrides, vocab_size, vocab_multiple)
+        return _resolve_transformers_config(path, overrides, vocab_size, may_grow)
     chosen: dict[str, Any] = {}
     if path is not None:
         chosen = _read_config_fields(path)
@@ -72,7 +70,7 @@ def resolve_model_config(
         chosen = dict(PRESETS[str(source)])
     where = str(path or "model")
     return build_model_config(
-        where, chosen, overrides, vocab_size, vocab_multiple, keeps_vocabulary=path is not None
+        where, chosen, overrides, vocab_size, may_grow, keeps_vocabulary=path is not None
     )
 
 
@@ -84,9 +82,12 @@ def model_config_from_options(
     It is nano where they name none.
     """
     source = options.source or options.preset or "nano"
-    multiple = vocabulary_multiple(options)
     config = resolve_model_config(
-        source, options.overrides() | (changed or {}), vocab_size, options.implementation, multiple
+        source,
+        options.overrides() | (changed or {}),
+        vocab_size,
+        options.implementation,
+        options.resize_vocab,
     )
     check_model_options(options, config)
     return config
@@ -112,7 +113,7 @@ def _read_config_fields(path: Path) -> dict[str, Any]:
 
 
 def _resolve_transformers_config(
-    path: Path, overrides: dict[str, Any], vocab_size: int | None, vocab_multiple: int | None
+    path: Path, overrides: dict[str, Any], vocab_size: int | None, may_grow: bool
 ) -> ModelConfig:
     """The config of a Hugging Face folder, with `overrides` in the names of its config.json."""
     from lmforge.hf.transformers_causal_lm import read_pretrained_config
@@ -136,7 +137,7 @@ def _resolve_transformers_config(
         overrides = {kv_heads: overrides[heads], **overrides}
     theirs_size = overrides.get("vocab_size", getattr(theirs, "vocab_size", None))
     overrides = overrides | {
-        "vocab_size": fit_vocabulary(str(path), theirs_size, vocab_size, vocab_multiple)
+        "vocab_size": fit_vocabulary(str(path), theirs_size, vocab_size, may_grow)
     }
     # Each family has its own spelling of some names.
     content |= {theirs.attribute_map.get(name, name): value for name, value in overrides.items()}

@@ -18,7 +18,7 @@ from lmforge.core.parallel.parallel_model import ParallelModel
 from lmforge.core.parallel.precision import DTYPES
 from lmforge.hf.export import export_folder
 from lmforge.hf.resolve import resolve_model_config
-from lmforge.ops.verbs.export import companion_files, export_checkpoint
+from lmforge.ops.export import companion_files, export_checkpoint
 from lmforge.serve.decoding import engine, model_loading
 from lmforge.serve.decoding.model_loading import LoadedModel, resolve_device_and_dtype
 from lmforge.serve.decoding.prompts import max_input_length
@@ -48,7 +48,9 @@ def build_model(
     Raises UserError for a config that cannot be built.
     """
     model = build_module(resolve_model_config(config, fields, vocab_size), device)
-    return model if device == "meta" else init_weights(model, seed)
+    if device == "meta":
+        return model
+    return init_weights(model, seed)
 
 
 def open_tokenizer(path: str | Path) -> Tokenizer:
@@ -171,11 +173,10 @@ def save_model(
         }
     if isinstance(model, LoadedModel) and tokenizer is None:
         tokenizer = model.tokenizer
-    files = (
-        {**companion_files(tokenizer, module.config, None), **tokenizer.files}
-        if tokenizer is not None
-        else None
-    )
+    if tokenizer is not None:
+        files = {**companion_files(tokenizer, module.config, None), **tokenizer.files}
+    else:
+        files = None
     write = partial(
         export_folder,
         {name: tensor.detach().cpu() for name, tensor in tensors.items()},

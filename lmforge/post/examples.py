@@ -51,7 +51,6 @@ NOT_OF_EXAMPLES = {
     "files",
     "validation_files",
     "sources",
-    "weights_by",
     "folder",
     "packing",
     "stage_to",
@@ -271,14 +270,12 @@ def mix_examples(
         return datasets[0]
     assert isinstance(config.data, ConversationOptions)
     weights = {source.label: Fraction(str(source.weight)) for source in config.data.sources}
-    tokens = None
-    if config.data.weights_by == "tokens":
-        counts = [folder.manifest["splits"]["train"]["tokens"] for folder in folders]
-        # Whole tokens: exact fractions of many sources have thousands of digits.
-        tokens = [
-            Fraction(max(1, round(count / each.sequences_per_epoch)))
-            for count, each in zip(counts, datasets, strict=True)
-        ]
+    counts = [folder.manifest["splits"]["train"]["tokens"] for folder in folders]
+    # Whole tokens: exact fractions of many sources have thousands of digits.
+    tokens = [
+        Fraction(max(1, round(count / each.sequences_per_epoch)))
+        for count, each in zip(counts, datasets, strict=True)
+    ]
     with prefix_errors("data.sources"):
         if len({dataset.name for dataset in datasets}) < len(datasets):
             raise UserError(

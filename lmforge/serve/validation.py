@@ -25,6 +25,7 @@ from lmforge.text.questions import QuestionTask, load_task
 # Maximum sequences in a batch of a task. It does not depend on the number of ranks, or the last
 # bits of scores would differ.
 MAX_TASK_BATCH_SIZE = 16
+SAMPLE_TEMPERATURE = 0.8
 # val/NAME/… are metrics of alignment, and of the sources of a mixture.
 RESERVED_TASK_NAMES = {
     "rewards": "alignment",
@@ -60,7 +61,7 @@ def open_validation_tasks(
                 f"validation.tasks: {path}: val/{task.name}/… are metrics of {owner}; give the file"
                 " another name"
             )
-        settings = TaskSettings(num_fewshot=options.num_fewshot, limit=options.task_limit)
+        settings = TaskSettings(num_fewshot=options.num_fewshot)
         longest = check_task(task, tokenizer, model_config, prefix_ids, settings)
         batch_size = min(MAX_TASK_BATCH_SIZE, COMFORTABLE_MICRO_BATCH_TOKENS // longest)
         opened[task.name] = (task, max(1, batch_size))
@@ -95,7 +96,6 @@ class TaskObserver(Observer):
             for task, batch_size in self._tasks:
                 settings = TaskSettings(
                     num_fewshot=options.num_fewshot,
-                    limit=options.task_limit,
                     batch_size=batch_size,
                     # Each batch is progress.
                     on_batch=partial(ctx.watch.set_phase, "evaluate", step),
@@ -136,7 +136,7 @@ def write_samples(
             tokenizer,
             config.sample.prompts,
             max_tokens=config.sample.max_tokens,
-            sampling=SamplingParams(config.sample.temperature),
+            sampling=SamplingParams(SAMPLE_TEMPERATURE),
             seed=config.train.seed + step,
         )
     for prompt, completion in zip(config.sample.prompts, completions, strict=True):

@@ -83,13 +83,13 @@ class Desk:
         return sorted([*runs.glob("*"), *runs.glob("*/.*launch*"), *runs.glob("*/launch/*")])
 
     def state(self, name: str) -> str:
-        """The state and what is said about it, as `lmforge jobs` prints it."""
-        done = self("jobs", name)
+        """The state of the job and what is said about it, as `lmforge runs` prints it."""
+        done = self("runs", f"runs/{name}")
         assert done.returncode == 0, done.stderr
-        return done.stdout.splitlines()[1]
+        return done.stdout.partition("launched")[2].splitlines()[1]
 
     def wait_for_state(self, run: Run, pattern: str) -> None:
-        """Wait until `lmforge jobs` prints what matches."""
+        """Wait until `lmforge runs` prints what matches of the job."""
         self.wait(lambda: re.search(pattern, self.state(run.path.name)) is not None, run)
 
     def wait_for_end(self, run: Run, seconds: float = WAIT_SECONDS) -> int:

@@ -22,8 +22,9 @@ from lmforge.core.records.runs import Run
 from lmforge.ops.jobs import scripts
 from lmforge.ops.jobs.job import JobPlan, read_job
 from lmforge.ops.jobs.launchers import check_no_job
-from lmforge.ops.options.running import JobsOptions
+from lmforge.ops.options.running import RunsOptions
 from lmforge.ops.verbs.running import jobs
+from lmforge.ops.verbs.running.list_runs import list_runs
 from tests.cluster.launching import (
     Desk,
     assert_same_result,
@@ -134,7 +135,7 @@ def test_a_host_that_is_down_is_asked_once_for_a_bounded_time_and_only_for_runs_
         if number > 1:
             record.with_name("status").write_text("0")
     began = time.monotonic()
-    assert run(["jobs"]) == 0
+    assert run(["runs"]) == 0
     assert time.monotonic() - began < 5
     printed = capfd.readouterr().out
     assert (
@@ -434,8 +435,8 @@ def test_a_dry_run_prints_scripts_that_bash_reads_and_starts_nothing(
         "--setup",
         "module load 'a b'",
         'export X="1"',
-        "--container",
-        "apptainer exec x.sif",
+        "--python",
+        "apptainer exec x.sif python3",
         "--gpus",
         "4",
     ]
@@ -447,7 +448,7 @@ def test_a_dry_run_prints_scripts_that_bash_reads_and_starts_nothing(
         done = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True)
         assert done.returncode == 0, done.stderr
     assert "module load 'a b'\nexport X=\"1\"\n" in scripts["node.sh"]
-    assert f'apptainer exec x.sif {sys.executable} -m lmforge pretrain "$1"' in scripts["node.sh"]
+    assert 'apptainer exec x.sif python3 -m lmforge pretrain "$1"' in scripts["node.sh"]
     expected = {
         "slurm": (
             "#SBATCH --gpus-per-node=4\n#SBATCH --time=02:00:00\n#SBATCH --partition=gpu\n#SBATCH"
@@ -605,19 +606,12 @@ def test_a_pipeline_is_not_launched_and_the_line_says_what_to_do_instead(
 def test_a_run_that_was_not_launched_is_not_found(
     recipe: Path, refused: Refusal, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from lmforge.cli import run
 
     missing = (
         "runs/other: no run that was launched; there are: none (--folder names another folder of"
         " runs)"
     )
     assert refused("stop", "other") == missing
-    assert refused("jobs", "other") == missing
-    assert run(["jobs"]) == 0
-    assert (
-        capfd.readouterr().out
-        == "runs: nothing was launched from here; lmforge launch RECIPE starts a run\n"
-    )
 
 
 def job_record(folder: Path, **fields: object) -> Path:
@@ -661,12 +655,12 @@ def test_a_record_of_a_job_that_cannot_be_read_hides_no_other_job(
     for name in ("first", "last"):
         job_record(tmp_path, name=name)
     damaged = job_record(tmp_path, name="middle", **fields).relative_to(tmp_path)
-    assert run(["jobs"]) == 2
+    assert run(["runs"]) == 2
     printed = capfd.readouterr()
     assert [line.split()[0] for line in printed.out.splitlines()] == ["run", "first", "last"]
     assert printed.err.startswith(f"lmforge: {damaged}: {message}")
     assert printed.err.endswith("; delete it; the run itself is not changed\n")
-    assert run(["jobs", "first"]) == 0
+    assert run(["runs", "runs/first"]) == 0
 
 
 def test_a_launch_folder_that_cannot_be_read_is_listed_with_its_reason(
@@ -678,7 +672,7 @@ def test_a_launch_folder_that_cannot_be_read_is_listed_with_its_reason(
     job_record(tmp_path, name="first")
     (tmp_path / "runs" / "middle").mkdir()
     (tmp_path / "runs" / "middle" / "launch").symlink_to("launch")
-    assert run(["jobs"]) == 2
+    assert run(["runs"]) == 2
     printed = capfd.readouterr()
     assert [line.split()[0] for line in printed.out.splitlines()] == ["run", "first"]
     assert printed.err.startswith("lmforge: runs/middle/launch/job.json: "), printed.err
@@ -731,7 +725,7 @@ def test_a_job_that_slurm_has_queued_again_by_itself_is_pending_whatever_its_scr
     with pytest.raises(UserError, match=r"job 7 \(slurm\) is pending"):
         check_no_job(tmp_path / "runs" / "good")
     monkeypatch.chdir(tmp_path)
-    assert jobs.run_jobs(JobsOptions()) == 0
+    assert list_runs(RunsOptions()) == 0
     assert re.search(r"^good +slurm +7 +pending +BeginTime ", capfd.readouterr().out, re.M)
 
 
@@ -846,7 +840,7 @@ def test_a_status_of_a_job_that_is_a_pipe_or_without_end_says_nothing(
             file.truncate(size)
     else:
         os.mkfifo(status)
-    assert run(["jobs"]) == 0
+    assert run(["runs"]) == 0
     assert " lost " in capfd.readouterr().out
 
 

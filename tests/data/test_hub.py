@@ -219,13 +219,9 @@ def test_what_cannot_be_had_is_refused_in_one_line(
         (["org/nothing"], f"org/nothing: neither a folder here nor a model on {hub.address}"),
         (["org/a--b"], "org/a--b: not a name that the hub accepts"),
         (["org/gated"], f"org/gated: gated: accept its terms at {hub.address}/org/gated"),
-        (["org/model", "--revision", "v9"], "org/model: has no revision v9 on the hub"),
+        (["org/model@v9"], "org/model: has no revision v9 on the hub"),
         (["org/pickled"], "org/pickled: has no safetensors weights on the hub; pickled ones"),
         (["nano"], "nano: not the name of a model on the hub"),
-        (
-            ["org/model@v1", "--revision", "v2"],
-            "org/model@v1: names one revision and --revision v2 another",
-        ),
     ):
         assert message in refused("download", *words)
     use("http://127.0.0.1:9")

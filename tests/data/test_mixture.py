@@ -5,11 +5,9 @@ fractions.
 import json
 import time
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from math import ceil, floor
-from pathlib import Path
 from threading import Barrier
 from typing import Any
 
@@ -30,10 +28,7 @@ from lmforge.core.data.mixture import (
 )
 from lmforge.core.data.order import permutation
 from lmforge.core.data.packing import PackedSequence, Packing
-from lmforge.core.data.shards.folder import TokenFolder
 from lmforge.core.errors import UserError
-from lmforge.core.options.load import read_config
-from lmforge.core.stages.training_data import TokenSources
 from tests.seeds import fresh_random
 
 
@@ -415,18 +410,14 @@ def test_a_single_source_is_read_in_its_own_order(n: int) -> None:
     assert alone.assign(n, n + 50)[1].tolist() == dataset.indices(n, n + 50).tolist()
 
 
-def test_with_parts_each_part_of_every_unit_has_the_proportions_and_the_counts_stay_as_exact() -> (
-    None
-):
+def test_every_block_has_the_proportions_and_the_counts_stay_as_exact() -> None:
     rng = fresh_random()
     for _ in range(20):
         weights = [Fraction(rng.randint(1, 9)) for _ in range(rng.randint(2, 4))]
         proportions = [weight / sum(weights) for weight in weights]
-        parts, unit = rng.randint(1, 4), rng.randint(10, 60)
-        order = BlockOrder(proportions, unit, rng.getrandbits(63), 0, parts)
+        order = BlockOrder(proportions, rng.randint(10, 60), rng.getrandbits(63), 0)
         size = order.block_size
         sources, ranks = order.assign(0, 5 * size)
-        slots = np.arange(5 * size)
         for source, proportion in enumerate(proportions):
             assert ranks[sources == source].tolist() == list(range((sources == source).sum()))
             for block in range(5):
@@ -437,28 +428,24 @@ def test_with_parts_each_part_of_every_unit_has_the_proportions_and_the_counts_s
                     )
                     < 1
                 )
-                for part in range(parts):
-                    inside = (slots // size == block) & (slots % unit * parts // unit == part)
-                    assert abs((sources[inside] == source).sum() - proportion * inside.sum()) < 2
         assert (
             order.counts(3 * size + 7).tolist()
             == np.bincount(sources[: 3 * size + 7], minlength=len(weights)).tolist()
         )
 
 
-def test_any_weights_in_any_number_of_parts_have_their_counts_at_every_block_end() -> None:
+def test_any_weights_have_their_counts_at_every_block_end() -> None:
     rng = fresh_random()
     drawn = [
         (
             [rng.randint(1, 100) for _ in range(rng.randint(3, 6))],
             rng.randint(1, 64),
-            rng.randint(2, 16),
         )
         for _ in range(100)
     ]
-    for weights, unit, parts in [([5, 20, 75], 8, 8), *drawn]:
+    for weights, unit in [([5, 20, 75], 8), *drawn]:
         proportions = [Fraction(weight, sum(weights)) for weight in weights]
-        order = BlockOrder(proportions, unit, rng.getrandbits(63), 0, parts)
+        order = BlockOrder(proportions, unit, rng.getrandbits(63), 0)
         for block in (0, 1, rng.randint(2, 10**6)):
             start, stop = (number * order.block_size for number in (block, block + 1))
             quotas = order.counts(stop) - order.counts(start)
@@ -470,36 +457,6 @@ def test_any_weights_in_any_number_of_parts_have_their_counts_at_every_block_end
                 assert abs(got - stop * proportion) < 1
 
 
-def test_a_tiny_weight_in_many_parts_is_refused_and_without_parts_is_not() -> None:
+def test_a_tiny_weight_makes_a_long_block() -> None:
     proportions = [Fraction(1, 10**6), 1 - Fraction(1, 10**6)]
     assert BlockOrder(proportions, 64, 0, 0).block_size == 10**6
-    with pytest.raises(UserError) as raised:
-        BlockOrder(proportions, 64, 0, 0, parts=64)
-    assert (
-        str(raised.value)
-        == "data.num_canonical_nodes = 64: with a source of one sample in 1,000,000 the order has"
-        " blocks of 64,000,000 samples, more than 4,194,304; raise its weight or take fewer"
-        " nodes"
-    )
-
-
-def test_three_sources_train_in_lanes_and_a_batch_too_large_for_them_is_refused(
-    tmp_path: Path, folder_of: Callable[..., TokenFolder]
-) -> None:
-    tables = ""
-    for number, weight in enumerate((5, 20, 75)):
-        folder_of(tmp_path / str(number), [[40] * 20], seed=number)
-        tables += f'[[data.sources]]\nfolder = "{tmp_path / str(number)}"\nweight = {weight}\n'
-    recipe = tmp_path / "recipe.toml"
-    recipe.write_text(
-        f"[data]\nsequence_length = 16\nshuffle_window = 1\nnum_canonical_nodes = 8\n{tables}"
-    )
-    sources = TokenSources.open(read_config(recipe))
-    assert np.bincount(sources.training(8).assign(0, 160)[0]).tolist() == [8, 32, 120]
-    with pytest.raises(UserError) as raised:
-        sources.training(100_000)
-    assert (
-        str(raised.value)
-        == "data.num_canonical_nodes: a global batch has 75,000 samples of a source, more than"
-        " 65,536; leave it out, or make train.global_batch_size smaller"
-    )

@@ -5,14 +5,12 @@ bad.
 import itertools
 import math
 from collections import Counter
-from fractions import Fraction
 
 import numpy as np
 import pytest
 
 from lmforge.core.data.order import (
     MAX_TABLE_SIZE,
-    Lanes,
     Permutation,
     _feistel_permutation,
     derive_key,
@@ -20,15 +18,13 @@ from lmforge.core.data.order import (
     splitmix64,
     windowed_permutation,
 )
-from lmforge.core.errors import UserError
-from tests.seeds import fresh_random, fresh_seed
+from tests.seeds import fresh_seed
 
 GOLDEN_KEY = 8227339661858151388
 GOLDEN_MIX = [0, 6238072747940578789, 15839785061582574730]
 GOLDEN_TABLE = [4, 9, 8, 5, 6, 1, 2, 0, 7, 3]
 GOLDEN_NETWORK = [25451, 73180, 13730, 19152, 51163, 74888]
 GOLDEN_WINDOWED = [0, 8, 1, 9, 4, 6, 5, 7, 3, 2]
-GOLDEN_LANED = [0, 8, 7, 6, 1, 9, 3, 2, 4, 5]
 GOLDEN_LARGE = [67533562499, 399069433650, 16118158689, 878734638538]
 
 
@@ -227,89 +223,3 @@ def test_windowed_positions_in_another_process_or_year_are_the_same() -> None:
         windowed_permutation(10, GOLDEN_KEY, chunk=2, window=2)(np.arange(10)).tolist()
         == GOLDEN_WINDOWED
     )
-
-
-def slow_lanes(lanes: Lanes, start: int, stop: int) -> list[int]:
-    """The lane of each position by its definition."""
-    return [int(lanes.count * (Fraction(n) / lanes.period % 1)) for n in range(start, stop)]
-
-
-def test_positions_are_dealt_to_lanes_as_their_definition_says_and_none_is_lost() -> None:
-    rng = fresh_random()
-    for _ in range(300):
-        period = Fraction(rng.randint(1, 60), rng.choice([1, 1, 2, 7, 30]))
-        lanes, start, n = (
-            Lanes(rng.randint(1, 9), period),
-            rng.randrange(10**6),
-            rng.randint(1, 200),
-        )
-        sizes, assign = lanes.assign(start, start + n)
-        expected = slow_lanes(lanes, start, start + n)
-        of_positions, ranks = assign(np.arange(n))
-        assert of_positions.tolist() == expected
-        assert sizes.tolist() == [expected.count(lane) for lane in range(lanes.count)]
-        assert ranks.tolist() == [
-            expected[:position].count(lane) for position, lane in enumerate(expected)
-        ]
-        chunk, window, key = rng.randint(1, 20), rng.randint(1, 5), rng.getrandbits(64)
-        order = windowed_permutation(n, key, chunk=chunk, window=window, lanes=lanes, start=start)
-        values = order(np.arange(n))
-        assert np.array_equal(np.sort(values), np.arange(n))
-        positions = np.array([rng.randrange(n) for _ in range(5)])
-        assert np.array_equal(order(positions), values[positions])
-
-
-def test_a_lane_reads_the_chunks_of_one_window_at_a_time_and_no_other_lane_reads_them(
-    seed: int,
-) -> None:
-    n, chunk, window, lanes = 100_000, 100, 10, Lanes(4, Fraction(64))
-    values = windowed_permutation(n, seed, chunk=chunk, window=window, lanes=lanes)(np.arange(n))
-    of_positions = np.array(slow_lanes(lanes, 0, n))
-    assert np.array_equal(of_positions, np.arange(n) % 64 // 16)
-    chunks = [set((values[of_positions == lane] // chunk).tolist()) for lane in range(4)]
-    # Where a lane ends within a chunk, the next one begins there.
-    assert sum(len(each) for each in chunks) <= n // chunk + 3
-    for lane in range(4):
-        of_lane = values[of_positions == lane]
-        for first in range(0, 24_000, 1000):
-            assert len(np.unique(of_lane[first : first + 1000] // chunk)) <= window + 1
-        ranks = np.argsort(np.argsort(of_lane[:1000]))
-        assert not faults(lambda positions, ranks=ranks: ranks[positions], 1000)
-
-
-def test_a_period_of_a_long_cycle_is_rounded_and_stays_a_bijection(seed: int) -> None:
-    lanes = Lanes(5, Fraction(1_000_003, 997) * Fraction(123_457, 99_991))
-    values = windowed_permutation(200_000, seed, chunk=64, window=20, lanes=lanes)(
-        np.arange(200_000)
-    )
-    assert np.array_equal(np.sort(values), np.arange(200_000))
-    sizes, assign = lanes.assign(0, 200_000)
-    assert max(sizes) - min(sizes) < 600
-    drift = np.abs(assign(np.arange(200_000))[0] - np.array(slow_lanes(lanes, 0, 200_000)))
-    assert np.isin(drift, (0, 1, 4)).all()
-    assert (drift != 0).mean() < 0.01
-
-
-def test_a_batch_of_more_samples_than_lanes_can_count_is_refused() -> None:
-    largest = Lanes(8, Fraction(65_536))
-    positions = np.array([0, 65_535, 65_536, 3 * 8192, 10**6])
-    assert largest.assign(0, 10**7)[1](positions)[0].tolist() == [
-        0,
-        7,
-        0,
-        3,
-        10**6 % 65_536 // 8192,
-    ]
-    for period in (Fraction(131_073, 2), Fraction(131_072), Fraction(10**9)):
-        with pytest.raises(
-            UserError,
-            match=(
-                f"a global batch has {math.ceil(period):,} samples of a source, more than 65,536; "
-            ),
-        ):
-            Lanes(8, period)
-
-
-def test_laned_positions_in_another_process_or_year_are_the_same() -> None:
-    order = windowed_permutation(10, GOLDEN_KEY, chunk=2, window=2, lanes=Lanes(2, Fraction(4)))
-    assert order(np.arange(10)).tolist() == GOLDEN_LANED

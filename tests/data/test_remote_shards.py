@@ -21,8 +21,6 @@ from lmforge.core.errors import UserError
 from lmforge.core.options.load import read_config
 from lmforge.core.records.runs import parse_location
 from lmforge.core.stages.training_data import TokenSources, find_missing_folders
-from lmforge.text.prepare.dist_context import SingleProcessContext
-from lmforge.text.prepare.pack import pack_folder
 from tests.conftest import Command, Refusal
 from tests.data.file_server import FaultyServer, file_server
 from tests.data.test_shards import flip_bit
@@ -187,8 +185,8 @@ def test_an_address_that_is_no_token_folder_or_cannot_be_reached_is_refused(
     tmp_path: Path, server: FaultyServer, refused: Refusal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = [
-        "--data.cache_folder",
-        tmp_path / "cache",
+        "--data.stage_to",
+        tmp_path,
         "--run.folder",
         tmp_path,
         "--run.name",
@@ -203,10 +201,10 @@ def test_an_address_that_is_no_token_folder_or_cannot_be_reached_is_refused(
     assert refused("pretrain", "--data.folder", "nothing://x/y", *options).startswith(
         "nothing://x/y: "
     )
-    (tmp_path / "cache").rename(tmp_path / "elsewhere")
-    (tmp_path / "cache").write_text("")
+    (tmp_path / "shards").rename(tmp_path / "elsewhere")
+    (tmp_path / "shards").write_text("")
     message = refused("pretrain", "--data.folder", f"{server.address}/folder", *options)
-    assert message == f"{tmp_path}/cache: cannot keep pieces of shards (File exists); name another"
+    assert message == f"{tmp_path}/shards: cannot keep pieces of shards (File exists); name another"
 
 
 def test_the_cache_never_exceeds_its_bound_and_keeps_what_was_used_last(
@@ -238,7 +236,7 @@ def test_a_cache_of_another_user_is_refused(tmp_path: Path, server: FaultyServer
     (tmp_path / "cache").mkdir()
     os.chown(tmp_path / "cache", NOBODY, NOBODY)
     with pytest.raises(
-        UserError, match=r"cache: a folder of another user; name another data\.cache_folder"
+        UserError, match=r"cache: a folder of another user; name another data\.stage_to"
     ):
         opened(server, tmp_path / "cache")
 
@@ -287,68 +285,6 @@ def test_a_step_within_windows_downloads_from_few_places(
         assert downloads[window] >= len(touched) - 3
     assert downloads[None] == 9
     assert downloads[2] <= 4
-
-
-@pytest.mark.parametrize(
-    ("packing", "sources"), [("concat", ["web"]), ("best-fit", ["web", "code"])]
-)
-def test_with_lanes_a_host_downloads_its_part_of_the_shards_and_every_sequence_is_read_once(
-    tmp_path: Path,
-    folder_of: Writer,
-    monkeypatch: pytest.MonkeyPatch,
-    packing: str,
-    sources: list[str],
-) -> None:
-    """Four hosts, each with a cache of its own, that read a quarter of every batch: for an epoch,
-    and for its beginning.
-    """
-    monkeypatch.setattr("lmforge.core.data.dataset.CHUNK_TOKENS", PIECE_BYTES // 2)
-    monkeypatch.setattr("lmforge.core.data.best_fit_index.GROUP_SEQUENCES", 655)
-    hosts, batch_size = 4, 32
-    pieces, downloads = 16 * len(sources), []
-    for name in sources:
-        # 8 pieces each.
-        folder_of(tmp_path / "served" / name, [[1000] * 524, [700] * 748], seed=len(name))
-        pack_folder(
-            str(tmp_path / "served" / name),
-            100,
-            workers=1,
-            progress=lambda *step: None,
-            dist_ctx=SingleProcessContext(),
-        )
-    for option in ("", "shuffle_window = 1\nnum_canonical_nodes = 4\n"):
-        read, of_beginning, of_epoch = [], [], []
-        for host in range(hosts):
-            head = (
-                f'[data]\npacking = "{packing}"\nsequence_length = 100\ncache_folder ='
-                f' "{tmp_path}/{len(option)}-{host}"\n'
-            )
-            with file_server(tmp_path / "served") as server:
-                tables = "".join(
-                    f'[[data.sources]]\nfolder = "{server.address}/{name}"\n' for name in sources
-                )
-                (tmp_path / "r.toml").write_text(head + option + tables)
-                dataset = TokenSources.open(read_config(tmp_path / "r.toml")).training(batch_size)
-                steps = dataset.sequences_per_epoch // batch_size
-                for step in range(steps):
-                    first = step * batch_size + host * batch_size // hosts
-                    read += list(
-                        zip(
-                            *(each.tolist() for each in dataset.assign(first, first + 8)),
-                            strict=True,
-                        )
-                    )
-                    if step % 8 == 0:  # often enough to need every piece
-                        dataset.sequences(first, first + 8)
-                    downloaded = len([key for key in server.requests if ".tokens" in key[0]])
-                    of_beginning += [downloaded] if step == steps // 8 else []
-                of_epoch.append(downloaded)
-        assert len(set(read)) == len(read) == steps * batch_size
-        downloads.append((of_beginning, of_epoch))
-    (globally, in_all), (in_lanes, of_lanes) = downloads
-    assert sum(in_lanes) < 0.5 * sum(globally)
-    assert min(in_all) == pieces
-    assert max(of_lanes) < 0.6 * pieces  # a quarter, and parts of others where chunks and lanes end
 
 
 def test_a_damaged_piece_in_the_cache_is_downloaded_again_alone(
@@ -403,7 +339,7 @@ def test_a_run_trains_from_a_store_as_from_a_folder(
         options = [
             "--data.folder",
             f"{server.address}/tokens",
-            "--data.cache_folder",
+            "--data.stage_to",
             tmp_path / "cache",
         ]
         words = [*tiny_options, *options, "--run.folder", tmp_path / "runs", "--run.name", "a"]

@@ -261,17 +261,12 @@ REFUSED_ON_ALL_RANKS = [
         (
             "[[data.phases]]\n[[data.phases]]\n",
             "web=1",
-            "phase 1: give its steps or tokens: only the last phase",
+            "phase 1: give its steps: only the last phase",
         ),
         (
             "[[data.phases]]\nsequence_length = 64\n",
             "web=1",
             "phase 1: its sequence_length = 64 is more than data.sequence_length = 32",
-        ),
-        (
-            "[[data.phases]]\ntokens = 1000\n",
-            "web=1",
-            "phase 1: 1,000 tokens are not a whole number of steps of 256 tokens; nearest: 768",
         ),
         ("", "web=1 same=1", "same: holds the same tokens as"),
         ("", "web=1 gone=1", "gone: no token folder (manifest.json is missing)"),

@@ -77,8 +77,7 @@ def test_the_page_on_a_terminal_names_the_stuck_rank_first_at_80_and_160_columns
     terminal: Terminal,  # noqa: F811 - its fixture
 ) -> None:
     command = (
-        f"{sys.executable} -m lmforge top {shlex.quote(str(stuck.run.path))} --interval_seconds"
-        " 0.5; echo left; sleep 60"
+        f"{sys.executable} -m lmforge top {shlex.quote(str(stuck.run.path))}; echo left; sleep 60"
     )
     command = f"TERM=screen {command}"
     assert terminal("new-session", "-d", "-x", 80, "-y", 24, command).returncode == 0

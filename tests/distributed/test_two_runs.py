@@ -146,7 +146,7 @@ def test_a_run_that_has_lost_its_lock_does_not_roll_back_to_what_another_has_sav
         Mock(run=run, dist_ctx=dist_ctx),
         Mock(rollbacks=0, consecutive_bad_steps=1),
     )
-    config = Mock(faults=Mock(max_rollbacks=1), train=Mock(steps=9))
+    config = Mock(train=Mock(steps=9))
     checkpoints = Checkpoints(checkpointer, config, Mock(), Mock(), Mock(), detector)
     run.lock()
     try:

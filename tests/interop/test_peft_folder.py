@@ -366,7 +366,7 @@ def test_rows_that_a_run_adds_are_exported_with_its_adapters(tuned: Tuned, tmp_p
     }
     (base / "tokenizer_config.json").write_text(json.dumps(declared))
     more = ["--model.source", base, "--run.folder", tmp_path, "--run.name", "run", "--lora.rank", 3]
-    more += ["--model.resize_vocab", "true", "--model.pad_vocab_to_multiple_of", 16]
+    more += ["--model.resize_vocab", "true"]
     assert command(["sft", *tuned.words, *map(str, more)]) == 0
     for _ in range(2):  # the second replaces the first
         assert (

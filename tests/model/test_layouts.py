@@ -5,6 +5,7 @@ The checkpoints are written here as those trainers write them, and computed here
 their own conventions.
 """
 
+import json
 import math
 import os
 import pickle
@@ -332,7 +333,7 @@ def test_nanogpt_computes_as_before(
     more = [
         "--plugins",
         str(PLUGINS / "nanogpt.py"),
-        *([] if activation == "gelu" else ["--activation", activation]),
+        *([] if activation == "gelu" else ["--config_from", "gpt2-124m"]),
     ]
     assert run(["import", str(tmp_path / "ckpt.pt"), str(tmp_path / "out"), *more]) == 0
     assert_computes(tmp_path / "out", tokens, expected)
@@ -342,19 +343,9 @@ def test_an_import_takes_shape_from_a_like_model_and_a_tokenizer_and_a_dtype(
     draw: random.Random, tmp_path: Path
 ) -> None:
     saved_by_torchtitan(torchtitan_state(), tmp_path / "a")
-    assert (
-        run(
-            [
-                "import",
-                str(tmp_path / "a"),
-                str(tmp_path / "first"),
-                *TOLD,
-                "--max_position_embeddings",
-                "77",
-            ]
-        )
-        == 0
-    )
+    assert run(["import", str(tmp_path / "a"), str(tmp_path / "first"), *TOLD]) == 0
+    config = tmp_path / "first" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 77}))
     tokenizer = train_tokenizer(["a text"] * 9, 400)
     tokenizer.save(tmp_path / "tokenizer")
     words = [

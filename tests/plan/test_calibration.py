@@ -260,9 +260,6 @@ def test_the_disk_and_the_memory_are_those_that_were_measured(
     assert result["run"]["checkpoint_seconds"] == pytest.approx(
         result["run"]["checkpoint_bytes"] / 1e10
     )
-    assert planned(capfd, *words, "--disk_gb_s", 1)["run"]["checkpoint_seconds"] == pytest.approx(
-        result["run"]["checkpoint_bytes"] / 1e9
-    )
 
 
 def test_a_plan_says_what_was_measured_and_what_is_of_a_data_sheet(

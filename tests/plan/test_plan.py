@@ -634,14 +634,6 @@ def test_a_plan_that_does_not_fit_says_what_would(capfd: pytest.CaptureFixture[s
         ),
         (["--hardware", "nothing.toml"], "--hardware: nothing.toml: no such file"),
         (["--gpus", 0], "--plan.gpus: expected a"),
-        (
-            ["--disk_gb_s", 1e-320],
-            "--plan.disk_gb_s: expected a number of at least 1e-06, got 1e-320",
-        ),
-        (
-            ["--failure_gpu_hours", 1e-310],
-            "--plan.failure_gpu_hours: expected a number of at least 0.001, got 1e-310",
-        ),
         (["--gpus", 8, "--train.epochs", 2], "train.epochs = 2: a plan does not read the data"),
     ],
 )
@@ -658,14 +650,11 @@ def test_bad_input_is_one_line(
     assert [*tmp_path.iterdir()] == []
 
 
-@pytest.mark.parametrize("disk_gb_s", [1e-6, 1e9])
-@pytest.mark.parametrize("failure_gpu_hours", [1e-3, 1e15])
 @pytest.mark.parametrize("gpus", [8, 2**20])
-def test_a_run_has_a_cost_at_the_bounds_of_disks_and_failures(
-    disk_gb_s: float, failure_gpu_hours: float, gpus: int, capfd: pytest.CaptureFixture[str]
+def test_a_run_of_any_number_of_gpus_has_a_cost(
+    gpus: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--gpus", gpus, "--train.global_batch_size", gpus, "--disk_gb_s", disk_gb_s]
-    cost = plan_json(capfd, RECIPE, *words, "--failure_gpu_hours", failure_gpu_hours)["run"]
+    cost = plan_json(capfd, RECIPE, "--gpus", gpus, "--train.global_batch_size", gpus)["run"]
     assert 0 < cost["goodput"] <= 1
     assert cost["checkpoint_every_steps"] >= 1
 

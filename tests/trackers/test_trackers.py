@@ -18,7 +18,7 @@ import pytest
 
 from lmforge.cli import run as command
 from lmforge.core.records.runs import Run
-from lmforge.ops.trackers import tracker_threads
+from lmforge.ops.trackers import run_trackers
 from tests.tools import need
 
 PROMPT = "def "
@@ -49,7 +49,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("TRACKIO_DIR", str(folder / "trackio"))
         patch.chdir(folder)
         # A busy machine imports mlflow slowly.
-        patch.setattr(tracker_threads, "FINISH_SECONDS", 240.0)
+        patch.setattr(run_trackers, "FINISH_SECONDS", 240.0)
         yield folder
 
 

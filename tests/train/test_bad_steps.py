@@ -470,8 +470,6 @@ def test_after_bad_steps_in_a_row_the_run_goes_back_and_on_with_the_batches_afte
         1,
         "--faults.max_bad_steps",
         1,
-        "--faults.max_rollbacks",
-        4,
     ]
     assert (
         command(

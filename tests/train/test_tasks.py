@@ -119,7 +119,7 @@ def test_scores_while_training_are_those_of_the_checkpoints_and_the_best_can_be_
         "--validation.tasks",
         *files,
     ]
-    words += ["--validation.at_start", "--validation.num_fewshot", 1, "--validation.task_limit", 2]
+    words += ["--validation.at_start", "--validation.num_fewshot", 1]
     words += [
         "--checkpoint.keep_best",
         1,
@@ -143,8 +143,6 @@ def test_scores_while_training_are_those_of_the_checkpoints_and_the_best_can_be_
             files,
             "--num_fewshot",
             1,
-            "--limit",
-            2,
         )
     assert f"  chosen: acc {scores[6]['val/chosen/acc']:.4f}, acc_norm " in done.stdout
 
@@ -257,14 +255,9 @@ def test_every_stage_asks_as_its_checkpoints_are_asked(
                 " has the full model; leave it out, and evaluate"
             ),
         ),
-        (["fine.jsonl", "--validation.task_limit", "0"], "validation.task_limit"),
         (
             ["--validation.num_fewshot", "1"],
             "validation.num_fewshot: only with validation.tasks; leave it out",
-        ),
-        (
-            ["--validation.task_limit", "1"],
-            "validation.task_limit: only with validation.tasks; leave it out",
         ),
     ],
 )
@@ -297,29 +290,3 @@ def test_unusable_tasks_are_refused_in_one_line_and_no_file_is_written(
         *requested,
     )
     assert not any(path.name != ".lock" for path in tmp_path.glob("runs/*/*"))
-
-
-def test_a_long_prompt_beyond_the_questions_that_are_asked_is_no_trouble(
-    tiny_options: list[str], tmp_path: Path, lmforge: Command
-) -> None:
-    task = write_lines(
-        tmp_path / "a.jsonl",
-        [{"prompt": "a", "answer": "b"}, {"prompt": "word " * 3000, "answer": "d"}],
-    )
-    words = [
-        *tiny_options,
-        "--train.steps",
-        3,
-        "--run.folder",
-        tmp_path,
-        "--run.name",
-        "run",
-        "--validation.tasks",
-        task,
-    ]
-    done = lmforge("pretrain", *words, "--validation.task_limit", 1)
-    assert done.returncode == 0, done.stderr
-    assert scores_by_step(Run(tmp_path / "run"))[3].keys() == {
-        "val/a/exact_match",
-        "val/a/contains",
-    }

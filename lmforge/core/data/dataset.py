@@ -14,7 +14,6 @@ import numpy as np
 
 from lmforge.core import registry
 from lmforge.core.data.order import (
-    Lanes,
     Permutation,
     derive_key,
     permutation,
@@ -63,7 +62,6 @@ class PackedDataset:
     shuffle: bool = True
     # (sequences of a chunk, chunks that are shuffled together); None: all.
     window: tuple[int, int] | None = None
-    lanes: Lanes | None = None  # with a window: each has windows of its own
     read_threads: int = 1  # how many sequences to read at once: several for remote shards
     source_names: tuple[str, ...] = ()  # where it is joined of several sources
 
@@ -79,13 +77,11 @@ class PackedDataset:
 
     def plan_at(self, n: int) -> DataPlan:
         """What samples before n depend on, as JSON; here the same for every n. See MixedDataset."""
-        lanes = (self.lanes.count, str(self.lanes.period)) if self.lanes else ()
         return {
             "dataset": [
                 *self.plan,
                 self.seed if self.shuffle else None,
                 *(self.window or ()),
-                *lanes,
             ]
         }
 
@@ -155,16 +151,12 @@ class PackedDataset:
         if self.window is None:
             return permutation(count, key)
         chunk, window = self.window
-        return windowed_permutation(
-            count, key, chunk=chunk, window=window, lanes=self.lanes, start=epoch * count
-        )
+        return windowed_permutation(count, key, chunk=chunk, window=window)
 
     @property
     def order_plan(self) -> list[int]:
-        """What the order depends on besides seed and name, for the plan of a mixture, which has the
-        period of lanes.
-        """
-        return [*(self.window or ()), *([self.lanes.count] if self.lanes else [])]
+        """What the order depends on besides seed and name, for the plan of a mixture."""
+        return [*(self.window or ())]
 
 
 class TokenDataset(PackedDataset):
@@ -179,13 +171,10 @@ class TokenDataset(PackedDataset):
         seed: int = 0,
         shuffle: bool = True,
         window: int | None = None,
-        lanes: Lanes | None = None,
         packing: TokenPacking = "concat",
     ):
         """Shuffled within each `window` chunks of CHUNK_TOKENS tokens (of best fit: of about a
         group), by default over all.
-
-        With `lanes` each of these has windows of its own.
 
         Raises UserError if the folder has no such split, or it has too few tokens to train on, or
         (best fit) no index for this length; only the training split has one.
@@ -206,7 +195,6 @@ class TokenDataset(PackedDataset):
             seed=seed,
             shuffle=shuffle,
             window=None if window is None else (chunk, window),
-            lanes=lanes,
             read_threads=folder.storage.read_threads,
         )
 

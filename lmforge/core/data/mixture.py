@@ -35,9 +35,6 @@ MIXTURE_VERSION = 1
 # A block has at least one sample of every source, and a table of its size is kept.
 MIN_PROPORTION = Fraction(1, 1_000_000)
 CACHED_BLOCKS = 4
-# The limit of blocks that lanes make longer: larger ones take seconds and hundreds of megabytes in
-# every rank.
-MAX_BLOCK_SIZE = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -80,16 +77,10 @@ def proportions_of(
 
 class BlockOrder:
     """The order of the sources in one phase, whose samples are numbered from 0: blocks of a
-    multiple of `unit` samples.
-
-    Each of `parts` equal parts of a unit has the proportions too, as lanes (order.py) need it.
-
-    Raises UserError where that needs blocks of more than MAX_BLOCK_SIZE samples.
+    multiple of `unit` samples, each in the proportions.
     """
 
-    def __init__(
-        self, proportions: Sequence[Fraction], unit: int, seed: int, phase: int, parts: int = 1
-    ) -> None:
+    def __init__(self, proportions: Sequence[Fraction], unit: int, seed: int, phase: int) -> None:
         denominator = math.lcm(*(proportion.denominator for proportion in proportions))
         self._bounds = [
             int(bound * denominator) for bound in accumulate(proportions, initial=Fraction(0))
@@ -97,17 +88,9 @@ class BlockOrder:
         self._denominator = denominator
         self._key = (seed, "mixture", phase)
         self._unit = unit
-        self._parts = parts
         needed = math.ceil(1 / min(proportion for proportion in proportions if proportion))
-        # With fewer samples than `needed` the count of a source could decrease, so every part of a
-        # block has at least this many.
-        self.block_size = -(-needed // max(1, unit // parts)) * unit
-        if parts > 1 and self.block_size > max(unit, MAX_BLOCK_SIZE):
-            raise UserError(
-                f"data.num_canonical_nodes = {parts:,}: with a source of one sample in {needed:,}"
-                f" the order has blocks of {self.block_size:,} samples, more than"
-                f" {MAX_BLOCK_SIZE:,}; raise its weight or take fewer nodes"
-            )
+        # With fewer samples than `needed` the count of a source could decrease.
+        self.block_size = -(-needed // unit) * unit
         self._cached_block = lru_cache(CACHED_BLOCKS)(self._order_of_block)
         self._lock = Lock()
 
@@ -142,22 +125,10 @@ class BlockOrder:
 
     def _order_of_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
         size = self.block_size
-        start = block * self.block_size
-        before = counts = self._counts_at(start)
-        sources = np.empty(size, np.int16)
-        part_of_slot = np.arange(size) % self._unit * self._parts // self._unit
-        for part in np.unique(part_of_slot).tolist():
-            slots = np.flatnonzero(part_of_slot == part)
-            start += len(slots)
-            so_far = counts
-            counts = self._counts_at(start)
-            order = permutation(
-                len(slots), derive_key(*self._key, block, *([part] if part else []))
-            )(np.arange(len(slots)))
-            sources[slots] = np.repeat(np.arange(len(counts), dtype=np.int16), counts - so_far)[
-                order
-            ]
-        quotas = counts - before
+        before = self._counts_at(block * size)
+        quotas = self._counts_at((block + 1) * size) - before
+        order = permutation(size, derive_key(*self._key, block))(np.arange(size))
+        sources = np.repeat(np.arange(len(quotas), dtype=np.int16), quotas)[order]
         ranks = np.empty(size, np.int64)
         first = np.repeat(np.cumsum(quotas) - quotas - before, quotas)
         ranks[np.argsort(sources, kind="stable")] = np.arange(size) - first
@@ -195,25 +166,23 @@ class MixedDataset:
     n).
 
     `names` are those of the sources. `unit` divides the length of every phase but the last: the
-    global batch size, so that a batch has one sequence length. `parts` is the number of lanes of
-    the datasets.
+    global batch size, so that a batch has one sequence length.
     """
 
     def __init__(
-        self, names: Sequence[str], phases: Sequence[Phase], *, unit: int, seed: int, parts: int = 1
+        self, names: Sequence[str], phases: Sequence[Phase], *, unit: int, seed: int
     ) -> None:
         self.names = tuple(names)
         self.phases = tuple(phases)
         self._unit = unit
         self._seed = seed
-        self._parts = parts
         # Blocks are laid out by digest, so that the order in which a recipe lists the sources does
         # not matter.
         digests = [dataset.name for dataset in phases[0].datasets]
         self._by_digest = np.array(sorted(range(len(names)), key=digests.__getitem__), np.int64)
         self._orders = [
             BlockOrder(
-                [phase.proportions[source] for source in self._by_digest], unit, seed, number, parts
+                [phase.proportions[source] for source in self._by_digest], unit, seed, number
             )
             for number, phase in enumerate(phases)
         ]
@@ -421,8 +390,6 @@ class MixedDataset:
             }
             length = phase.sequence_length
             packing = [*phase.datasets[0].plan[:2], *phase.datasets[0].order_plan]
-            if self._parts > 1 and len(used) > 1:
-                packing.append(self._orders[number].block_size)
             plan["phases"].append(
                 PhasePlan(
                     samples=last - first, sequence_length=length, proportions=used, packing=packing

@@ -13,23 +13,16 @@ epoch is another sample, with other draws.
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from lmforge.core.errors import UserError
-
 # Up to this size a Feistel network is measurably non-uniform, and a table with two bytes per entry
 # is small.
 MAX_TABLE_SIZE = 65_536
 FEISTEL_ROUNDS = 6
-# The longest cycle of positions assigned to lanes: each source keeps a table of 16 bytes per
-# position.
-MAX_LANE_CYCLE = 65_536
 
 UInt64Array = np.ndarray[Any, np.dtype[np.uint64]]
 Permutation = Callable[[np.ndarray], np.ndarray]
@@ -87,67 +80,7 @@ def permutation(n: int, key: int) -> Permutation:
     return lambda positions: table[positions].astype(np.int64)
 
 
-@dataclass(frozen=True)
-class Lanes:
-    """`count` parts of every global batch, one after another, that each read a part of the data of
-    their own.
-
-    `period` is how many samples of the data are in a global batch, on average. Position n belongs
-    to lane ⌊count · frac(n / period)⌋, whatever the number of ranks. Raises UserError for a period
-    above MAX_LANE_CYCLE.
-    """
-
-    count: int
-    period: Fraction
-
-    def __post_init__(self) -> None:
-        # Rounding would give another period, and for twice the value none at all.
-        if self.period > MAX_LANE_CYCLE:
-            raise UserError(
-                f"data.num_canonical_nodes: a global batch has {math.ceil(self.period):,} samples"
-                f" of a source, more than {MAX_LANE_CYCLE:,}; leave it out, or make"
-                " train.global_batch_size smaller"
-            )
-
-    def assign(
-        self, start: int, stop: int
-    ) -> tuple[np.ndarray, Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]]:
-        """Assign the positions start … stop − 1 to the lanes.
-
-        Returns how many each lane gets, int64 [count], and a function of positions counted from
-        `start` that gives their lanes and how many positions of its lane come before each.
-        """
-        # Positions of a cycle have every phase of the period once. A period of a longer cycle is
-        # rounded: a lane then drifts through the batch, by a sample in thousands of batches.
-        rate = (1 / self.period).limit_denominator(MAX_LANE_CYCLE)
-        cycle = rate.denominator
-        lanes = np.arange(cycle) * (rate.numerator % cycle) % cycle * self.count // cycle
-        per_cycle = np.bincount(lanes, minlength=self.count)
-        before = np.empty(cycle, np.int64)
-        before[np.argsort(lanes, kind="stable")] = np.arange(cycle) - np.repeat(
-            np.cumsum(per_cycle) - per_cycle, per_cycle
-        )
-
-        def counts_until(position: int) -> np.ndarray:
-            full, rest = divmod(position, cycle)
-            return full * per_cycle + np.bincount(lanes[:rest], minlength=self.count)
-
-        skipped = counts_until(start)
-
-        def assign(positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            full, rest = np.divmod(positions + start, cycle)
-            of_positions = lanes[rest]
-            return (
-                of_positions,
-                full * per_cycle[of_positions] + before[rest] - skipped[of_positions],
-            )
-
-        return counts_until(stop) - skipped, assign
-
-
-def windowed_permutation(
-    n: int, key: int, *, chunk: int, window: int, lanes: Lanes | None = None, start: int = 0
-) -> Permutation:
+def windowed_permutation(n: int, key: int, *, chunk: int, window: int) -> Permutation:
     """A bijection of 0..n-1 as `permutation` gives one, whose neighbouring positions have values
     that are close together.
 
@@ -155,37 +88,26 @@ def windowed_permutation(
     come after one another are permuted as a whole, so that `window` · `chunk` positions need only
     these. What is left over from whole chunks belongs to the last window. Where one window holds
     all, it is `permutation(n, key)` itself.
-
-    With `lanes` the permuted chunks are first divided between these, one after another, and each
-    lane has windows of its own. Position 0 is position `start` for the lanes.
     """
     num_chunks = n // chunk
-    size = chunk * window
-    if lanes is None and num_chunks <= window:
+    if num_chunks <= window:
         return permutation(n, key)
-    chunk_order = permutation(max(1, num_chunks), derive_key(key, "chunks"))
-    lane_sizes, assign = (lanes or Lanes(1, Fraction(1))).assign(start, start + n)
-    lane_starts = np.cumsum(lane_sizes) - lane_sizes
-    num_windows = np.maximum(1, -(-(lane_sizes // chunk) // window))
+    size = chunk * window
+    last_window = -(-num_chunks // window) - 1
+    chunk_order = permutation(num_chunks, derive_key(key, "chunks"))
 
-    @lru_cache(maxsize=2 * len(lane_sizes) + 2)
-    def within(lane: int, number: int) -> Permutation:
-        is_last = number == num_windows[lane] - 1
-        count = int(lane_sizes[lane]) - number * size if is_last else size
-        return permutation(count, derive_key(key, "window", number, *([lane] if lane else [])))
+    @lru_cache(maxsize=4)
+    def within(number: int) -> Permutation:
+        count = n - number * size if number == last_window else size
+        return permutation(count, derive_key(key, "window", number))
 
     def permute(positions: np.ndarray) -> np.ndarray:
-        of_positions, ranks = assign(positions)
         values = np.empty_like(positions)
-        for lane in np.unique(of_positions).tolist():
-            in_lane = np.flatnonzero(of_positions == lane)
-            windows = np.minimum(ranks[in_lane] // size, num_windows[lane] - 1)
-            for number in np.unique(windows).tolist():
-                chosen = in_lane[windows == number]
-                first = number * size
-                values[chosen] = (
-                    within(lane, number)(ranks[chosen] - first) + first + lane_starts[lane]
-                )
+        windows = np.minimum(positions // size, last_window)
+        for number in np.unique(windows).tolist():
+            chosen = windows == number
+            first = number * size
+            values[chosen] = within(number)(positions[chosen] - first) + first
         in_full_chunks = values < num_chunks * chunk
         values[in_full_chunks] = (
             chunk_order(values[in_full_chunks] // chunk) * chunk + values[in_full_chunks] % chunk

@@ -21,6 +21,19 @@ CONNECT_SECONDS = 10
 KEEPALIVE_SECONDS = 5
 MAX_HOSTS_BYTES = 2**20
 MAX_HOSTS = 10_000
+# Variables of libraries and trackers that a run may need; * matches any characters. Schedulers
+# forward the whole environment by themselves.
+FORWARDED_VARIABLES = (
+    "HF_*",
+    "NCCL_*",
+    "GLOO_*",
+    "TORCH_*",
+    "WANDB_*",
+    "OMP_*",
+    "LMFORGE_*",
+    "PYTHONPATH",
+    "LD_LIBRARY_PATH",
+)
 AT_ONCE = 64
 HOST_PATTERN = re.compile(r"[\w.@:\[\]%][\w.@:\[\]%-]*")
 
@@ -73,15 +86,13 @@ def read_hosts(path: Path, *, may_repeat: bool = False) -> list[str]:
     return hosts
 
 
-def forwarded_variables(patterns: Sequence[str]) -> dict[str, str]:
-    """The variables of this process whose names match one of the patterns, in which * stands for
-    any characters.
-    """
+def forwarded_variables() -> dict[str, str]:
+    """The environment variables of this process that processes on other hosts get."""
     return {
         name: value
         for name, value in sorted(os.environ.items())
         if re.fullmatch(r"\w+", name)
-        and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+        and any(fnmatch.fnmatchcase(name, pattern) for pattern in FORWARDED_VARIABLES)
     }
 
 

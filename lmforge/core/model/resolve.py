@@ -20,7 +20,6 @@ def preset_model_config(options: ModelOptions, vocab_size: int | None = None) ->
     overrides. Raises UserError.
     """
     preset = options.preset or "nano"
-    multiple = vocabulary_multiple(options)
     if options.implementation == "transformers":
         raise UserError(
             f"{preset}: no such folder; model.implementation = transformers wraps a Hugging Face"
@@ -28,15 +27,10 @@ def preset_model_config(options: ModelOptions, vocab_size: int | None = None) ->
         )
     get_preset(preset)
     config = build_model_config(
-        "model", dict(PRESETS[preset]), options.overrides(), vocab_size, multiple
+        "model", dict(PRESETS[preset]), options.overrides(), vocab_size, options.resize_vocab
     )
     check_model_options(options, config)
     return config
-
-
-def vocabulary_multiple(options: ModelOptions) -> int | None:
-    """What a vocabulary may grow to a multiple of; None where it may not grow."""
-    return options.pad_vocab_to_multiple_of or 1 if options.resize_vocab else None
 
 
 def build_model_config(
@@ -44,12 +38,12 @@ def build_model_config(
     chosen: dict[str, Any],
     overrides: dict[str, Any],
     vocab_size: int | None,
-    vocab_multiple: int | None,
+    may_grow: bool,
     *,
     keeps_vocabulary: bool = False,
 ) -> ModelConfig:
     """The config of `chosen` fields and `overrides`, for a tokenizer of `vocab_size` entries, whose
-    size it takes unless it `keeps_vocabulary`. Raises UserError, beginning with `where`.
+    size it takes unless it `keeps_vocabulary`, which `may_grow`. Raises UserError, beginning with `where`.
     """
     chosen = with_overrides(chosen, overrides)
     if vocab_size is not None and not keeps_vocabulary and "vocab_size" not in overrides:
@@ -59,7 +53,7 @@ def build_model_config(
             raise UserError(
                 f"model.{name}: missing; give it, or begin from a preset ({', '.join(PRESETS)})"
             )
-    chosen["vocab_size"] = fit_vocabulary(where, chosen["vocab_size"], vocab_size, vocab_multiple)
+    chosen["vocab_size"] = fit_vocabulary(where, chosen["vocab_size"], vocab_size, may_grow)
     with prefix_errors(where):
         return ModelConfig(**chosen)
 
@@ -142,17 +136,15 @@ def stored_model_config(manifest: Manifest) -> ModelConfig:
     return model_config_from_json(manifest.hf_config, "the checkpoint's manifest", implementation)
 
 
-def fit_vocabulary(
-    where: str, model_size: Any, tokenizer_size: int | None, multiple: int | None
-) -> Any:
+def fit_vocabulary(where: str, model_size: Any, tokenizer_size: int | None, may_grow: bool) -> Any:
     """The size of the vocabulary, grown if it may.
 
     Raises UserError where the tokenizer does not fit it.
     """
     if tokenizer_size is None or not isinstance(model_size, int):
         return model_size
-    if multiple is not None:
-        return -(-max(model_size, tokenizer_size) // multiple) * multiple
+    if may_grow:
+        return max(model_size, tokenizer_size)
     if model_size < tokenizer_size:
         raise UserError(
             f"{where}: vocab_size is {model_size} and the tokenizer has {tokenizer_size} entries;"

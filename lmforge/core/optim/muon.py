@@ -47,7 +47,7 @@ class Muon(AdamW):
     """
 
     def __init__(
-        self, params: Iterable[dict[str, Any]], *, momentum: float, **adamw_kwargs: Any
+        self, params: Iterable[dict[str, Any]], *, momentum: float = 0.95, **adamw_kwargs: Any
     ) -> None:
         super().__init__(params, momentum=momentum, orthogonal=False, **adamw_kwargs)
 
@@ -294,4 +294,4 @@ def build_muon(
     groups: list[dict[str, Any]], options: OptimizerOptions, own: None = None
 ) -> torch.optim.Optimizer:
     dtype = STATE_DTYPES[options.state_dtype]
-    return Muon(groups, momentum=options.momentum, state_dtype=dtype, **common_numbers(options))
+    return Muon(groups, state_dtype=dtype, **common_numbers(options))

@@ -40,7 +40,6 @@ BUILT_IN_NAMES: dict[str, dict[str, str]] = {
         "align": "lmforge.core.run:run_stage",
         "run": "lmforge.ops.verbs.running.pipeline:run_pipeline",
         "launch": "lmforge.ops.verbs.running.launch:run_launch",
-        "jobs": "lmforge.ops.verbs.running.jobs:run_jobs",
         "stop": "lmforge.ops.verbs.running.jobs:run_stop",
         "evaluate": "lmforge.serve.verbs.evaluate:run_evaluate",
         "generate": "lmforge.serve.verbs.generate:run_generate",
@@ -124,7 +123,7 @@ BUILT_IN_NAMES: dict[str, dict[str, str]] = {
     # What follows the files of a run, in the order in which it is told of their end.
     "attempt_observer": {
         "report": "lmforge.ops.report.page:RunReport",
-        "trackers": "lmforge.ops.trackers.tracker_threads:RunTrackers",
+        "trackers": "lmforge.ops.trackers.run_trackers:RunTrackers",
     },
     # What is attached to the loop, in this order.
     "observer": {
@@ -193,7 +192,6 @@ FACTS: dict[tuple[str, str], dict[str, Any]] = {
     },
     ("verb", "run"): {"config": "lmforge.ops.options.running:RunPipelineOptions", "writes": True},
     ("verb", "launch"): {"config": "lmforge.ops.options.running:LaunchVerbOptions", "writes": True},
-    ("verb", "jobs"): {"config": "lmforge.ops.options.running:JobsOptions"},
     ("verb", "stop"): {"config": "lmforge.ops.options.running:StopOptions"},
     ("verb", "evaluate"): {
         "config": "lmforge.serve.options.models:EvaluateOptions",

@@ -1,4 +1,4 @@
-"""From `[RECIPE.toml] --section.option value …` to the config of a stage."""
+"""The config of a stage, from `[RECIPE.toml] --section.option value …`."""
 
 import itertools
 import re

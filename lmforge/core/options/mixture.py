@@ -8,12 +8,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Literal
 
-from lmforge.core.errors import UserError, nearest_multiples
+from lmforge.core.errors import UserError
 from lmforge.core.files.untrusted import quoted
 from lmforge.core.options.options import POSSIBLE_PATH, Options, is_impossible_path, option
-from lmforge.core.options.ranges import COUNT, LENGTH, SCALE, TOKENS
+from lmforge.core.options.ranges import COUNT, LENGTH, SCALE
 
 SOURCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 FOLDER_MEANING = (
@@ -25,7 +24,6 @@ QUARANTINE = option(
     "damaged parts of shards to train without, as `lmforge prepare --verify` prints them: SHARD or"
     " SHARD:FIRST-LAST",
 )
-WeightUnit = Literal["tokens", "samples"]
 
 
 class SourceOptions(Options):
@@ -110,9 +108,6 @@ class PhaseOptions(Options):
     steps: int | None = option(
         None, "steps of the phase (default: up to the end of the run)", **COUNT
     )
-    tokens: int | None = option(
-        None, "instead of steps: tokens of the phase, a multiple of the tokens per step", **TOKENS
-    )
     sequence_length: int | None = option(
         None,
         "tokens in a sequence (default: data.sequence_length, the maximum); another length begins"
@@ -126,8 +121,6 @@ class PhaseOptions(Options):
     )
 
     def problems(self) -> Iterator[str]:
-        if self.steps is not None and self.tokens is not None:
-            yield "data.phases: steps and tokens: give one of them"
         for pair in self.weights:
             if self._weight_of(pair) is None:
                 yield (
@@ -190,11 +183,8 @@ def mixture_problems(
                 f"{where}: there is no source {quoted(unknown[0])}; the sources are"
                 f" {', '.join(names)}"
             )
-        if phase.steps is None and phase.tokens is None and not is_last:
-            yield (
-                f"{where}: give its steps or tokens: only the last phase lasts to the end of"
-                " the run"
-            )
+        if phase.steps is None and not is_last:
+            yield f"{where}: give its steps: only the last phase lasts to the end of the run"
         if phase.sequence_length is not None and phase.sequence_length > sequence_length:
             yield (
                 f"{where}: its sequence_length = {phase.sequence_length} is more than"
@@ -203,41 +193,21 @@ def mixture_problems(
             )
 
 
-def phase_samples(phase: PhaseOptions, global_batch_size: int, sequence_length: int) -> int | None:
-    """The number of samples of a phase; None where it has no end.
-
-    Raises UserError where its tokens are no whole steps.
-    """
-    if phase.tokens is None:
-        return None if phase.steps is None else phase.steps * global_batch_size
-    step = global_batch_size * sequence_length
-    if phase.tokens % step:
-        near = nearest_multiples(phase.tokens, step)
-        raise UserError(
-            f"{phase.tokens:,} tokens are not a whole number of steps of {step:,} tokens; nearest:"
-            f" {near}"
-        )
-    return phase.tokens // sequence_length
-
-
 def tokens_by_length(
     phases: Sequence[PhaseOptions], steps: int, global_batch_size: int, sequence_length: int
 ) -> list[tuple[int, int]]:
     """(sequence length, tokens) of each phase of a run of so many steps.
 
-    Raises UserError as `phase_samples` does, and where the phases end before the run.
+    Raises UserError where the phases end before the run.
     """
-    left = steps * global_batch_size
+    left = steps
     parts = []
     for phase in phases or (PhaseOptions(),):
         length = phase.sequence_length or sequence_length
-        samples = phase_samples(phase, global_batch_size, length)
-        used = left if samples is None else min(samples, left)
-        parts.append((length, used * length))
+        used = left if phase.steps is None else min(phase.steps, left)
+        parts.append((length, used * global_batch_size * length))
         left -= used
     if left:
         way = "leave out the length of the last one, or add another"
-        raise UserError(
-            f"data.phases: they end {left // global_batch_size} steps before the run; {way}"
-        )
+        raise UserError(f"data.phases: they end {left} steps before the run; {way}")
     return parts

@@ -22,19 +22,6 @@ ENVIRONMENT = option(
     " alone",
 )
 MAX_PORT = 65_535
-# Variables of libraries and trackers that a run may need; schedulers forward the whole environment
-# by themselves.
-FORWARDED_VARIABLES = (
-    "HF_*",
-    "NCCL_*",
-    "GLOO_*",
-    "TORCH_*",
-    "WANDB_*",
-    "OMP_*",
-    "LMFORGE_*",
-    "PYTHONPATH",
-    "LD_LIBRARY_PATH",
-)
 
 
 class CheckpointOptions(Options):
@@ -89,9 +76,6 @@ class LogOptions(Options):
     )
     trackers: tuple[str, ...] = choice((), "where metrics go besides metrics.jsonl", "tracker")
     project: str = option("lmforge", "project of the run in the trackers (mlflow: experiment)")
-    panel: bool = option(
-        True, "in a terminal: show a panel that is redrawn, instead of a line per log step"
-    )
     profile_steps: str | None = option(
         None,
         "trace these steps with torch's profiler, one file per rank: FIRST:LAST, such as 10:13",
@@ -197,11 +181,10 @@ class JobOptions(Options):
     setup: tuple[str, ...] = option(
         (), "shell commands to run first on each node, such as module load cuda"
     )
-    container: str | None = option(
-        None, "command in front of Python, such as apptainer exec --nv image.sif"
-    )
     python: str | None = option(
-        None, "Python on the nodes (default: the one that runs this command)"
+        None,
+        "command that is Python on the nodes, such as 'apptainer exec --nv image.sif python'"
+        " (default: the one that runs this command)",
     )
     hosts: Path | None = option(None, "file with one host per line (ssh, mpi)")
     address: str | None = option(
@@ -213,15 +196,11 @@ class JobOptions(Options):
         ge=1024,
         le=MAX_PORT,
     )
-    forward: tuple[str, ...] = option(
-        FORWARDED_VARIABLES,
-        "ssh: environment variables to forward to the hosts; * matches any characters",
-    )
 
     def problems(self) -> Iterator[str]:
         if self.time is not None and self.time_seconds is None:
             yield f"launch.time = {quoted(self.time)}: expected minutes, HH:MM:SS or DAYS-HH:MM:SS"
-        for name in ("account", "partition", "address", "python"):
+        for name in ("account", "partition", "address"):
             value = getattr(self, name)
             if value is not None and not re.fullmatch(r"[^\s\-#'\"$`\\][^\s'\"$`\\]*", value):
                 yield f"launch.{name} = {quoted(value)}: expected one word, without quotes"
@@ -231,8 +210,8 @@ class JobOptions(Options):
         if self.on in ("ssh", "mpi"):  # a scheduler reads its directives itself
             for problem in filter(None, map(words_problem, self.directives)):
                 yield f"launch.directives: {problem}"
-        if self.container is not None and ("\n" in self.container or not self.container.strip()):
-            yield f"launch.container = {quoted(self.container)}: expected a command in one line"
+        if self.python is not None and ("\n" in self.python or not self.python.strip()):
+            yield f"launch.python = {quoted(self.python)}: expected a command in one line"
 
     @property
     def directive_options(self) -> list[str]:

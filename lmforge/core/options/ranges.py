@@ -29,8 +29,6 @@ NONZERO_FRACTION: Range = {"gt": 0, "le": 1}
 SCALE: Range = {"gt": 0, "le": 1e36}
 SCALE_OR_0: Range = {"ge": 0, "le": 1e36}
 RATIO: Range = {"gt": 0, "le": 1e6}  # tokens for each parameter
-GB_PER_SECOND: Range = {"ge": 1e-6, "le": 1e9}  # of a disk, and divided by
-HOURS: Range = {"ge": 1e-3, "le": 1e15}  # between events, and divided by: of a GPU, or of very many
 # Seconds, minutes, passes over the data; longer ones overflow timers.
 DURATION: Range = {"gt": 0, "le": 1e6}
 

@@ -53,7 +53,9 @@ TORCH_SHARDING_NAMES = {
     "hybrid-full-shard": "HYBRID_SHARD",
     "hybrid-grad-shard": "_HYBRID_SHARD_ZERO2",
 }
-DEFAULT_INTERLEAVED_STAGES = 2
+INTERLEAVED_STAGES = 2
+# Earlier steps from whose mean and deviation a spike of the loss is told.
+SPIKE_WINDOW_STEPS = 128
 # The most numbers that an optimizer whose states are not in fp32 updates at once: copies of them
 # are.
 UPDATE_CHUNK_NUMEL = 2**25
@@ -92,7 +94,8 @@ class SequenceOptions(Options):
     stage_to: Path | None = option(
         None,
         "folder on each host's own disk; token folders and the model of model.source are copied"
-        " there before training, for recipes whose data is on a slower shared disk",
+        " there before training, and what is read of shards at an address is cached there (default:"
+        " nothing is copied, and ~/.cache/lmforge/shards)",
     )
 
 
@@ -130,9 +133,6 @@ class ModelOptions(Options):
         False,
         "with model.source: grow its vocabulary to the tokenizer's; new rows are the others' mean",
     )
-    pad_vocab_to_multiple_of: int | None = option(
-        None, "with model.resize_vocab: round the vocabulary up", **COUNT
-    )
     model_type: str | None = choice(
         None,
         "model family; it decides which of the options below exist (default: unchanged)",
@@ -154,10 +154,8 @@ class ModelOptions(Options):
     rope_theta: float | None = _model_option(
         "base of the rotary position embedding's frequencies", "rope_theta"
     )
-    rms_norm_eps: float | None = _model_option("epsilon of the norms", "rms_norm_eps")
     tie_word_embeddings: bool | None = _model_option("use the input embedding as output head")
     attention_bias: bool | None = _model_option("biases in the attention projections")
-    mlp_bias: bool | None = _model_option("biases in the feed-forward layer")
     sliding_window: int | None = _model_option(
         "attend to this many last tokens only", "sliding_window"
     )
@@ -240,8 +238,6 @@ class ModelOptions(Options):
                     f"model.{name}: not with model.parametrization = {self.parametrization}; leave"
                     " it out"
                 )
-        if self.pad_vocab_to_multiple_of and not self.resize_vocab:
-            yield "model.pad_vocab_to_multiple_of: add --model.resize_vocab true, or leave it out"
         if self.implementation == "lmforge":
             return
         if not self.source:
@@ -275,7 +271,6 @@ class ModelOptions(Options):
             "parametrization",
             *BASE_OPTIONS,
             "resize_vocab",
-            "pad_vocab_to_multiple_of",
             *BALANCE_OPTIONS,
         }
         fields = self.model_dump(exclude=own | {"neftune_noise_alpha"}, exclude_none=True)
@@ -366,14 +361,9 @@ class ParallelOptions(Options):
         **RANKS,
     )
     pipeline_schedule: Literal["1f1b", "interleaved"] = option(
-        "1f1b", "order of a pipeline's forward and backward passes"
-    )
-    pipeline_stages_per_rank: int | None = option(
-        None,
-        "with pipeline_schedule = interleaved: stages of a rank (default:"
-        f" {DEFAULT_INTERLEAVED_STAGES})",
-        gt=1,
-        le=2**12,
+        "1f1b",
+        "order of a pipeline's forward and backward passes; interleaved has"
+        f" {INTERLEAVED_STAGES} stages on each rank",
     )
     forward_prefetch: bool = option(
         False, "fsdp1: torch's forward_prefetch, which gathers the next unit early in forward"
@@ -385,13 +375,6 @@ class ParallelOptions(Options):
         return next(
             (ours for ours, theirs in TORCH_SHARDING_NAMES.items() if theirs == given), given
         )
-
-    def problems(self) -> Iterator[str]:
-        if self.pipeline_stages_per_rank and self.pipeline_schedule != "interleaved":
-            yield (
-                "parallel.pipeline_stages_per_rank: only with parallel.pipeline_schedule ="
-                " interleaved; leave it out"
-            )
 
     @property
     def splits_model(self) -> bool:
@@ -415,9 +398,7 @@ class ParallelOptions(Options):
     @property
     def stages_per_rank(self) -> int:
         """Number of pipeline stages on each rank."""
-        if self.pipeline_schedule == "1f1b":
-            return 1
-        return self.pipeline_stages_per_rank or DEFAULT_INTERLEAVED_STAGES
+        return 1 if self.pipeline_schedule == "1f1b" else INTERLEAVED_STAGES
 
 
 class TrainOptions(Options):
@@ -542,7 +523,6 @@ class OptimizerOptions(Options):
     beta1: float = option(0.9, "adamw: decay rate of the first moment", **PROBABILITY)
     beta2: float = option(0.95, "adamw: decay rate of the second moment", **PROBABILITY)
     eps: float = option(1e-8, "adamw: epsilon, added to the root of the second moment", **SCALE)
-    momentum: float = option(0.95, "muon: momentum", **PROBABILITY)
     embedding_lr_ratio: float = option(
         1.0, "learning rate of input embedding and head, relative to optimizer.lr", **SCALE
     )
@@ -615,17 +595,13 @@ class ValidationOptions(Options):
         "files of questions, one JSON object per line, scored at each validation, as by `lmforge"
         " evaluate --tasks`",
     )
-    task_limit: int | None = option(
-        None, "use only the first N questions of each task (default: all)", **COUNT
-    )
     num_fewshot: int = option(
         0, "examples before each question: the first others of its file", **COUNT_OR_0
     )
 
     def problems(self) -> Iterator[str]:
-        for name in ("task_limit", "num_fewshot"):
-            if not self.tasks and getattr(self, name):
-                yield f"validation.{name}: only with validation.tasks; leave it out"
+        if self.num_fewshot and not self.tasks:
+            yield "validation.num_fewshot: only with validation.tasks; leave it out"
 
 
 class SampleOptions(Options):
@@ -634,7 +610,6 @@ class SampleOptions(Options):
     every_steps: int | None = option(None, "steps between samples; none for never", **COUNT)
     prompts: tuple[str, ...] = option(("import ",), "prompts of the samples")
     max_tokens: int = option(48, "tokens of a sample", **LENGTH)
-    temperature: float = option(0.8, "sampling temperature; 0 is greedy", **SCALE_OR_0)
 
 
 class FaultOptions(Options):
@@ -650,13 +625,9 @@ class FaultOptions(Options):
         " batches",
         **COUNT,
     )
-    max_rollbacks: int = option(3, "rollbacks after which the run ends", **COUNT_OR_0)
     spike_sigmas: float | None = option(
         None,
-        "a step is also bad if its loss is this many standard deviations above the mean of earlier"
-        " steps (try 6)",
+        "a step is also bad if its loss is this many standard deviations above the mean of the last"
+        f" {SPIKE_WINDOW_STEPS} steps (try 6)",
         **SCALE,
-    )
-    spike_window_steps: int = option(
-        128, "earlier steps whose mean and deviation spike_sigmas uses", gt=1, le=10**6
     )

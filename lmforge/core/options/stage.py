@@ -34,7 +34,7 @@ from lmforge.core.options.options import (
     section,
     validate_options,
 )
-from lmforge.core.options.ranges import COUNT, RANKS, TOKENS
+from lmforge.core.options.ranges import COUNT, TOKENS
 from lmforge.core.options.sections import (
     DEFAULT_GLOBAL_BATCH_SIZE,
     FaultOptions,
@@ -284,26 +284,11 @@ class PretrainDataOptions(SequenceOptions):
     phases: tuple[PhaseOptions, ...] = option(
         (), "parts of the run with other weights or another sequence length, in order"
     )
-    cache_folder: Path | None = option(
-        None,
-        "with an address: folder in which this host caches what it has read (default:"
-        " ~/.cache/lmforge/shards)",
-    )
-    cache_gib: float = option(
-        20.0, "with an address: maximum size of cache_folder, in GiB", ge=0.1, le=2**20
-    )
     shuffle_window: int | None = option(
         None,
         "shuffle within windows of N random chunks of 2M tokens, so that a step reads few places of"
         " a slow storage (default: a global shuffle)",
         **COUNT,
-    )
-    num_canonical_nodes: int = option(
-        1,
-        "with shuffle_window: divide the global batch into N equal parts with windows of their own,"
-        " so that a host, whose ranks take neighbouring samples, reads mostly its own part of the"
-        " shards (as in MosaicML Streaming)",
-        **RANKS,
     )
 
     @property
@@ -313,7 +298,7 @@ class PretrainDataOptions(SequenceOptions):
 
     @property
     def sequence_lengths(self) -> tuple[int, ...]:
-        """Those of the phases."""
+        """The sequence lengths of the phases, or the one of the run."""
         return tuple(phase.sequence_length or self.sequence_length for phase in self.phases) or (
             self.sequence_length,
         )
@@ -324,11 +309,6 @@ class PretrainDataOptions(SequenceOptions):
         if self.sources and self.quarantine:
             yield "data.quarantine: with data.sources each source has its own quarantine"
         yield from folder_problems(self.folder, "data.folder")
-        if self.num_canonical_nodes > 1 and self.shuffle_window is None:
-            yield (
-                "data.num_canonical_nodes: divides the windows of data.shuffle_window; give that"
-                " too, or leave it out"
-            )
         for number, length in enumerate(self.sequence_lengths, start=1):
             if self.packing == "best-fit" and length != self.sequence_length:
                 yield (

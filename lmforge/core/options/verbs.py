@@ -18,10 +18,11 @@ from lmforge.core.registry import entries, find, import_named
 
 @contextmanager
 def imports_not_garbage() -> Iterator[None]:
-    """For a block of imports: importing torch creates hundreds of thousands of lasting objects.
+    """A context for imports, in which the garbage collector is paused; it excludes afterwards what
+    they have made.
 
-    The garbage collector would scan them repeatedly, which takes half a second. It is paused for
-    the block, and excludes these objects afterwards.
+    Importing torch creates hundreds of thousands of lasting objects, which it would scan repeatedly
+    for half a second.
     """
     was_on = gc.isenabled()
     gc.disable()

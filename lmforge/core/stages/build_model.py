@@ -77,9 +77,7 @@ def build(
     )
     if compiled:
         ctx.watch.follow_compilation()
-    detector = BadStepDetector(
-        dist_ctx, spike_sigmas=faults.spike_sigmas, window_steps=faults.spike_window_steps
-    )
+    detector = BadStepDetector(dist_ctx, spike_sigmas=faults.spike_sigmas)
     if resumes:
         ctx.watch.set_phase("loading", point.step)
         point = load_resume_point(

@@ -129,7 +129,7 @@ def _stage_inputs(config: StageConfig, stage_to: Path) -> None:
     """Copy the token folders and the model of a recipe to this host's own disk.
 
     One rank copies per host, or per group of hosts that share the folder. Remote data is not
-    copied: what is read of it is cached in data.cache_folder. Raises UserError where the disk has
+    copied: what is read of it is cached there. Raises UserError where the disk has
     too little space.
     """
     folders = []

@@ -8,7 +8,6 @@ from functools import cached_property
 
 from lmforge.core.data.dataset import PackedDataset, TokenDataset, join_datasets
 from lmforge.core.data.mixture import MixedDataset, Phase, proportions_of
-from lmforge.core.data.order import Lanes
 from lmforge.core.data.shards.folder import TokenFolder
 from lmforge.core.data.shards.format import SHARDS_MANIFEST
 from lmforge.core.data.shards.staged_copy import find_staged
@@ -17,7 +16,6 @@ from lmforge.core.errors import UserError, prefix_errors
 from lmforge.core.options.mixture import (
     TokenSourceOptions,
     is_remote,
-    phase_samples,
     tokens_by_length,
 )
 from lmforge.core.options.stage import PretrainConfig, PretrainDataOptions
@@ -94,7 +92,6 @@ class TokenSources:
         """
         data = self.config.data
         phases = []
-        samples_per_batch: dict[int, Fraction] = {}
         for number, length in enumerate(data.sequence_lengths):
             phase = data.phases[number] if data.phases else None
             own = {source.label: Fraction(str(source.weight)) for source in data.all_sources}
@@ -105,38 +102,27 @@ class TokenSources:
                 # Every sample has as many tokens, so that weights of tokens and of samples are the
                 # same.
                 proportions = proportions_of(weights)
-                num_samples = phase_samples(phase, global_batch_size, length) if phase else None
-            for source, proportion in enumerate(proportions):
-                # In the first phase that reads it: the order of an epoch cannot change with later
-                # weights.
-                if proportion:
-                    samples_per_batch.setdefault(source, global_batch_size * proportion)
-            periods = [
-                samples_per_batch.get(source, Fraction(1)) for source in range(len(self.folders))
-            ]
+            num_samples = None
+            if phase and phase.steps is not None:
+                num_samples = phase.steps * global_batch_size
             datasets = tuple(
-                self._train_split(source, length, period) for source, period in enumerate(periods)
+                self._train_split(source, length) for source in range(len(self.folders))
             )
             phases.append(Phase(num_samples, proportions, datasets))
         # The phases suffice.
         tokens_by_length(
             data.phases, self.config.train.steps, global_batch_size, data.sequence_length
         )
-        parts = data.num_canonical_nodes
         seed = self.config.train.seed
-        return MixedDataset(self.names, phases, unit=global_batch_size, seed=seed, parts=parts)
+        return MixedDataset(self.names, phases, unit=global_batch_size, seed=seed)
 
     @cached_property
-    def _opened(self) -> dict[tuple[int, int, Lanes | None], TokenDataset]:
-        """The training datasets by source, sequence length and lanes, each made once."""
+    def _opened(self) -> dict[tuple[int, int], TokenDataset]:
+        """The training datasets by source and sequence length, each made once."""
         return {}
 
-    def _train_split(
-        self, source: int, length: int, samples_per_batch: Fraction = Fraction(1)
-    ) -> TokenDataset:
-        nodes = self.config.data.num_canonical_nodes
-        lanes = Lanes(nodes, samples_per_batch) if nodes > 1 else None
-        key = source, length, lanes
+    def _train_split(self, source: int, length: int) -> TokenDataset:
+        key = source, length
         if key not in self._opened:
             folder = self.folders[source]
             data = self.config.data
@@ -145,7 +131,6 @@ class TokenSources:
                 sequence_length=length,
                 seed=self.config.train.seed,
                 window=data.shuffle_window,
-                lanes=lanes,
                 packing=data.packing,
             )
             if folder.split("train").quarantined.num_tokens == (
@@ -199,6 +184,5 @@ def open_source(
     return TokenFolder.open(
         find_staged(data.stage_to, parse_location(source.folder)) if is_staged else source.folder,
         quarantine=source.quarantine,
-        cache_folder=data.cache_folder,
-        cache_bytes=int(data.cache_gib * 2**30),
+        cache_folder=data.stage_to and data.stage_to / "shards",
     )

@@ -20,6 +20,7 @@ from torch import Tensor
 from lmforge.core.data.batch import Metrics
 from lmforge.core.distributed.distributed import DistributedContext
 from lmforge.core.files.atomic_files import atomic_write_json
+from lmforge.core.options.sections import SPIKE_WINDOW_STEPS
 
 # What a run that ends of them says.
 IN_A_ROW = "bad steps in a row"
@@ -66,7 +67,11 @@ class BadStepDetector:
     """
 
     def __init__(
-        self, dist_ctx: DistributedContext, *, spike_sigmas: float | None, window_steps: int
+        self,
+        dist_ctx: DistributedContext,
+        *,
+        spike_sigmas: float | None,
+        window_steps: int = SPIKE_WINDOW_STEPS,
     ) -> None:
         self.skipped_steps = 0
         self.consecutive_bad_steps = 0

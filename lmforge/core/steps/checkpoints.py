@@ -24,6 +24,8 @@ from lmforge.core.steps.resume import find_resume_point, load_resume_point
 RETRY_SECONDS = 60.0
 # A run ends after so many failed saves in a row, because its progress would be lost.
 MAX_FAILED_SAVES = 3
+# A run that has to go back more often than this ends.
+MAX_ROLLBACKS = 3
 # After the last step there is no later step at which to retry.
 FINAL_SAVE_ATTEMPTS = 3
 FINAL_RETRY_SECONDS = 5.0
@@ -51,7 +53,6 @@ class Checkpoints:
         self._options = config.checkpoint
         self._every_steps = config.checkpoint_every_steps
         self._steps = config.train.steps
-        self._max_rollbacks = config.faults.max_rollbacks
         self._parallel_model = parallel_model
         self._optimizer = optimizer
         self._batches = batches
@@ -171,13 +172,11 @@ class Checkpoints:
         detector = self._detector
         run = checkpointer.run
         dist_ctx = checkpointer.dist_ctx
-        if detector.rollbacks >= self._max_rollbacks:
-            times = (
-                f"after {detector.rollbacks} rollbacks"
-                if detector.rollbacks
-                else "and faults.max_rollbacks = 0"
+        if detector.rollbacks >= MAX_ROLLBACKS:
+            raise RunFailed(
+                f"{cause}, after {detector.rollbacks} rollbacks; a lower optimizer.lr or a longer"
+                " warm-up may help"
             )
-            raise RunFailed(f"{cause}, {times}; a lower optimizer.lr or a longer warm-up may help")
         checkpointer.wait()
         first_bad_step = max(0, last_bad_step.step - detector.consecutive_bad_steps) + 1
         with dist_ctx.raise_on_all():

@@ -83,7 +83,7 @@ class Costs:
         step_config = make_step_config(trial.config, trial.model, ranks, machine)
         phases = predict_phases(trial.config, predict_step(step_config, machine), machine)
         async_save = trial.config.checkpoint.async_save
-        return run_cost(phases, self._options, machine.gpu, async_save=async_save).gpu_hours
+        return run_cost(phases, self._options.price, machine.gpu, async_save=async_save).gpu_hours
 
     def amount(self, cost: Cost, budget: Budget, big: Cost) -> float:
         """A cost in what a budget is measured in. Raises UserError where a price is not known."""

@@ -168,20 +168,15 @@ def in_length(config: PretrainConfig, steps: int) -> dict[str, dict[str, Any]]:
     """
     share = steps / config.train.steps
 
-    def scaled(count: int | None, unit: int = 1) -> int | None:
-        """A number of steps or tokens in proportion, as a multiple of `unit`."""
-        if not count:
-            return count
-        return max(1, round(count * share / unit)) * unit
+    def scaled(count: int | None) -> int | None:
+        """A number of steps in proportion."""
+        return count and max(1, round(count * share))
 
-    length = config.data.sequence_length
     phases = config.data.model_dump(mode="json")["phases"]
     for phase in phases:
-        size = tokens_per_step(config) // length * (phase["sequence_length"] or length)
         phase["steps"] = scaled(phase["steps"])
-        phase["tokens"] = scaled(phase["tokens"], size)
     if phases:  # what is rounded need not add up to the run
-        phases[-1] |= {"steps": None, "tokens": None}
+        phases[-1]["steps"] = None
     return {
         "data": {"phases": phases},
         "schedule": {

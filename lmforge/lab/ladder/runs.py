@@ -43,7 +43,7 @@ MOST_RESTARTS = 3
 # The options that make the points of a fit comparable: what rungs are trained and validated on, and
 # how. Steps and shapes differ.
 OWN_OPTIONS = ("data", "model", "optimizer", "schedule", "validation", "objective", "train")
-FREE_OPTIONS = {"threads", "device", "compile", "stage_to", "cache_folder", "cache_gib"}
+FREE_OPTIONS = {"threads", "device", "compile", "stage_to"}
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,6 @@ from typing import ClassVar, Literal
 
 from lmforge.core.options.options import OUTPUT_FORMAT, Options, option, section
 from lmforge.core.options.ranges import (
-    DURATION,
-    GB_PER_SECOND,
-    HOURS,
     NONZERO_FRACTION,
     RANKS,
     SCALE_OR_0,
@@ -47,17 +44,6 @@ class MachineOptions(Options):
         None, "a file of `lmforge bench --calibrate`: its measurements replace data sheets"
     )
     price: float = option(0.0, "price of a GPU-hour, in any currency", **SCALE_OR_0)
-    disk_gb_s: float = option(
-        2.0, "GB per second at which all ranks together write a checkpoint", **GB_PER_SECOND
-    )
-    failure_gpu_hours: float = option(
-        50_000.0,
-        "GPU-hours between failures (Llama 3, arXiv 2407.21783: 419 in 54 days on 16,384 GPUs)",
-        **HOURS,
-    )
-    restart_minutes: float = option(
-        10.0, "minutes from a failure to the first new step", **DURATION
-    )
 
 
 class PlanOptions(MachineOptions):

@@ -24,11 +24,12 @@ from lmforge.core.parallel.validate import (
     choose_engine,
 )
 from lmforge.core.stages.parameter_counts import check_float8, get_lora_config
-from lmforge.lab.options.plan import AnyPlanConfig, MachineOptions, PlanOptions
+from lmforge.lab.options.plan import AnyPlanConfig, MachineOptions
 from lmforge.lab.plan.adapters import block_adapters
 from lmforge.lab.plan.calibration import Calibration, read_calibration
 from lmforge.lab.plan.hardware import GB, GPU, Hardware, Network, data_sheets, read_hardware
 from lmforge.lab.plan.prediction.predict import (
+    DISK_GB_S,
     MEMORY_INTERVAL,
     OVERHEAD,
     Prediction,
@@ -93,11 +94,10 @@ class Machine:
     def _disk(self) -> float | None:
         return None if self.calibration is None else self.calibration.value("disk write")
 
-    def with_disk(self, options: PlanOptions) -> PlanOptions:
-        """The options with the measured speed of writing checkpoints, unless they name one."""
-        if self._disk is None or "disk_gb_s" in options.changed():
-            return options
-        return options.model_copy(update={"disk_gb_s": self._disk / GB})
+    @property
+    def disk_gb_s(self) -> float:
+        """GB per second at which all ranks together write a checkpoint."""
+        return DISK_GB_S if self._disk is None else self._disk / GB
 
 
 def find_machine(options: MachineOptions) -> Machine:

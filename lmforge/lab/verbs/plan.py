@@ -83,11 +83,16 @@ def run_plan(config: AnyPlanConfig) -> int:
         return run_search(config)
     machine = find_machine(config.plan)
     config, batch_note = with_default_batch(config)
-    config = config.model_copy(update={"plan": machine.with_disk(config.plan)})
     step_config, vocabulary = _step_config(config, machine)
     prediction = predict_step(step_config, machine)
     phases = predict_phases(config, prediction, machine)
-    cost = run_cost(phases, config.plan, machine.gpu, async_save=config.checkpoint.async_save)
+    cost = run_cost(
+        phases,
+        config.plan.price,
+        machine.gpu,
+        async_save=config.checkpoint.async_save,
+        disk_gb_s=machine.disk_gb_s,
+    )
     budget = config.plan.usable * machine.gpu.memory_bytes
     fits_device = prediction.device_bytes <= budget
     host_bytes = prediction.host_bytes
@@ -155,7 +160,7 @@ def run_plan(config: AnyPlanConfig) -> int:
     if host_bytes:
         console.print(f"host       {on_host}")
     _print_phases(console, phases)
-    _print_cost(console, prediction, cost, config)
+    _print_cost(console, prediction, cost, config.plan.price, machine.disk_gb_s)
     return 0
 
 
@@ -285,7 +290,7 @@ def _format_amount(value: float) -> str:
 
 
 def _print_cost(
-    console: Console, prediction: Prediction, cost: RunCost, config: AnyPlanConfig
+    console: Console, prediction: Prediction, cost: RunCost, price: float, disk_gb_s: float
 ) -> None:
     intervals = _run_intervals(prediction, cost)
 
@@ -295,18 +300,18 @@ def _print_cost(
         middle, least, most = map(format_value, values)
         return f"{middle}{unit} ({least} to {most})"
 
-    price = ""
-    if config.plan.price:
-        price = f", {described('price')} at {config.plan.price:g} a GPU-hour"
+    priced = ""
+    if price:
+        priced = f", {described('price')} at {price:g} a GPU-hour"
     console.print(
         f"run        {cost.steps:,} steps = {cost.tokens:,} tokens: {described('days')},"
-        f" {described('gpu_hours', ' GPU-hours')}, {described('kilowatt_hours', ' kWh')}{price}",
+        f" {described('gpu_hours', ' GPU-hours')}, {described('kilowatt_hours', ' kWh')}{priced}",
         soft_wrap=True,
     )
     every = format_count(cost.checkpoint_every_steps, "step")
     console.print(
         f"checkpoint {format_bytes(cost.checkpoint_bytes)}, written in"
-        f" {format_duration(cost.checkpoint_seconds)} at {config.plan.disk_gb_s:.3g} GB/s; best"
+        f" {format_duration(cost.checkpoint_seconds)} at {disk_gb_s:.3g} GB/s; best"
         f" every {format_duration(cost.checkpoint_every_seconds)} ({every}, Young-Daly);"
         f" {cost.failures:.2g} failures expected, goodput {cost.goodput:.1%}",
         soft_wrap=True,

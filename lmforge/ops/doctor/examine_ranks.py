@@ -116,17 +116,14 @@ class Examination:
         try:
             device: torch.device | None = choose_device(self.device_name, self.info.local_rank)
         except UserError as problem:
-            device, self.machine = None, [*self.machine, Finding("device", "fail", str(problem))]
-        identity = (
-            str(torch.cuda.get_device_properties(device).uuid)
-            if device and device.type == "cuda"
-            else ""
-        )
+            device = None
+            self.machine = [*self.machine, Finding("device", "fail", str(problem))]
+        identity = ""
+        if device and device.type == "cuda":
+            identity = str(torch.cuda.get_device_properties(device).uuid)
         return {
             "facts": rank_checks.describe_host(),
-            "findings": (
-                [asdict(finding) for finding in self.machine] if self.info.local_rank == 0 else []
-            ),
+            "findings": [asdict(finding) for finding in self.machine if self.info.local_rank == 0],
             "local_rank": self.info.local_rank,
             "device": device.type if device else "",
             "gpu": identity,
@@ -136,11 +133,10 @@ class Examination:
     def _storage(self, step: dict[str, Any]) -> dict[str, Any]:
         if self.info.local_rank:
             return {}
-        ranks = (
-            self.info.world_size
-            if self.info.launched or self.config is None
-            else self.config.launch.processes
-        )
+        if self.info.launched or self.config is None:
+            ranks = self.info.world_size
+        else:
+            ranks = self.config.launch.processes
         return check_storage(self.config, ranks)
 
     def _device(self, step: dict[str, Any]) -> dict[str, Any]:
@@ -150,7 +146,8 @@ class Examination:
         allow_open_connections(self.info.world_size)
         choose_gloo_interface(several_hosts=self.info.local_world_size < self.info.world_size)
         device = choose_device(self.device_name, self.info.local_rank)
-        info, seconds = self.info, self.timeout_seconds
+        info = self.info
+        seconds = self.timeout_seconds
         return rank_checks.measure_network(
             self.reports.store, info.rank, info.world_size, device, step["leaders"], seconds
         )
@@ -158,7 +155,8 @@ class Examination:
     # --- what rank 0 makes of it ------------------------------------------------------------------
 
     def _ask(self, began: float) -> Iterator[Finding]:
-        self._steps, info = 0, self.info
+        self._steps = 0
+        info = self.info
         reports = self._carry_out("host")
         usable = {rank: report for rank, report in reports.items() if "facts" in report}
         hosts = {
@@ -224,7 +222,9 @@ class Examination:
             shown = name_some(
                 [f"{rank} ({names[rank // each]})" if known else rank for rank in missing]
             )
-            what = "rank" if len(missing) == 1 else "ranks"
+            what = "ranks"
+            if len(missing) == 1:
+                what = "rank"
             text = (
                 f"{what} {shown} of {info.world_size} did not answer {where} within"
                 f" {self.timeout_seconds:g} s"
@@ -320,7 +320,9 @@ def merge_findings(reports: Reports, hosts: dict[int, str]) -> Iterator[Finding]
         differ = len(
             {finding.description for findings in by_host.values() for finding in findings}
         ) > len(first)
-        note = f" (on {host}; figures of the other hosts differ)" if differ and not where else ""
+        note = ""
+        if differ and not where:
+            note = f" (on {host}; figures of the other hosts differ)"
         for finding in first:
             yield Finding(
                 finding.name,
@@ -339,7 +341,8 @@ class RankReports:
     """
 
     def __init__(self, info: RankInfo, timeout_seconds: float) -> None:
-        self._rank, self._timeout = info.rank, timeout_seconds
+        self._rank = info.rank
+        self._timeout = timeout_seconds
         self._answering = set(range(info.world_size))
         self.missing: list[int] = []
         self.store: dist.Store = dist.HashStore()
@@ -404,7 +407,8 @@ class RankReports:
 
 def _connect(info: RankInfo, timeout_seconds: float) -> dist.Store:
     """The store of all ranks. Unlike `dist.rendezvous` this does not wait for the others."""
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     serves = info.is_rank0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
         if not serves:
@@ -419,13 +423,13 @@ def _connect(info: RankInfo, timeout_seconds: float) -> dist.Store:
             timeout=timeout,
         )
     except (RuntimeError, OSError) as problem:
-        what = "cannot listen at" if serves else "cannot reach"
+        what = "cannot reach"
+        if serves:
+            what = "cannot listen at"
         reason = " ".join(str(problem).split())[:200]
-        hint = (
-            "choose a free MASTER_PORT"
-            if serves
-            else "check that rank 0 runs, MASTER_ADDR, and firewalls between hosts"
-        )
+        hint = "check that rank 0 runs, MASTER_ADDR, and firewalls between hosts"
+        if serves:
+            hint = "choose a free MASTER_PORT"
         raise RunFailed(f"rank {info.rank} {what} {address}:{port} ({reason}); {hint}") from None
     return dist.PrefixStore(f"lmforge-doctor-{count_restarts()}", store)
 

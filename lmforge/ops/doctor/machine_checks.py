@@ -84,14 +84,15 @@ def _check_torch(device: str) -> Iterator[Finding]:
         reason = " ".join(str(problem).split())
         yield Finding("torch", "fail", f"cannot be imported ({reason})", "make clean install")
         return
-    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
-    has_backend = (
-        torch.distributed.is_backend_available
-        if torch.distributed.is_available()
-        else lambda name: False
-    )
+    build = "CPU only"
+    if torch.version.cuda:
+        build = f"CUDA {torch.version.cuda}"
     backends = (
-        ", ".join(name for name in ("gloo", "nccl") if has_backend(name))
+        ", ".join(
+            name
+            for name in ("gloo", "nccl")
+            if torch.distributed.is_available() and torch.distributed.is_backend_available(name)
+        )
         or "no backend for several ranks"
     )
     yield Finding(
@@ -122,11 +123,9 @@ def _check_gpus(device: str) -> Iterator[Finding]:
     if torch.cuda.is_available() or device == "cpu":
         return
     has_driver = Path("/proc/driver/nvidia/version").exists()
-    todo = (
-        "install a build of torch for CUDA: https://pytorch.org/get-started"
-        if has_driver and not torch.version.cuda
-        else ""
-    )
+    todo = ""
+    if has_driver and not torch.version.cuda:
+        todo = "install a build of torch for CUDA: https://pytorch.org/get-started"
     if device == "cuda":
         yield Finding(
             "gpu",
@@ -151,10 +150,8 @@ def _check_compiler() -> Finding:
     """
     import ctypes
 
-    name, uncompiled = (
-        "compiler",
-        "without it training on a CPU is not compiled, and about a tenth slower",
-    )
+    name = "compiler"
+    uncompiled = "without it training on a CPU is not compiled, and about a tenth slower"
     compiler = next(
         filter(
             None, map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++", "c++")))
@@ -173,7 +170,8 @@ def _check_compiler() -> Finding:
         )
     try:
         with tempfile.TemporaryDirectory(prefix="lmforge-") as folder:
-            source, library = Path(folder) / "probe.cpp", Path(folder) / "probe.so"
+            source = Path(folder) / "probe.cpp"
+            library = Path(folder) / "probe.so"
             source.write_text(C_SOURCE)
             command = [
                 compiler,

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.benchmark import Timer
 
 from lmforge.core.distributed.distributed import code_digest
-from lmforge.ops.doctor import Finding
+from lmforge.ops.doctor import Finding, Status
 
 PACKAGES = (
     "lmforge",
@@ -39,7 +39,8 @@ PRODUCTS = {"cpu": (512, torch.float32, 0.2), "cuda": (8192, torch.bfloat16, 2.0
 # Below this fraction of the median a rank is slow. Ranks on the cores of one machine disturb each
 # other.
 SLOW_BELOW = {"cpu": 0.5, "cuda": 0.85}
-KIB, MIB = 2**10, 2**20
+KIB = 2**10
+MIB = 2**20
 # Bytes of each collective's result on a rank. The next is left out where one would take longer than
 # BUDGET_SECONDS.
 SIZES = {"cpu": (64 * KIB, 4 * MIB, 32 * MIB), "cuda": (64 * KIB, 16 * MIB, 512 * MIB)}
@@ -76,8 +77,10 @@ def describe_host() -> dict[str, Any]:
 
 
 def compare_versions(facts: Mapping[int, Mapping[str, Any]]) -> Iterator[Finding]:
-    """For each version that differs between ranks the most frequent one beside the others, and the
-    hosts that have these. `facts` by rank, of `describe_host`.
+    """A finding for each version that differs between ranks: the most frequent one, the others, and
+    the hosts that have these.
+
+    `facts` of `describe_host`, by rank.
     """
     versions = {rank: each["versions"] for rank, each in facts.items()}
     differ = False
@@ -178,11 +181,10 @@ def check_devices(
             "device speed", "warn", text, todo, tuple(names[rank] for rank in slow), values
         )
         return
-    span = (
-        f"{min(rates.values()):,.3g} to {max(rates.values()):,.3g}"
-        if len(rates) > 1
-        else f"{middle:,.3g}"
-    )
+    if len(rates) > 1:
+        span = f"{min(rates.values()):,.3g} to {max(rates.values()):,.3g}"
+    else:
+        span = f"{middle:,.3g}"
     text = (
         f"{span} TFLOP/s per rank, products of {size} × {size} in"
         f" {str(dtype).removeprefix('torch.')}"
@@ -274,7 +276,8 @@ def _time_links(leaders: Sequence[int], rank: int, device: torch.device) -> list
     """[sender, receiver, bytes per second] of what this rank sends to the leaders of the hosts
     before and after its own, by its clock.
     """
-    links, answer = list[list[float]](), torch.zeros(1, device=device)
+    links = list[list[float]]()
+    answer = torch.zeros(1, device=device)
     pairs = [
         pair for first, second in neighbours(leaders) for pair in ((first, second), (second, first))
     ]
@@ -298,9 +301,9 @@ def _time_links(leaders: Sequence[int], rank: int, device: torch.device) -> list
 
 def neighbours(leaders: Sequence[int]) -> list[tuple[int, int]]:
     """The pairs of a ring: every second one, which are measured at once, then the others."""
-    pairs = list(zip(leaders, [*leaders[1:], leaders[0]], strict=True))[
-        : None if len(leaders) > 2 else 1
-    ]
+    pairs = list(zip(leaders, [*leaders[1:], leaders[0]], strict=True))
+    if len(leaders) <= 2:
+        pairs = pairs[:1]
     last = pairs[-1:] if len(pairs) % 2 and len(pairs) > 1 else []  # beside the first
     return [*pairs[: len(pairs) - len(last) : 2], *pairs[1::2], *last]
 
@@ -312,7 +315,8 @@ def check_network(
 
     `hosts` by rank.
     """
-    timed, world_size = reports[0].get("collectives", {}), len(hosts)
+    timed = reports[0].get("collectives", {})
+    world_size = len(hosts)
     for name, results in timed.items():
         # The bus bandwidth as in nccl-tests: what each link carries, independent of the number of
         # ranks.
@@ -325,10 +329,12 @@ def check_network(
         }
         fastest = max(rate for _, rate in rates)
         is_slow = fastest < SLOW_BYTES_PER_SECOND and len(set(hosts.values())) > 1
-        todo = "less than a gigabit link carries: see interface and link" if is_slow else ""
-        yield Finding(
-            name, "warn" if is_slow else "pass", f"bus bandwidth {rates_text}", todo, values=values
-        )
+        status: Status = "pass"
+        todo = ""
+        if is_slow:
+            status = "warn"
+            todo = "less than a gigabit link carries: see interface and link"
+        yield Finding(name, status, f"bus bandwidth {rates_text}", todo, values=values)
     links = {
         (hosts[int(a)], hosts[int(b)]): speed
         for report in reports.values()
@@ -357,8 +363,12 @@ def check_network(
 
 def _rate(bytes_per_second: float) -> str:
     large = bytes_per_second >= 1e9
-    return f"{bytes_per_second / 1e9:,.1f} GB/s" if large else f"{bytes_per_second / 1e6:,.3g} MB/s"
+    if large:
+        return f"{bytes_per_second / 1e9:,.1f} GB/s"
+    return f"{bytes_per_second / 1e6:,.3g} MB/s"
 
 
 def _size(count: float) -> str:
-    return f"{count / MIB:,.0f} MiB" if count >= MIB else f"{count / KIB:,.0f} KiB"
+    if count >= MIB:
+        return f"{count / MIB:,.0f} MiB"
+    return f"{count / KIB:,.0f} KiB"

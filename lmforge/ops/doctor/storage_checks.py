@@ -33,11 +33,15 @@ from lmforge.post.options.tuning import TunedConfig
 from lmforge.post.tuned_model import find_required_pretrained
 from lmforge.text.chat.examples import hash_files
 
-BLOCK_BYTES, WRITE_BYTES, WRITE_SECONDS = 16 * 2**20, 256 * 2**20, 1.0
-SLOW_BYTES_PER_SECOND, LOW_DISK_BYTES = 50e6, 10 * 2**30
+BLOCK_BYTES = 16 * 2**20
+WRITE_BYTES = 256 * 2**20
+WRITE_SECONDS = 1.0
+SLOW_BYTES_PER_SECOND = 50e6
+LOW_DISK_BYTES = 10 * 2**30
 # The number of parts of each split that are read, evenly spaced, and verified against their
 # checksums.
-READS, READ_TOKENS = 8, 32_768
+READS = 8
+READ_TOKENS = 32_768
 
 
 def check_storage(config: StageConfig | None, world_size: int) -> dict[str, Any]:
@@ -103,7 +107,8 @@ def _read_tokens(folder: TokenFolder) -> tuple[str, str]:
     Raises UserError for damaged ones.
     """
     digest = xxhash.xxh3_64(folder.storage.read_file(SHARDS_MANIFEST))
-    began, read = time.perf_counter(), 0
+    began = time.perf_counter()
+    read = 0
     for name in (
         name
         for name, shards in folder.manifest.splits.items()
@@ -129,14 +134,19 @@ def _read_models(config: StageConfig, findings: list[Finding]) -> dict[str, str]
 
     Nothing is downloaded.
     """
-    sources = [config.model.source] if config.model.source is not None else []
+    sources = []
+    if config.model.source is not None:
+        sources = [config.model.source]
     if isinstance(config, AlignConfig):
         sources += [Path(spec) for spec in config.rollout.reward_functions if Path(spec).is_dir()]
     contents = {}
     for source in sources:
-        kind, folder = kind_of(source), source
+        kind = kind_of(source)
+        folder = source
         if kind == Kind.HUB_NAME:
-            needed = "weights" if config.model.load_weights else "config.json"
+            needed = "config.json"
+            if config.model.load_weights:
+                needed = "weights"
             if (cached := find_cached(*parse_model_name(str(source)), needed)) is None:
                 raise UserError(
                     f"{source}: not in the cache of this host; lmforge download {source}, where"
@@ -197,7 +207,8 @@ def _check_checkpoint_folder(config: StageConfig | None, needed: int) -> Finding
     }
     status: Status = "warn"
     if free < kept:
-        status, todo = "fail", "free some space, lower checkpoint.keep_last, or give --run.folder"
+        status = "fail"
+        todo = "free some space, lower checkpoint.keep_last, or give --run.folder"
         text += f"; checkpoints take {format_bytes(kept)}"
     elif free < LOW_DISK_BYTES:
         todo = "checkpoints of larger models will not fit; free some space, or give --run.folder"
@@ -206,13 +217,16 @@ def _check_checkpoint_folder(config: StageConfig | None, needed: int) -> Finding
             "each checkpoint takes long; give --run.folder or --checkpoint.folder on a faster disk"
         )
     else:
-        status, todo = "pass", ""
+        status = "pass"
+        todo = ""
     return Finding("checkpoints", status, text, todo, values=values)
 
 
 def checkpoint_folder(config: StageConfig | None) -> Path:
     """Where checkpoints of a recipe go; without one, of runs in this folder."""
-    return Path("runs") if config is None else Run.from_config(config).checkpoints_folder
+    if config is None:
+        return Path("runs")
+    return Run.from_config(config).checkpoints_folder
 
 
 def time_disk(folder: Path) -> tuple[int, float, float]:
@@ -220,7 +234,8 @@ def time_disk(folder: Path) -> tuple[int, float, float]:
     fsync, and read again; at most a quarter of what is free is written. Raises UserError where
     nothing can be.
     """
-    block, path = os.urandom(BLOCK_BYTES), None
+    block = os.urandom(BLOCK_BYTES)
+    path = None
     try:
         existing = next(
             each for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir()

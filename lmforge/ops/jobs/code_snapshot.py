@@ -10,7 +10,8 @@ from typing import Any
 from lmforge import __version__
 from lmforge.core.files.atomic_files import atomic_write, atomic_write_json
 
-CODE_FILE, DIFF_FILE = "code.json", "code.diff"
+CODE_FILE = "code.json"
+DIFF_FILE = "code.diff"
 # A larger untracked file is taken for data, not code.
 MAX_NEW_FILE_BYTES = 2**20
 GIT_SECONDS = 60
@@ -77,4 +78,6 @@ def _git(directory: Path, *arguments: str, statuses: tuple[int, ...] = (0,)) -> 
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout if done.returncode in statuses else None
+    if done.returncode in statuses:
+        return done.stdout
+    return None

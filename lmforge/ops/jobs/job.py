@@ -17,7 +17,8 @@ from lmforge.core.files.untrusted import cut, describe_os_error, open_file, read
 from lmforge.core.options.operation import LauncherName, LaunchOptions
 from lmforge.core.records.runs import JOB_FILE, LAUNCH_FOLDER
 
-JOB_SCRIPT, NODE_SCRIPT = "job.sh", "node.sh"
+JOB_SCRIPT = "job.sh"
+NODE_SCRIPT = "node.sh"
 MAX_STATUS_BYTES = 1024  # of the small files of a job
 LAST_BYTES, MAX_REASON = 2**14, 300  # of its output; characters of the reason in it
 DELETE_HINT = "delete it; the run itself is not changed"
@@ -28,7 +29,7 @@ STOP_FILE = "stop"
 
 
 class JobState(StrEnum):
-    """The state of a job, as `lmforge jobs` prints it; the same words as in `monitor.run_status`
+    """The state of a job, as `lmforge runs` prints it; the same words as in `monitor.run_status`
     for states that both have.
     """
 
@@ -84,13 +85,11 @@ class JobPlan:
     @property
     def gpus(self) -> int:
         """GPUs of a node to ask a scheduler for."""
-        return (
-            self.options.gpus
-            if self.options.gpus is not None
-            else 0
-            if self.on_cpu
-            else self.options.processes
-        )
+        if self.options.gpus is not None:
+            return self.options.gpus
+        if self.on_cpu:
+            return 0
+        return self.options.processes
 
     @property
     def log(self) -> Path:
@@ -99,11 +98,7 @@ class JobPlan:
 
     def python_command(self) -> str:
         """Words of a shell that start Python on a node."""
-        return " ".join(
-            filter(
-                None, (self.options.container, shlex.quote(self.options.python or sys.executable))
-            )
-        )
+        return self.options.python or shlex.quote(sys.executable)
 
 
 @dataclass

@@ -49,7 +49,9 @@ def find_hosts(plan: JobPlan) -> sessions.Hosts | None:
 
     Raises UserError.
     """
-    return sessions.find_hosts(plan) if _MODULES[plan.options.on] is sessions else None
+    if _MODULES[plan.options.on] is sessions:
+        return sessions.find_hosts(plan)
+    return None
 
 
 def check(plan: JobPlan, script: Path) -> None:
@@ -66,7 +68,8 @@ def submit(plan: JobPlan, hosts: sessions.Hosts | None) -> Job:
 
     Raises UserError, and then nothing runs.
     """
-    job_id, started = None, []
+    job_id = None
+    started = []
     if hosts is not None:
         started = sessions.submit(plan, hosts)
     else:
@@ -107,8 +110,12 @@ def check_no_job(run_folder: Path) -> None:
     try:
         state, detail = job_state(job)
     except UserError as problem:  # such as on a machine without that scheduler
-        state, detail = JobState.LOST, str(problem)
-    what, name = f"job {job.job_id}" if job.job_id else "its job", run_folder.name
+        state = JobState.LOST
+        detail = str(problem)
+    what = "its job"
+    if job.job_id:
+        what = f"job {job.job_id}"
+    name = run_folder.name
     if state == JobState.LOST and detail:
         print_line(
             f"{run_folder}: not known whether {what} ({job.launcher}) has ended, and taken for"

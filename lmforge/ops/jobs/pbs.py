@@ -31,7 +31,9 @@ def state(job: Job) -> tuple[JobState, str]:
     status, printed, message = try_call(["qstat", "-f", job_id])
     if status == NOT_INSTALLED or (status != 0 and not ENDED_PATTERN.search(message)):
         raise UserError(f"{job.name}: job {job_id}: {message}")
-    match = re.search(r"job_state = (\w)", printed) if status == 0 else None
+    match = None
+    if status == 0:
+        match = re.search(r"job_state = (\w)", printed)
     if match and match[1] in ACTIVE_STATES:
         comment = re.search(r"comment = (.*)", printed)
         return ACTIVE_STATES[match[1]], comment[1].strip() if comment else ""

@@ -5,6 +5,7 @@ They are meant to be read: they look like scripts written by hand, and can be su
 """
 
 import shlex
+from collections.abc import Mapping
 
 from lmforge import __version__
 from lmforge.core.distributed.environment import (
@@ -24,7 +25,8 @@ IMPORT_CHECK = (
     ' installed")'
 )
 # Files with the output of doctor on each node, and its exit status.
-PRINTED_PREFIX, STATUS_PREFIX = "printed", "ended"
+PRINTED_PREFIX = "printed"
+STATUS_PREFIX = "ended"
 # The status of the first rank of mpiexec that failed. mpiexec's own status is unreliable: with some
 # it is that of another rank, which mpiexec ended because of the failure, or 0 after a signal.
 FIRST_STATUS_FILE = "first-status"
@@ -77,8 +79,8 @@ def node_script(plan: JobPlan) -> str:
 
 
 def rank_script(plan: JobPlan) -> str:
-    """As `node_script`, for a rank that mpiexec starts: the status of the first rank that ends with
-    another than 0 is kept.
+    """The script of a rank that mpiexec starts, as `node_script` is of a node; the status of the
+    first rank that ends with another than 0 is kept.
     """
     return f"""\
 {_node_preamble(plan)}
@@ -110,7 +112,8 @@ echo $status >{own.format(STATUS_PREFIX)}
 
 
 def _node_preamble(plan: JobPlan) -> str:
-    directory, python = shlex.quote(str(plan.directory)), plan.python_command()
+    directory = shlex.quote(str(plan.directory))
+    python = plan.python_command()
     setup = "".join(f"{line}\n" for line in plan.options.setup)
     return f"""\
 #!/bin/bash
@@ -120,10 +123,15 @@ export {JOB_VARIABLE}={shlex.quote(str(plan.folder))}
 export TTY_COMPATIBLE=0  # some of mpiexec are a terminal to their ranks: no progress bar in a log
 {setup}reason=$({python} -c {shlex.quote(IMPORT_CHECK)} 2>&1) || {{
     echo "lmforge: $(hostname): {python} does not run lmforge here (${{reason##*$'\\n'}});" \\
-        "see launch.python, launch.setup and launch.container" >&2
+        "see launch.python and launch.setup" >&2
     exit 2
 }}
 """
+
+
+def _given(values: Mapping[str, object]) -> list[str]:
+    """Each prefix with its value, without those that have none."""
+    return [f"{prefix}{value}" for prefix, value in values.items() if value]
 
 
 def slurm_script(plan: JobPlan) -> str:
@@ -136,19 +144,25 @@ def slurm_script(plan: JobPlan) -> str:
         f"--job-name={plan.name}",
         f"--nodes={plan.nodes}",
         "--ntasks-per-node=1",
-        *([f"--gpus-per-node={plan.gpus}"] if plan.gpus else []),
-        *([f"--cpus-per-task={options.cpus}"] if options.cpus else []),
-        *([f"--time={options.time}"] if options.time else []),
-        *([f"--account={options.account}"] if options.account else []),
-        *([f"--partition={options.partition}"] if options.partition else []),
-        *([f"--signal=B:USR1@{options.signal_seconds}"] if options.time else []),
+        *_given(
+            {
+                "--gpus-per-node=": plan.gpus,
+                "--cpus-per-task=": options.cpus,
+                "--time=": options.time,
+                "--account=": options.account,
+                "--partition=": options.partition,
+                "--signal=B:USR1@": options.time and options.signal_seconds,
+            }
+        ),
         "--requeue",
         "--open-mode=append",
         f"--output={plan.log}",
         *options.directive_options,
     ]
     # srun does not inherit the number of CPUs from the job.
-    cpus = f" --cpus-per-task={options.cpus}" if options.cpus else ""
+    cpus = ""
+    if options.cpus:
+        cpus = f" --cpus-per-task={options.cpus}"
     tasks = f"--nodes={plan.nodes} --ntasks={plan.nodes}{cpus}"
     return f"""\
 #!/bin/bash
@@ -179,7 +193,9 @@ def _requeue_lines(options: LaunchOptions) -> str:
     """Lines that let Slurm queue the job again: after a signal before the time limit, when the run
     has saved, or after a rank was lost for good on a node that Slurm takes for healthy.
     """
-    limit = f" of {options.time}" if options.time else ""
+    limit = ""
+    if options.time:
+        limit = f" of {options.time}"
     return f"""\
 case $srun_status in {KILLED_STATUSES})
     signal=SIG$(kill -l $((srun_status - 128)))
@@ -206,16 +222,21 @@ def pbs_script(plan: JobPlan) -> str:
     Before the time limit it sends SIGUSR1 to itself, and submits itself again once the run is
     saved.
     """
-    options, folder, limit = plan.options, plan.folder, plan.options.time_seconds
-    select = [f"select={plan.nodes}", *([f"ncpus={options.cpus}"] if options.cpus else [])]
-    select += [f"ngpus={plan.gpus}"] if plan.gpus else []
+    options = plan.options
+    folder = plan.folder
+    limit = plan.options.time_seconds
+    select = [f"select={plan.nodes}", *_given({"ncpus=": options.cpus, "ngpus=": plan.gpus})]
     lines = [
         f"-N {plan.name[:15]}",
         f"-l {':'.join(select)}:mpiprocs=1",
         "-l place=scatter",
-        *([f"-l walltime={_hours(limit)}"] if limit else []),
-        *([f"-A {options.account}"] if options.account else []),
-        *([f"-q {options.partition}"] if options.partition else []),
+        *_given(
+            {
+                "-l walltime=": limit and _hours(limit),
+                "-A ": options.account,
+                "-q ": options.partition,
+            }
+        ),
         "-j oe",
         f"-o {folder}/pbs.log",
         "-r y",

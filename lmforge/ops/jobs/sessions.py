@@ -87,7 +87,7 @@ def find_hosts(plan: JobPlan) -> Hosts:
         raise UserError(f"launch.nodes = {plan.nodes}: {options.hosts} names {len(names)} hosts")
     names = names[: plan.nodes]
     ssh_options = tuple(word for line in options.directive_options for word in shlex.split(line))
-    environment = export_lines(forwarded_variables(options.forward))
+    environment = export_lines(forwarded_variables())
     scripts = [
         _check_script(plan, environment, (options.port or 0) if name == names[0] else 0)
         for name in names
@@ -112,10 +112,8 @@ def find_hosts(plan: JobPlan) -> Hosts:
 
 
 def _check_script(plan: JobPlan, environment: str, port: int) -> str:
-    directory, setup = (
-        shlex.quote(str(plan.directory)),
-        "".join(f"{line}\n" for line in plan.options.setup),
-    )
+    directory = shlex.quote(str(plan.directory))
+    setup = "".join(f"{line}\n" for line in plan.options.setup)
     python = plan.python_command()
     return f"""\
 {environment}cd {directory} 2>/dev/null || {{ echo no folder {directory} there, and all hosts need it >&2; exit 3; }}
@@ -161,7 +159,9 @@ def _facts(answer: Answer) -> _HostFacts:
 def submit(plan: JobPlan, hosts: Hosts) -> list[Session]:
     """Start the job's script on all hosts, or on none. Raises UserError."""
     several = plan.options.on == "ssh"
-    environment = forwarded_variables(plan.options.forward) if several else {}
+    environment = {}
+    if several:
+        environment = forwarded_variables()
     labels = [str(name).rpartition("@")[2] for name in hosts.names]
     scripts = []
     for rank, label in enumerate(labels):
@@ -218,11 +218,16 @@ def state(job: Job) -> tuple[JobState, str]:
     ]
     has_status = len(job.sessions) == 1 and job.status_path.exists()
     if alive and not has_status:
-        notes = [*unreachable, *([f"ended on {', '.join(ended)}"] if ended else [])]
-        where = "" if alive == [None] else f"{len(alive)} of {len(answers)} hosts"
-        return JobState.RUNNING, "; ".join(filter(None, [where, *notes]))
-    state_by_status = job.state_by_status()
-    return state_by_status, "; ".join(unreachable) if state_by_status == JobState.LOST else ""
+        notes = list(unreachable)
+        if alive != [None]:
+            notes.insert(0, f"{len(alive)} of {len(answers)} hosts")
+        if ended:
+            notes.append(f"ended on {', '.join(ended)}")
+        return JobState.RUNNING, "; ".join(notes)
+    state = job.state_by_status()
+    if state != JobState.LOST:
+        unreachable = []
+    return state, "; ".join(unreachable)
 
 
 def stop(job: Job, now: JobState, kill: bool) -> None:
@@ -248,7 +253,9 @@ def _signal(sessions: Sequence[Session], ssh_options: Sequence[str], name: str) 
             f" {shlex.quote(each.started)} ] || exit 0\n"
             f"kill -{name} {target}\n"
         )
-    return run_on_hosts([each.host for each in sessions], scripts, ssh_options) if sessions else []
+    if sessions:
+        return run_on_hosts([each.host for each in sessions], scripts, ssh_options)
+    return []
 
 
 def mpi_command(plan: JobPlan, hosts: Hosts) -> list[str]:
@@ -263,11 +270,14 @@ def mpi_command(plan: JobPlan, hosts: Hosts) -> list[str]:
     status, version, message = try_call([mpiexec, "--version"])
     if status == NO_ANSWER:
         raise UserError(message)
-    ranks, per_node = plan.nodes * options.processes, options.processes
+    ranks = plan.nodes * options.processes
+    per_node = options.processes
     # With several nodes in an allocation, ranks find the first one themselves (rendezvous.py).
     variables = {}
     if plan.nodes == 1 or options.address or options.hosts:
-        first = read_hosts(options.hosts)[0].rpartition("@")[2] if options.hosts else "localhost"
+        first = "localhost"
+        if options.hosts:
+            first = read_hosts(options.hosts)[0].rpartition("@")[2]
         variables = {"MASTER_ADDR": options.address or first, "MASTER_PORT": str(hosts.port)}
     extra = [word for line in options.directive_options for word in shlex.split(line)]
     if "Open MPI" in version or "OpenRTE" in version:

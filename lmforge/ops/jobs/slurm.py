@@ -49,7 +49,9 @@ def state(job: Job) -> tuple[JobState, str]:
     if status != 0 and "Invalid job id" not in message:
         raise UserError(f"{job.name}: job {job_id}: squeue: {message}")
     # Slurm keeps a job that has ended for some minutes.
-    line = printed.strip().splitlines()[0] if status == 0 and printed.strip() else ""
+    line = ""
+    if status == 0 and printed.strip():
+        line = printed.strip().splitlines()[0]
     word, _, rest = line.partition("|")
     reason, _, nodes = rest.partition("|")
     if word in ACTIVE_STATES:
@@ -57,7 +59,9 @@ def state(job: Job) -> tuple[JobState, str]:
     match = re.search(
         r"JobState=(\w+)", try_call(["scontrol", "show", "job", "--oneliner", job_id])[1]
     )
-    ended = match[1] if match else ""
+    ended = ""
+    if match:
+        ended = match[1]
     by_status = job.state_by_status()
     if by_status == JobState.LOST and ended in (
         "CANCELLED",

@@ -40,6 +40,4 @@ def open_monitors(
         may_write=run.has_own_token,  # a folder that is being moved has none for a moment
         add_event=add_event,
     )
-    return Monitors(
-        log, watch, ConsoleLogger(dist_ctx, config.train.steps, path, panel=config.log.panel)
-    )
+    return Monitors(log, watch, ConsoleLogger(dist_ctx, config.train.steps, path))

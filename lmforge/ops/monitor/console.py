@@ -41,16 +41,15 @@ class ConsoleLogger:
     is a line.
     """
 
-    def __init__(
-        self, dist_ctx: DistributedContext, steps: int, log_path: Path | None, *, panel: bool = True
-    ) -> None:
-        self._is_rank0, self._steps = dist_ctx.is_rank0, steps
+    def __init__(self, dist_ctx: DistributedContext, steps: int, log_path: Path | None) -> None:
+        self._is_rank0 = dist_ctx.is_rank0
+        self._steps = steps
         self._log_path = log_path
         self._log_file: TextIO | None = None
         if log_path and dist_ctx.is_rank0:
             self._log_file = open(log_path, "a", encoding="utf-8")  # noqa: SIM115
         self._console = Console(highlight=False)
-        self._has_panel = panel and self._is_rank0 and can_redraw(self._console)
+        self._has_panel = self._is_rank0 and can_redraw(self._console)
         self._panel: ProgressPanel | None = None
         self._area: LiveArea | None = None
         self._captured: CapturedOutput | None = None
@@ -173,7 +172,8 @@ class ProgressPanel:
             self._validation = record["step"], "  ".join(words.values())
         if "step_seconds" not in record:
             return  # a validation alone
-        self._record, self._logged_at = record, time.monotonic()
+        self._record = record
+        self._logged_at = time.monotonic()
         for name, points in self._curves.items():
             if name in record:
                 points.append(record[name])
@@ -195,11 +195,10 @@ class ProgressPanel:
             None,
         )
         if curve:
-            words = (
-                METRIC_WORDS[curve].format(record[curve])
-                if record.get(curve) is not None
-                else f"{curve} not finite"
-            )
+            if record.get(curve) is not None:
+                words = METRIC_WORDS[curve].format(record[curve])
+            else:
+                words = f"{curve} not finite"
             label = f"{words}  "
             drawn.append(
                 Text.assemble(label, (sparkline(self._curves[curve], columns - len(label)), "cyan"))
@@ -244,7 +243,8 @@ class CapturedOutput:
                 os.dup2(log, descriptor)
         os.close(log)
         if 1 in self._originals:
-            encoding, errors = self._stdout.encoding, self._stdout.errors
+            encoding = self._stdout.encoding
+            errors = self._stdout.errors
             terminal = open(  # noqa: SIM115
                 os.dup(self._originals[1]), "w", encoding=encoding, errors=errors, buffering=1
             )

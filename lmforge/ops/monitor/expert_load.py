@@ -23,7 +23,7 @@ MAX_RECORDS = 256
 
 
 class ExpertLoad:
-    """Of a model whose mixtures count.
+    """The load of the experts of a model, from the counts of its mixtures.
 
     Every rank has one; in a pipeline the mixtures of other ranks count there.
     """
@@ -32,7 +32,8 @@ class ExpertLoad:
         self, model: LanguageModel, dist_ctx: DistributedContext, start_step: int = 0
     ) -> None:
         config = model.config
-        self._dist_ctx, self._chosen = dist_ctx, config.num_experts_per_tok
+        self._dist_ctx = dist_ctx
+        self._chosen = config.num_experts_per_tok
         self._layers = [layer for layer, sparse in enumerate(config.sparse_layers) if sparse]
         if model.balance.counts.is_meta:  # a model that is not distributed
             model.balance.count_on(dist_ctx.device)

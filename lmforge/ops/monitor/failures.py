@@ -95,14 +95,21 @@ def _bytes_from_first_mark(path: Path) -> int:
         file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
         content = file.read(TAIL_BYTES)
     offsets = [at for mark in MARKS if (at := content.find(mark)) >= 0]
-    return len(content) - max(0, min(offsets) - CONTEXT_BYTES) if offsets else 0
+    if offsets:
+        return len(content) - max(0, min(offsets) - CONTEXT_BYTES)
+    return 0
 
 
 def _order(failure: Failure) -> tuple[int, float, int]:
-    """By cause, then by the latest time at which it can have failed: a rank that is killed has
-    written its heartbeat before.
+    """The key by which failures are sorted: cause, then the latest time at which the rank can have
+    failed. A rank that is killed has written its heartbeat before.
     """
-    cause = 0 if failure.kind in CAUSES else 1 if failure.kind == "stalled" else 2
+    if failure.kind in CAUSES:
+        cause = 0
+    elif failure.kind == "stalled":
+        cause = 1
+    else:
+        cause = 2
     return (
         cause,
         failure.time + (MAX_HEARTBEAT_SECONDS if failure.kind == "vanished" else 0.0),
@@ -122,7 +129,8 @@ def _failures_in(lines: Sequence[LogLine], rank: int, host: str) -> Iterator[Fai
         if at is not None:
             by_peer = texts[0].startswith(PEER_FAILED)
         else:
-            texts, before = _crashed_thread_first(texts), lines[: begin + MAX_LINES]
+            texts = _crashed_thread_first(texts)
+            before = lines[: begin + MAX_LINES]
             # NCCL ends a rank that waits too long for another.
             by_peer = any(
                 PEER_LOST_PATTERN.search(line.text) or TIMED_OUT_PATTERN.search(line.text)

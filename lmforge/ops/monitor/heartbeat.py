@@ -134,11 +134,13 @@ class Heartbeat:
 
         It takes about a microsecond and never fails.
         """
-        before, clock = self.current, time.perf_counter()
+        before = self.current
+        clock = time.perf_counter()
         self.current = PhaseMark(
             step, before.phase_number + 1 if step == before.step else 0, phase, time.time(), clock
         )
-        seconds, name = clock - before.started, before.phase
+        seconds = clock - before.started
+        name = before.phase
         self._longest[name] = sorted([*self._longest.get(name, (0.0, 0.0)), seconds])[-2:]
         self.busy_seconds[name] = self.busy_seconds.get(name, 0.0) + seconds - self.waited_seconds
         self.waited_seconds = 0.0
@@ -186,8 +188,11 @@ class Heartbeat:
         OSError where that fails.
         """
         step, number, phase, since, _ = self.current
-        phase, written, count = final_phase or phase, time.time(), process_io_bytes()
-        noticed, reported = self.stall_noticed, self.stall_reported
+        phase = final_phase or phase
+        written = time.time()
+        count = process_io_bytes()
+        noticed = self.stall_noticed
+        reported = self.stall_reported
         record = HeartbeatRecord(
             *self._identity, step, number, phase, since, written, count, noticed, reported
         )

@@ -72,7 +72,8 @@ class LogFile:
         """
         with open_file(self.path) as file:
             # The last line's own end is one of them.
-            offset, missing = file.seek(0, os.SEEK_END), num_lines + 1
+            offset = file.seek(0, os.SEEK_END)
+            missing = num_lines + 1
             while offset > 0 and missing > 0:
                 begin = max(0, offset - CHUNK_BYTES)
                 file.seek(begin)
@@ -102,7 +103,8 @@ class LogFile:
                 self._offset = 0
             file.seek(self._offset)
             content = file.read(CHUNK_BYTES)
-            changed, is_last = os.fstat(file.fileno()).st_mtime, len(content) < CHUNK_BYTES
+            changed = os.fstat(file.fileno()).st_mtime
+            is_last = len(content) < CHUNK_BYTES
         lines = content.split(b"\n")
         rest = lines.pop()
         if rest and (len(rest) > MAX_LINE_BYTES or (to_the_end and is_last)):
@@ -165,7 +167,9 @@ class LogFile:
         with open_file(self.path) as file:
             first = printable(STAMP.sub(b"", file.readline(MAX_LINE_BYTES), count=1))
         match = HEADER.fullmatch(first)
-        return (int(match[1]), match[2]) if match else (0, "")
+        if match:
+            return (int(match[1]), match[2])
+        return (0, "")
 
 
 def merged(files: Sequence[LogFile]) -> Iterator[LogLine]:

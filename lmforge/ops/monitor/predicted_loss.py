@@ -30,7 +30,8 @@ class PredictedLoss(BaseModel):
         if not steps[0] <= step <= steps[-1]:
             return None
         after = min(bisect_right(steps, step), len(steps) - 1)
-        left, right = self.points[max(0, after - 1)], self.points[after]
+        left = self.points[max(0, after - 1)]
+        right = self.points[after]
         part = (step - left[0]) / ((right[0] - left[0]) or 1)
         loss, low, high = (
             one + part * (other - one) for one, other in zip(left[1:], right[1:], strict=True)
@@ -61,7 +62,8 @@ class LossWatch:
     """Says once where validation losses leave the interval, and once where they return."""
 
     def __init__(self, predicted: PredictedLoss) -> None:
-        self._predicted, self._is_outside = predicted, False
+        self._predicted = predicted
+        self._is_outside = False
 
     def check(self, step: int, loss: float | None) -> str | None:
         """A line about the loss at this step, if it was measured; None where there is nothing new
@@ -70,7 +72,8 @@ class LossWatch:
         if loss is None or (expected := self._predicted.at(step)) is None:
             return None
         predicted, low, high = expected
-        was_outside, self._is_outside = self._is_outside, not low <= loss <= high
+        was_outside = self._is_outside
+        self._is_outside = not low <= loss <= high
         if was_outside == self._is_outside:
             return None
         where = f"val/loss {loss:.4f}, predicted {predicted:.4f} ({low:.4f} to {high:.4f})"

@@ -25,7 +25,8 @@ from lmforge.core.distributed.rank_info import RankInfo
 from lmforge.core.errors import PEER_LOST_PATTERN, PeerLost
 
 # Prefixes of the line about a rank's failure: by itself, or because of another rank.
-FAILED, PEER_FAILED = "FAILED at ", "PEER FAILED at "
+FAILED = "FAILED at "
+PEER_FAILED = "PEER FAILED at "
 # Their messages when the other rank does not join: the rank that prints it waited for another.
 TIMED_OUT_PATTERN = re.compile(
     r"Timed out waiting|[Ww]ait timeout|[Cc]ollective operation timeout|[Ss]ocket [Tt]imeout"
@@ -59,7 +60,8 @@ class StampedFile(io.TextIOWrapper):
     """A text file that puts the time before each line. Threads may write to it."""
 
     def __init__(self, path: Path) -> None:
-        self._lock, self._is_at_line_start = threading.Lock(), True
+        self._lock = threading.Lock()
+        self._is_at_line_start = True
         file = open(path, "ab")  # noqa: SIM115 - closed with this one
         super().__init__(file, encoding="utf-8", errors="backslashreplace", line_buffering=True)
 
@@ -82,9 +84,12 @@ class Output:
     def __init__(
         self, terminal: "TextIO | Output | None", number: int, log: StampedFile | None = None
     ) -> None:
-        self._log, self._number, self._lost = log, number, ""
+        self._log = log
+        self._number = number
+        self._lost = ""
         if isinstance(terminal, Output):
-            self._lost, terminal = terminal._lost, terminal.original
+            self._lost = terminal._lost
+            terminal = terminal.original
         elif terminal is None:
             self._lost, terminal = "closed", open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
         self.original: TextIO = terminal
@@ -116,14 +121,17 @@ class Output:
         try:
             yield
         except OSError as problem:
-            is_known, self._lost = self._lost, problem.strerror or "lost"
+            is_known = self._lost
+            self._lost = problem.strerror or "lost"
             with open(os.devnull, "w") as nowhere, suppress(OSError, ValueError):
                 os.dup2(nowhere.fileno(), self.terminal.fileno())
             if not is_known:
                 self._say_lost()
 
     def _say_lost(self) -> None:
-        what = "standard error" if self._number == 2 else "standard output"
+        what = "standard output"
+        if self._number == 2:
+            what = "standard error"
         if self._log is not None:
             self._write_log(
                 f"{what}: {self._lost}; from now on it is written to this log only; the run goes"
@@ -143,9 +151,10 @@ class Output:
 
 @contextmanager
 def losing_output(keeps_stdout: bool = False) -> Iterator[None]:
-    """For work that goes on where nothing reads what it prints, and where standard output or error
-    is closed. With `keeps_stdout` a standard output that is open stays as it is: what it does not
-    take is an error.
+    """A context in which output that nothing takes is dropped, for work that goes on without it.
+
+    With `keeps_stdout` a standard output that is open stays as it is: what it does not take is an
+    error.
     """
     before = sys.stdout, sys.stderr
     if sys.stdout is None or not keeps_stdout:
@@ -193,7 +202,8 @@ class RankLog:
     def __init__(self, path: Path, rank_info: RankInfo, attempt: int) -> None:
         self.path = path
         self._file = StampedFile(path)
-        rank, world_size = rank_info.rank, rank_info.world_size
+        rank = rank_info.rank
+        world_size = rank_info.world_size
         self._file.write(
             f"attempt {attempt}, rank {rank} of {world_size} on {platform.node()}, process"
             f" {os.getpid()}\n"
@@ -202,11 +212,10 @@ class RankLog:
         self._reports_crashes = not faulthandler.is_enabled()
         if self._reports_crashes:
             faulthandler.enable(self._file, all_threads=True)
-        self._stdout, self._stderr = sys.stdout, sys.stderr
-        sys.stdout, sys.stderr = (
-            Output(sys.stdout, 1, self._file),
-            Output(sys.stderr, 2, self._file),
-        )
+        self._stdout = sys.stdout
+        self._stderr = sys.stderr
+        sys.stdout = Output(sys.stdout, 1, self._file)
+        sys.stderr = Output(sys.stderr, 2, self._file)
         if not rank_info.is_rank0:
             self._take_output()
 
@@ -258,5 +267,6 @@ class RankLog:
         if self._reports_crashes:
             faulthandler.disable()
         if isinstance(sys.stderr, Output):
-            sys.stdout, sys.stderr = self._stdout, self._stderr
+            sys.stdout = self._stdout
+            sys.stderr = self._stderr
             self._file.close()

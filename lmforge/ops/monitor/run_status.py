@@ -69,17 +69,16 @@ class RankStatus:
         """Sorts ranks, the worst first: that cannot go on, are stuck, are slow, are behind, are
         longest in a phase.
         """
-        level = (
-            0
-            if self.has_problem
-            else 1
-            if self.verdict == "stuck"
-            else 2
-            if self.slow
-            else 3
-            if self.stalled
-            else 4
-        )
+        if self.has_problem:
+            level = 0
+        elif self.verdict == "stuck":
+            level = 1
+        elif self.slow:
+            level = 2
+        elif self.stalled:
+            level = 3
+        else:
+            level = 4
         return level, self.step, -self.seconds_in_phase
 
     @property
@@ -150,17 +149,19 @@ def run_state(ranks: Sequence[RankStatus]) -> RunState:
     if not any(rank.state in ("running", "stopped") for rank in ranks):
         if all(rank.state == "ended" for rank in ranks):
             phases = {rank.phase for rank in ranks}
-            return (
-                "failed"
-                if "failed" in phases
-                else "interrupted"
-                if "interrupted" in phases
-                else "done"
-            )
-        return "failed" if any(rank.phase == "failed" for rank in ranks) else "lost"
+            if "failed" in phases:
+                return "failed"
+            if "interrupted" in phases:
+                return "interrupted"
+            return "done"
+        if any(rank.phase == "failed" for rank in ranks):
+            return "failed"
+        return "lost"
     if any(rank.has_problem for rank in ranks):
         return "degraded"
-    return "stalled" if any(rank.stalled for rank in ranks) else "running"
+    if any(rank.stalled for rank in ranks):
+        return "stalled"
+    return "running"
 
 
 def _read_ranks(folder: Path) -> list[RankStatus]:
@@ -179,7 +180,9 @@ def _read_ranks(folder: Path) -> list[RankStatus]:
     absent = islice((rank for rank in range(world_size) if rank not in written), MAX_MISSING)
     peers += [PeerStatus(rank, {}, "missing") for rank in absent]
     peers.sort(key=lambda peer: peer.rank)
-    verdicts = classify_ranks(peers) if any(peer.heartbeat.get("noticed") for peer in peers) else {}
+    verdicts = {}
+    if any(peer.heartbeat.get("noticed") for peer in peers):
+        verdicts = classify_ranks(peers)
     return [
         _rank_status(
             peer,
@@ -192,6 +195,9 @@ def _read_ranks(folder: Path) -> list[RankStatus]:
 
 def _rank_status(peer: PeerStatus, age: float | None, verdict: str) -> RankStatus:
     beat: dict[str, Any] = peer.heartbeat
+    seconds = peer.seconds_in_phase
+    if peer.state == "running":  # it goes on: the value at its last heartbeat
+        seconds = beat["written"] - beat["since"]
     return RankStatus(
         peer.rank,
         beat.get("host", ""),
@@ -199,13 +205,7 @@ def _rank_status(peer: PeerStatus, age: float | None, verdict: str) -> RankStatu
         peer.state,  # type: ignore[arg-type]
         beat.get("step", 0),
         beat.get("phase", ""),
-        # For a rank that continues, the value at its last heartbeat.
-        max(
-            0.0,
-            beat["written"] - beat["since"] if peer.state == "running" else peer.seconds_in_phase,
-        )
-        if beat
-        else 0.0,
+        max(0.0, seconds),
         beat.get("written", 0.0),
         age,
         beat.get("slow", ""),

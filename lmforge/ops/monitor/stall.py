@@ -42,7 +42,9 @@ LIBRARY_PATHS = (
     "<frozen",
     os.path.join("lmforge", "ops", "monitor", "stragglers.py"),
 )
-HEALTHY, STUCK, WAITING = "", "stuck", "waits"
+HEALTHY = ""
+STUCK = "stuck"
+WAITING = "waits"
 
 
 class StackFrame(NamedTuple):
@@ -79,14 +81,16 @@ class PeerStatus:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Its progress: its step, and the number of phases begun in it."""
+        """How far it is: its step, and the number of phases begun in it."""
         return (self.heartbeat["step"], self.heartbeat["number"])
 
     @property
     def seconds_in_phase(self) -> float:
         """How long it has been in its phase; 0 where there is no heartbeat."""
         beat = self.heartbeat
-        return beat["written"] - beat["since"] + self.silent_seconds if beat else 0.0
+        if beat:
+            return beat["written"] - beat["since"] + self.silent_seconds
+        return 0.0
 
     @property
     def is_compiling(self) -> bool:
@@ -101,7 +105,9 @@ class PeerStatus:
     def location(self) -> str:
         """The innermost call that is not a library's."""
         own = [frame for frame in self.stack if frame.is_user_code]
-        return str(own[-1] if own else self.stack[-1]) if self.stack else ""
+        if self.stack:
+            return str(own[-1] if own else self.stack[-1])
+        return ""
 
 
 @dataclass(frozen=True)
@@ -137,7 +143,9 @@ def write_evidence(
     lines = []
     del extracted[threading.get_ident()]  # the watchdog's own thread
     for ident, calls in sorted(extracted.items(), key=lambda pair: pair[0] != thread_id):
-        suffix = ", the training thread" if ident == thread_id else ""
+        suffix = ""
+        if ident == thread_id:
+            suffix = ", the training thread"
         lines += [f"thread {names.get(ident, ident)}{suffix}:\n", *calls.format(), "\n"]
     lines += [
         f"{each.group} {each.sequence} {each.operation}{' pending' if each.pending else ''}\n"
@@ -156,7 +164,8 @@ def read_peer(
     """
     if (content := read_overwritten(heartbeat_path(folder, rank), HeartbeatRecord)) is None:
         return PeerStatus(rank, {}, "missing")
-    written_at, heartbeat = content[0], asdict(content[1])
+    written_at = content[0]
+    heartbeat = asdict(content[1])
     if heartbeat["phase"] in FINAL_PHASES:
         return PeerStatus(rank, heartbeat, "ended")
     silent = max(0.0, own_written_at - written_at)
@@ -214,7 +223,9 @@ def compiling_peers(peers: Sequence[PeerStatus], patience_seconds: float) -> lis
 
 def compiling_line(compiling: Sequence[PeerStatus], num_ranks: int) -> str:
     """The report about ranks that compile, instead of a stall."""
-    who = f"{_format_ranks(compiling)}: " if num_ranks > 1 else ""
+    who = ""
+    if num_ranks > 1:
+        who = f"{_format_ranks(compiling)}: "
     longest = max(peer.seconds_in_phase for peer in compiling)
     return f"{who}still compiling after {_format_seconds(longest)} (a long first step is normal)"
 
@@ -233,7 +244,9 @@ def report_lines(
     stuck = [peer for peer in peers if verdict[peer.rank] == STUCK]
     waiting = [peer for peer in peers if verdict[peer.rank] == WAITING]
     step = min(peer.heartbeat["step"] for peer in peers if peer.heartbeat)
-    usual = f" (a step takes {_format_seconds(step_seconds)})" if step_seconds else ""
+    usual = ""
+    if step_seconds:
+        usual = f" (a step takes {_format_seconds(step_seconds)})"
     stalled = f"no progress for {_format_seconds(stalled_seconds)} at step {step}{usual}"
     groups: dict[tuple[str, ...], list[PeerStatus]] = {}
     for peer in sorted(peers, key=lambda peer: verdict[peer.rank] != STUCK):
@@ -267,7 +280,9 @@ def _summary(
     peers: Sequence[PeerStatus], stuck: Sequence[PeerStatus], waiting: Sequence[PeerStatus]
 ) -> str:
     if stuck and waiting:
-        wait = "waits" if len(waiting) == 1 else "wait"
+        wait = "wait"
+        if len(waiting) == 1:
+            wait = "waits"
         return (
             f"{_format_ranks(stuck)} {'is' if len(stuck) == 1 else 'are'} stuck,"
             f" {_format_ranks(waiting)} {wait} for it"
@@ -309,13 +324,19 @@ def _describe(peer: PeerStatus, verdict: str) -> tuple[str, str]:
 
 def _format_hosts(peers: Sequence[PeerStatus]) -> str:
     hosts = {peer.heartbeat["host"] for peer in peers if peer.heartbeat}
-    return hosts.pop() if len(hosts) == 1 else f"{len(hosts)} hosts" if hosts else ""
+    if len(hosts) == 1:
+        return hosts.pop()
+    if hosts:
+        return f"{len(hosts)} hosts"
+    return ""
 
 
 def _format_time_in_phase(peers: Sequence[PeerStatus]) -> str:
     """How long the ranks have been in their phase."""
     known = [peer.seconds_in_phase for peer in peers if peer.heartbeat]
-    return _format_seconds(max(known)) if known else ""
+    if known:
+        return _format_seconds(max(known))
+    return ""
 
 
 def _wait_in_one_collective(waiting: Sequence[PeerStatus]) -> bool:
@@ -348,8 +369,12 @@ def _divergence_lines(waiting: Sequence[PeerStatus]) -> list[str]:
         operations = {
             each.operation for each in seen if (each.group, each.sequence) == (group, sequence - 1)
         }
-        operation = f", {operations.pop()}" if len(operations) == 1 else ""
-        last = f"last in common: {sequence - 1} of {group}{operation}. " if sequence > 1 else ""
+        operation = ""
+        if len(operations) == 1:
+            operation = f", {operations.pop()}"
+        last = ""
+        if sequence > 1:
+            last = f"last in common: {sequence - 1} of {group}{operation}. "
         return [f"  {last}Likely a branch that not every rank took, before one of these lines."]
     return ["  Likely a branch that not every rank took, or two threads that use one group."]
 
@@ -369,10 +394,8 @@ def _format_ranks(peers: Sequence[PeerStatus]) -> str:
 
 
 def _format_seconds(seconds: float) -> str:
-    return (
-        f"{seconds:.0f} s"
-        if seconds >= 10
-        else f"{seconds:.1f} s"
-        if seconds >= 1
-        else f"{seconds:.2g} s"
-    )
+    if seconds >= 10:
+        return f"{seconds:.0f} s"
+    if seconds >= 1:
+        return f"{seconds:.1f} s"
+    return f"{seconds:.2g} s"

@@ -26,7 +26,9 @@ COMPARED_PHASES = ("data", "forward", "backward", "optimizer", "save", "evaluate
 # Healthy ranks differ by a few per cent. A phase that takes 50 % longer is reported if the
 # difference is at least a tenth of the step, and only when seen twice: once may be a page fault or
 # another process.
-SLOW_RATIO, SLOW_FRACTION, TIMES_SEEN = 1.5, 0.1, 2
+SLOW_RATIO = 1.5
+SLOW_FRACTION = 0.1
+TIMES_SEEN = 2
 RECOVERED_RATIO = 1.25
 # Short steps are combined until they cover this time, so that a pause of the system does not count
 # as a slow rank.
@@ -75,7 +77,9 @@ class StragglerDetector:
                 usual = statistics.median_low(own.values())
                 for rank, seconds in own.items():
                     lines += self._compare(rank, phase, seconds, usual, self._seconds / self._steps)
-        self._steps, self._seconds, self._tables = 0.0, 0.0, []
+        self._steps = 0.0
+        self._seconds = 0.0
+        self._tables = []
         return lines
 
     def slow_phases(self, rank: int) -> list[str]:
@@ -103,7 +107,9 @@ class StragglerDetector:
         self._times_seen[key] = self._times_seen[key] + 1 if clear else 0
         if self._times_seen[key] < TIMES_SEEN:
             return []
-        times = f"{seconds / median:.1f} times the median" if median > 0.01 * seconds else "long"
+        times = "long"
+        if median > 0.01 * seconds:
+            times = f"{seconds / median:.1f} times the median"
         return [
             (
                 f"rank {rank}: {phase} takes {times} ({_format_comparison(seconds, median)}); the"
@@ -120,7 +126,8 @@ class StragglerMonitor:
     """Exchanges the own seconds of all ranks at each log step. With one rank it does nothing."""
 
     def __init__(self, dist_ctx: DistributedContext, heartbeat: Heartbeat) -> None:
-        self._dist_ctx, self._heartbeat = dist_ctx, heartbeat
+        self._dist_ctx = dist_ctx
+        self._heartbeat = heartbeat
         self._detector = StragglerDetector()
         self._last_step: int | None = None
         self._pending: tuple[list[torch.Tensor], dist.Work, float, float] | None = None
@@ -135,8 +142,11 @@ class StragglerMonitor:
         """Lines about the last log step; starts the exchange of this one. No rank waits."""
         if self._dist_ctx.control_group is None:
             return []
-        own, self._heartbeat.busy_seconds = self._heartbeat.busy_seconds, {}
-        steps = step - self._last_step if self._last_step is not None else 0
+        own = self._heartbeat.busy_seconds
+        self._heartbeat.busy_seconds = {}
+        steps = 0
+        if self._last_step is not None:
+            steps = step - self._last_step
         if self._phase_timer is not None:
             own |= {phase: seconds * steps for phase, seconds in self._phase_timer.read().items()}
         lines = []
@@ -151,7 +161,8 @@ class StragglerMonitor:
                 self._detector.slow_phases(self._dist_ctx.rank_info.rank)
             )
         # The first interval contains what happens once: compiling, allocating, reading ahead.
-        first, self._last_step = self._last_step is None, step
+        first = self._last_step is None
+        self._last_step = step
         if first:
             return lines
         row = torch.tensor(
@@ -174,7 +185,8 @@ def _exclude_wait_time(heartbeat: Heartbeat) -> Callable[[], None]:
 
     Returns a function that undoes it.
     """
-    thread, wait = threading.get_ident(), dist.Work.wait
+    thread = threading.get_ident()
+    wait = dist.Work.wait
 
     def counted(work: dist.Work, *arguments: Any) -> Any:
         if threading.get_ident() != thread:

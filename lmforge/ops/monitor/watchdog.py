@@ -75,9 +75,13 @@ class Watchdog:
         may_write: Callable[[], bool] = lambda: True,
         add_event: Callable[..., None] = lambda kind, step, **fields: None,
     ) -> None:
-        self._dist_ctx, self._folder, self._log_path = dist_ctx, folder, log_path
-        self._rank, self._stacks_file = dist_ctx.rank_info.rank, log_path.with_suffix(".stack.txt")
-        self._stall_seconds, self._timeout_seconds = stall_seconds, timeout_seconds
+        self._dist_ctx = dist_ctx
+        self._folder = folder
+        self._log_path = log_path
+        self._rank = dist_ctx.rank_info.rank
+        self._stacks_file = log_path.with_suffix(".stack.txt")
+        self._stall_seconds = stall_seconds
+        self._timeout_seconds = timeout_seconds
         self._heartbeat_seconds = min(MAX_HEARTBEAT_SECONDS, stall_seconds / 10)
         self._heartbeat = Heartbeat(folder, self._rank, dist_ctx.world_size)
         self._stragglers = StragglerMonitor(dist_ctx, self._heartbeat)
@@ -89,7 +93,8 @@ class Watchdog:
         self._stopped = threading.Event()
         self._to_stop: list[Callable[[], object]] = [self._stragglers.close]
         dist_ctx.wait_context = self._heartbeat.barrier
-        self._add_event, self._may_write = add_event, may_write
+        self._add_event = add_event
+        self._may_write = may_write
         if dist_ctx.rank_info.local_rank == 0:
             self._to_stop.append(publish_usage(folder, self._rank, self._owns_folder))
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
@@ -103,17 +108,18 @@ class Watchdog:
             self._heartbeat.set_phase(phase, self._heartbeat.current.step if step is None else step)
 
     def follow_compilation(self) -> None:
-        """From now on the phase is `compiling` while torch compiles. Imports torch's compiler."""
+        """Make the phase `compiling` while torch compiles. Imports torch's compiler."""
         from torch._dynamo.callback import callback_handler
 
-        begin, end = self._heartbeat.begin_compiling, self._heartbeat.end_compiling
+        begin = self._heartbeat.begin_compiling
+        end = self._heartbeat.end_compiling
         callback_handler.register_start_callback(begin)
         callback_handler.register_end_callback(end)
         self._to_stop += [partial(callback_handler.remove_start_callback, begin)]
         self._to_stop += [partial(callback_handler.remove_end_callback, end)]
 
     def watch_disk(self, folder: Path, next_checkpoint_bytes: Callable[[], int]) -> None:
-        """From now on rank 0 warns where the disk of the checkpoints has become full.
+        """Let rank 0 warn where the disk of the checkpoints has become full.
 
         A store does not say how much it has.
         """
@@ -190,7 +196,8 @@ class Watchdog:
             observed.evidence_written = True
             self._write_evidence()
         if age >= observed.next_report:
-            observed.next_report, observed.evidence_written = 2 * age, False
+            observed.next_report = 2 * age
+            observed.evidence_written = False
             self._report_stall(observed, age)
         if self._timeout_seconds is not None and self._dist_ctx.world_size > 1:
             self._check_timeout(observed, age, self._timeout_seconds)
@@ -258,15 +265,15 @@ class Watchdog:
 
     def _end_stall(self, observed: _Stall, seconds: float) -> None:
         if self._heartbeat.stall_reported:
-            stuck = f" ({observed.stuck_ranks})" if observed.stuck_ranks else ""
+            stuck = ""
+            if observed.stuck_ranks:
+                stuck = f" ({observed.stuck_ranks})"
             line = f"making progress again after {seconds:.0f} s in {observed.phase}{stuck}"
             self._add_event("stall over", self._heartbeat.current.step, reason=line)
             self._log_lines(line)
-        self._stall, self._heartbeat.stall_noticed, self._heartbeat.stall_reported = (
-            None,
-            False,
-            False,
-        )
+        self._stall = None
+        self._heartbeat.stall_noticed = False
+        self._heartbeat.stall_reported = False
 
     def _check_timeout(self, observed: _Stall, age: float, limit: float) -> None:
         """End this process where no rank has made progress, or read and written much, for `limit`
@@ -288,7 +295,8 @@ class Watchdog:
         if before is None or any(
             _made_progress(before.get(rank), now) for rank, now in progress.items()
         ):
-            observed.progress, observed.progress_at = progress, age
+            observed.progress = progress
+            observed.progress_at = age
             return
         if self._is_reporter(peers):
             self._add_event(

@@ -114,21 +114,11 @@ class DoctorOptions(JobOptions):
     )
 
     def problems(self) -> Iterator[str]:
-        used = [
-            *(
-                ["steps", "compile", "dtype", "seed"]
-                if self.parity
-                else ["steps"]
-                if self.coordinates
-                else []
-            )
-        ]
-        ignored = [
-            name
-            for name in ("steps", "compile", "dtype", "seed")
-            if name in self.changed() and name not in used
-        ]
-        if ignored:
+        of_parity = ["compile", "dtype", "seed"]
+        if not self.coordinates:
+            of_parity.insert(0, "steps")
+        ignored = [name for name in of_parity if name in self.changed()]
+        if ignored and not self.parity:
             yield f"--{ignored[0]}: applies to --parity only; add --parity, or leave it out"
         if self.coordinates and (self.recipe is None or self.is_elsewhere or self.parity):
             yield (

@@ -1,4 +1,4 @@
-"""The options of the verbs that start runs and look at them: `run`, `launch`, `jobs`, `stop`,
+"""The options of the verbs that start runs and look at them: `run`, `launch`, `stop`,
 `logs`, `runs`, `compare`, `report`, `top`, and `quickstart`; the contents of a pipeline file, and
 what a command line of `launch` asks for.
 """
@@ -115,15 +115,6 @@ class LaunchVerbOptions(LaunchOptions, LaunchCommandOptions):
     )
 
 
-class JobsOptions(Options):
-    """lmforge jobs [NAME]: what `lmforge launch` has started: job, state, step, age and log of each
-    run.
-    """
-
-    name: str | None = argument(None, "one run only")
-    folder: Path = RUNS_FOLDER
-
-
 class StopOptions(Options):
     """lmforge stop NAME: end a run that `lmforge launch` has started; it saves a checkpoint
     first.
@@ -155,8 +146,11 @@ def parse_launch(arguments: list[str]) -> LaunchRequest:
     first_option = next(
         (at for at, word in enumerate(arguments) if word.startswith("--")), len(arguments)
     )
-    given, words = arguments[:first_option], arguments[first_option:]
-    verb = given.pop(0) if given and given[0] in STAGES else None
+    given = arguments[:first_option]
+    words = arguments[first_option:]
+    verb = None
+    if given and given[0] in STAGES:
+        verb = given.pop(0)
     if len(given) != 1:
         expected = "give one recipe, such as lmforge launch recipe.toml --on slurm"
         raise UserError(
@@ -214,14 +208,16 @@ class LogsOptions(Options):
 
 
 class RunsOptions(Options):
-    """lmforge runs [FOLDER]: all runs in a folder: state, step, loss, speed, and when they last
-    wrote.
+    """lmforge runs [FOLDER]: all runs in a folder: state, step, loss and speed, and the jobs that
+    `lmforge launch` has started.
     """
 
-    folder: Path = argument(Path("runs"), "folder that holds the runs")
-    watch: bool = option(False, "update the table every two seconds, until Ctrl-C")
+    folder: Path = argument(Path("runs"), "folder that holds the runs, or one run")
+    watch: bool = option(
+        False, "update the table of runs, without jobs, every two seconds, until Ctrl-C"
+    )
     output: Literal["text", "json"] = option(
-        "text", "output format: text, or one JSON object per run"
+        "text", "output format: text, or one JSON object per run, without jobs"
     )
 
     def problems(self) -> Iterator[str]:
@@ -274,9 +270,8 @@ class TopOptions(Options):
     once: bool = option(False, "print once, as plain text, and end")
     output: Literal["text", "json"] = option(
         "text",
-        "output format: text, or JSON: without --once one object per line every --interval_seconds",
+        "output format: text, or JSON: without --once one object per line every two seconds",
     )
-    interval_seconds: float = option(2.0, "seconds between two samples", ge=0.5, le=3600)
     timeout_seconds: float = option(
         10.0, "seconds to wait for the first answer of a host", ge=1, le=3600
     )

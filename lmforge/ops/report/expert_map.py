@@ -28,8 +28,8 @@ class ExpertRecord(BaseModel):
 
 
 def read_expert_loads(run: Run) -> list[dict[str, Any]]:
-    """By step, the load of each expert: the tokens that it got, in hundredths of what all would get
-    if they were alike.
+    """The load of each expert, a record for each step: the tokens that it got, in hundredths of
+    what all would get if they were alike.
 
     Each has "step", "layers" and "loads", an int32 array [layers, experts] as large as the last
     one's. Empty without a file.

@@ -80,7 +80,8 @@ class ReportThread:
     """
 
     def __init__(self, run: Run) -> None:
-        self._run, self._next_at = run, time.monotonic() + FIRST_AFTER_SECONDS
+        self._run = run
+        self._next_at = time.monotonic() + FIRST_AFTER_SECONDS
         self._thread: threading.Thread | None = None
 
     def write_if_due(self) -> None:
@@ -109,7 +110,8 @@ class RunReport:
     """The report of a run that trains: written from time to time, and at the end."""
 
     def __init__(self, run: Run, config: StageConfig, console: Console) -> None:
-        self._run, self._console = run, console
+        self._run = run
+        self._console = console
         self._thread = ReportThread(run)
 
     def on_record(self) -> None:

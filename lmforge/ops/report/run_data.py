@@ -40,7 +40,9 @@ from lmforge.ops.report.source_report import read_source
 MAX_POINTS = 2000
 MAX_SAMPLES = 40
 MAX_CELLS = 500_000  # of the map of experts
-MAX_TABLES, MAX_TABLE_ROWS, MAX_TEXT = 8, 8, 2000
+MAX_TABLES = 8
+MAX_TABLE_ROWS = 8
+MAX_TEXT = 2000
 MAX_LINE_BYTES = 2**20  # of an event; longer ones are left out
 MAX_LENGTHS_SOURCES = 20
 # Metrics that a run logs once, which are not drawn as curves.
@@ -71,7 +73,9 @@ def read_run(run: Run, state: str | None = None) -> dict[str, Any]:
 
     Raises UserError where the recipe or the metrics cannot be read.
     """
-    config, records, status = run.load_config(), run.read_metrics(), read_run_status(run)
+    config = run.load_config()
+    records = run.read_metrics()
+    status = read_run_status(run)
     events, samples = read_events(run)
     return {
         "name": run.path.name,
@@ -107,7 +111,8 @@ def read_events(run: Run) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     events: list[dict[str, Any]] = []
     samples: list[dict[str, Any]] = []
     last: dict[str, Any] | None = None
-    count, every = 0, 1
+    count = 0
+    every = 1
     with suppress(OSError), open_file(run.events_path) as file:
         for line in read_lines(file, MAX_LINE_BYTES):
             with suppress(UserError):
@@ -148,7 +153,9 @@ def last_state(run: Run, status: RunStatus) -> str:
     ends = [
         event.get("state") for event in read_events(run)[0] if event["kind"] in ("start", "end")
     ]
-    return ends[-1] if ends and ends[-1] in FINAL_PHASES else status.state
+    if ends and ends[-1] in FINAL_PHASES:
+        return ends[-1]
+    return status.state
 
 
 def _series(records: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
@@ -205,15 +212,17 @@ def _axis(records: list[dict[str, Any]]) -> dict[str, list[float]]:
 
 def _begin(records: list[dict[str, Any]]) -> dict[str, Any]:
     """The step from which the first record counts."""
-    gap = records[1]["step"] - records[0]["step"] if len(records) > 1 else 0
-    return {"step": 0 if not records or records[0]["step"] <= gap else records[0]["step"] - gap}
+    if len(records) < 2:
+        return {"step": records[0]["step"] if records else 0}
+    return {"step": max(0, 2 * records[0]["step"] - records[1]["step"])}
 
 
 def _step_times(records: list[dict[str, Any]]) -> list[list[float]]:
     """Step, and the mean seconds per step since the previous record: total, waiting for data, and
     waiting for a save.
     """
-    rows, stalled = [], 0.0
+    rows = []
+    stalled = 0.0
     for before, record in pairwise([_begin(records), *records]):
         total = record.get("save_stall_seconds") or stalled
         # A running total of one attempt: where it falls, another attempt began at 0.
@@ -364,28 +373,30 @@ STAGES = {
 
 def subject(run: dict[str, Any]) -> str:
     """A sentence: what was trained, on what, and how long."""
-    model, options, axis = run["model"], run["options"], run["axis"]
+    model = run["model"]
+    options = run["options"]
+    axis = run["axis"]
     text = STAGES.get(run["stage"], run["stage"])
     if run["stage"] == "align":
         text += f" ({options.get('align.method')})"
     if isinstance(count := model.get("parameters"), int):
         trained = model.get("trained")
-        part = (
-            f", {_short_count(trained)} of them trained"
-            if isinstance(trained, int) and trained != count
-            else ""
-        )
+        part = ""
+        if isinstance(trained, int) and trained != count:
+            part = f", {_short_count(trained)} of them trained"
         text += (
             f" of a model with {_short_count(count)} parameters ({model.get('model_type')}{part})"
         )
     if source := options.get("model.source"):
         text += f", from {source}"
     if names := [source["name"] for source in run["sources"]]:
-        text += f", on {', '.join(names[:3])}" + (
-            f" and {format_count(len(names) - 3, 'other source')}" * (len(names) > 3)
-        )
+        text += f", on {', '.join(names[:3])}"
+        if len(names) > 3:
+            text += f" and {format_count(len(names) - 3, 'other source')}"
     if axis["step"]:
-        tokens = f"{int(axis['tokens'][-1]):,} tokens in " if axis["tokens"][-1] else ""
+        tokens = ""
+        if axis["tokens"][-1]:
+            tokens = f"{int(axis['tokens'][-1]):,} tokens in "
         text += f": {tokens}{format_duration(axis['seconds'][-1])} of training"
     return f"{text}."
 
@@ -401,7 +412,9 @@ def _short_count(count: int) -> str:
 def _from_to(points: list[list[float]]) -> str:
     """The first and the last value of a series; a single value if it has only one."""
     values = [f"{value:.3f}" for _, value in points]
-    return values[0] if len(values) == 1 else f"{values[0]} → {values[-1]}"
+    if len(values) == 1:
+        return values[0]
+    return f"{values[0]} → {values[-1]}"
 
 
 STATE_WORDS: dict[RunState, str] = {
@@ -418,8 +431,11 @@ STATE_WORDS: dict[RunState, str] = {
 
 def verdict(run: dict[str, Any]) -> str:
     """One or two sentences: how the run ended, its result, and what went wrong."""
-    series, events = run["series"], run["events"]
-    step = run["axis"]["step"][-1] if run["axis"]["step"] else 0
+    series = run["series"]
+    events = run["events"]
+    step = 0
+    if run["axis"]["step"]:
+        step = run["axis"]["step"][-1]
     text = f"{STATE_WORDS[run['state']]}: {step:,} of {run['steps']:,} steps"
     for name, title in (
         ("val/reward", "validation reward"),
@@ -453,11 +469,15 @@ def verdict(run: dict[str, Any]) -> str:
         text += f"; its ladder predicted {loss:.4g} ({low:.4g} to {high:.4g})"
         if not low <= points[-1][1] <= high:
             faults.append("the validation loss is outside the ladder's interval")
-    trouble = f" {', '.join(faults)}." if faults else ""
+    trouble = ""
+    if faults:
+        trouble = f" {', '.join(faults)}."
     trouble += "".join(
         [f" {event['reason']}." for event in events if event["kind"] == "failed rewards"][:1]
     )
     how = [event for event in events if event["kind"] in ("start", "end")][-1:]
     if run["state"] == "failed" and how and how[0].get("error"):
         trouble += f" {how[0]['error']}"
-    return f"{text}.{trouble or (' Nothing went wrong.' if run['state'] in ('done', 'running') else '')}"
+    if not trouble and run["state"] in ("done", "running"):
+        trouble = " Nothing went wrong."
+    return f"{text}.{trouble}"

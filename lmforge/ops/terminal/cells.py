@@ -14,7 +14,9 @@ from rich.text import Text
 from lmforge.core.errors import format_count, format_duration
 
 WIDE_COLUMNS = 120
-BAD, DOUBTFUL, QUIET = "bold red", "yellow", "dim"
+BAD = "bold red"
+DOUBTFUL = "yellow"
+QUIET = "dim"
 SPARKS = "▁▂▃▄▅▆▇█"
 NOT_FINITE = "×"
 # How a metric of metrics.jsonl is written, in this order.
@@ -76,7 +78,9 @@ def progress_line(step: int, steps: int | None, seconds_left: float | None, colu
     if not steps:
         return Text(f"step {step:,}")
     ratio = min(1.0, step / steps)
-    remaining = f"  {format_age(seconds_left)} left" if seconds_left is not None else ""
+    remaining = ""
+    if seconds_left is not None:
+        remaining = f"  {format_age(seconds_left)} left"
     width = max(10, min(40, columns - 50))
     done = int(ratio * width)
     bar = ("━" * done, "green"), ("─" * (width - done), QUIET)
@@ -95,8 +99,11 @@ def sparkline(values: Sequence[float | None], columns: int) -> str:
             for part in parts
         ]
     known = [value for value in values if value is not None]
-    low, high = min(known, default=0.0), max(known, default=0.0)
-    scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
+    low = min(known, default=0.0)
+    high = max(known, default=0.0)
+    scale = 0.0
+    if high > low:
+        scale = (len(SPARKS) - 1) / (high - low)
     return "".join(
         NOT_FINITE if value is None else SPARKS[round((value - low) * scale)] for value in values
     )
@@ -108,7 +115,12 @@ def note_table(columns: int, heads: Sequence[tuple[str, int, bool]]) -> Table:
     """
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style=QUIET, width=columns)
     for name, width, is_number in heads:
-        most = None if is_number else 24 if columns >= WIDE_COLUMNS else 12
+        if is_number:
+            most = None
+        elif columns >= WIDE_COLUMNS:
+            most = 24
+        else:
+            most = 12
         justify: Literal["right", "left"] = "right" if is_number else "left"
         table.add_column(
             name,
@@ -123,24 +135,21 @@ def note_table(columns: int, heads: Sequence[tuple[str, int, bool]]) -> Table:
 
 
 def omitted(count: int, noun: str) -> list[RenderableType]:
-    return (
-        [Text(f"… {format_count(count, noun)} more, none in a worse state", QUIET)]
-        if count > 0
-        else []
-    )
+    if count > 0:
+        return [Text(f"… {format_count(count, noun)} more, none in a worse state", QUIET)]
+    return []
 
 
 def clean(text: str) -> str:
     """Untrusted text, without control characters for the terminal."""
-    return (
-        text
-        if text.isprintable()
-        else "".join(each if each.isprintable() else "·" for each in text)
-    )
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else "·" for each in text)
 
 
-def format_percent(value: float | None) -> str:
-    return "?" if value is None else f"{value:.0f} %"
+def format_known(value: float | None, words: str = "{:.0f}", unknown: str = "?") -> str:
+    """A number in words such as "{:.0f} %"; `unknown` where there is none."""
+    return unknown if value is None else words.format(value)
 
 
 def format_gib(used: int | None, total: int | None) -> str:
@@ -150,11 +159,15 @@ def format_gib(used: int | None, total: int | None) -> str:
 
 
 def format_short(value: float) -> str:
-    return f"{value:.1f}" if value < 100 else f"{value:,.0f}"
+    if value < 100:
+        return f"{value:.1f}"
+    return f"{value:,.0f}"
 
 
 def format_age(seconds: float) -> str:
     """5.0 s, 12 s, and from 100 seconds on as `format_duration`."""
     if seconds < 99.5:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{int(seconds + 0.5)} s"
+        if seconds < 10:
+            return f"{seconds:.1f} s"
+        return f"{int(seconds + 0.5)} s"
     return format_duration(seconds)

@@ -35,7 +35,8 @@ class LiveArea(Live):
     """
 
     def __init__(self, console: Console, draw: Callable[[int, int], Sequence[Text]]) -> None:
-        self._draw, self._writers = draw, list[Any]()
+        self._draw = draw
+        self._writers = list[Any]()
         super().__init__(
             console=console,
             refresh_per_second=REDRAWS_PER_SECOND,
@@ -48,8 +49,10 @@ class LiveArea(Live):
         # The present size, whatever COLUMNS was at the start; zeros where it is unknown.
         with suppress(OSError, ValueError):
             size = os.get_terminal_size(self.console.file.fileno())
-            width, height = size.columns or width, size.lines or height
-        columns, lines = min(width - 1, MAX_COLUMNS), height - 1
+            width = size.columns or width
+            height = size.lines or height
+        columns = min(width - 1, MAX_COLUMNS)
+        lines = height - 1
         drawn = [line.copy() for line in self._draw(columns, lines)[:lines]]
         for line in drawn:
             line.truncate(columns, overflow="ellipsis")

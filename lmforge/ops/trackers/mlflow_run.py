@@ -46,17 +46,15 @@ class MlflowRun(Tracker):
         ]
         for begin in range(0, len(params), MAX_PARAMS):
             self._client.log_batch(self.run_id, params=params[begin : begin + MAX_PARAMS])
-        self.url = (
-            f"{uri.rstrip('/')}/#/runs/{self.run_id}" if uri and uri.startswith("http") else None
-        )
+        self.url: str | None = None
+        if uri and uri.startswith("http"):
+            self.url = f"{uri.rstrip('/')}/#/runs/{self.run_id}"
 
     def _experiment(self, name: str, files: str | None) -> str:
         experiment = self._client.get_experiment_by_name(name)
-        return (
-            experiment.experiment_id
-            if experiment
-            else self._client.create_experiment(name, artifact_location=files)
-        )
+        if experiment:
+            return experiment.experiment_id
+        return self._client.create_experiment(name, artifact_location=files)
 
     def log_metrics(self, step: int, values: Mapping[str, float]) -> None:
         now = int(1000 * time.time())

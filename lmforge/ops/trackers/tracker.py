@@ -55,7 +55,7 @@ class Tracker(Protocol):
     """An open run of a tracker.
 
     Its methods are called in one thread, not the main one, and may wait for the network. What a
-    call that raises was to send is sent once more.
+    call that raises was to send is not sent again.
     """
 
     run_id: str

@@ -30,7 +30,8 @@ class WandbRun(Tracker):
             config=dict(run.config),
             settings=settings,
         )
-        self.run_id, self.url = self._run.id, self._run.url
+        self.run_id = self._run.id
+        self.url = self._run.url
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 

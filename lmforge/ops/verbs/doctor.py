@@ -37,7 +37,8 @@ from lmforge.ops.verbs.running.launch import with_nodes
 from lmforge.ops.verbs.show.describe import resolve_model
 from lmforge.ops.verbs.show.describe_data import find_vocab_size
 
-POLL_SECONDS, STATE_SECONDS = 0.1, 3.0
+POLL_SECONDS = 0.1
+STATE_SECONDS = 3.0
 # How long a scheduler may take to report the end of a job after its script has written its exit
 # status.
 ENDING_SECONDS = 30.0
@@ -48,7 +49,9 @@ def run_doctor(options: DoctorOptions) -> int:
 
     Returns the exit status; raises UserError and RunFailed.
     """
-    return _examine_job(options) if options.is_elsewhere else _examine_here(options)
+    if options.is_elsewhere:
+        return _examine_job(options)
+    return _examine_here(options)
 
 
 def _examine_here(options: DoctorOptions) -> int:
@@ -59,7 +62,9 @@ def _examine_here(options: DoctorOptions) -> int:
     if options.parity:
         return int(registry.get("doctor_check", "parity").build(options))
     info = read_rank_info()
-    config = read_config(options.recipe) if options.recipe is not None else None
+    config = None
+    if options.recipe is not None:
+        config = read_config(options.recipe)
     if options.coordinates and config is not None:
         model = resolve_model(config, find_vocab_size(config))
         return int(
@@ -67,7 +72,9 @@ def _examine_here(options: DoctorOptions) -> int:
                 config, model, options.steps, options.output
             )
         )
-    findings = list(examine_machine(options.device)) if info.local_rank == 0 else []
+    findings = []
+    if info.local_rank == 0:
+        findings = list(examine_machine(options.device))
     if any(finding.name == "torch" and finding.status == "fail" for finding in findings):
         _print_findings(findings, options.output)
         return 1
@@ -90,20 +97,26 @@ def _print_findings(findings: Sequence[Finding], output: str) -> None:
         return
     width = max(len(finding.name) for finding in findings)
     for finding in findings:
-        where = f"{name_some(finding.where)}: " if finding.where else ""
-        todo = f"; {finding.todo}" if finding.todo else ""
+        where = ""
+        if finding.where:
+            where = f"{name_some(finding.where)}: "
+        todo = ""
+        if finding.todo:
+            todo = f"; {finding.todo}"
         print(f"{finding.status}  {finding.name:<{width}}  {where}{finding.description}{todo}")
     warned = sum(finding.status == "warn" for finding in findings)
-    verdict = (
-        f"{len(failed)} of {len(findings)} fail: lmforge cannot train here"
-        if failed
-        else "lmforge can train here"
-    )
-    print(f"{verdict}{f'; {warned} to look at' if warned else ''}", flush=True)
+    verdict = "lmforge can train here"
+    if failed:
+        verdict = f"{len(failed)} of {len(findings)} fail: lmforge cannot train here"
+    if warned:
+        verdict += f"; {warned} to look at"
+    print(verdict, flush=True)
 
 
 def _examine_job(options: DoctorOptions) -> int:
-    config = read_config(options.recipe) if options.recipe is not None else None
+    config = None
+    if options.recipe is not None:
+        config = read_config(options.recipe)
     given = {
         name: getattr(options, name)
         for name in JobOptions.model_fields
@@ -180,13 +193,15 @@ def _await_end(job: Job) -> None:
     scheduler says while it waits.
     """
     shown: dict[Path, int] = {}
-    last_detail, last_query = "", 0.0
+    last_detail = ""
+    last_query = 0.0
     deadline = float("inf")
     while True:
         _show_logs(Path(job.folder), shown)
         now = time.monotonic()
         if deadline == float("inf") and job.status_path.exists():
-            deadline, last_query = now + ENDING_SECONDS, 0.0
+            deadline = now + ENDING_SECONDS
+            last_query = 0.0
         if now > last_query + STATE_SECONDS:
             state, detail = job_state(job)
             last_query = time.monotonic()
@@ -195,7 +210,9 @@ def _await_end(job: Job) -> None:
                 return
             if state == JobState.PENDING and detail != last_detail:
                 last_detail = detail
-                name = f"job {job.job_id}" if job.job_id else "the job"
+                name = "the job"
+                if job.job_id:
+                    name = f"job {job.job_id}"
                 print(
                     f"lmforge: {name} is pending ({detail or 'no reason given'})",
                     file=sys.stderr,
@@ -233,4 +250,8 @@ def _report(plan: JobPlan, job: Job) -> int:
             f"doctor has not run on any node; the job is {state}"
         )
     # A node that did not reach the first.
-    return 2 if 2 in statuses else 1 if EXIT_PEER_LOST in statuses else max(statuses)
+    if 2 in statuses:
+        return 2
+    if EXIT_PEER_LOST in statuses:
+        return 1
+    return max(statuses)

@@ -43,7 +43,7 @@ def run_download(options: DownloadOptions) -> int:
     if path.suffix == ".toml":
         return _download_all(path)
     item = HubItem(options.name, "dataset" if options.dataset else "model", options.weights)
-    _download(item, options.revision, options.folder)
+    _download(item, options.folder)
     return 0
 
 
@@ -53,7 +53,7 @@ def _download_all(file: Path) -> int:
     # The same model with its weights and without them is downloaded once.
     items = [item for item in items if item.weights or HubItem(item.name, item.kind) not in items]
     for item in items:
-        _download(item, None, None)
+        _download(item)
     if not items:
         print(
             f"{file}: nothing to download; all models and datasets that it names are local folders,"
@@ -62,8 +62,8 @@ def _download_all(file: Path) -> int:
     return 0
 
 
-def _download(item: HubItem, revision: str | None, folder: Path | None) -> None:
-    name, revision = hub.parse_model_name(item.name, revision)
+def _download(item: HubItem, folder: Path | None = None) -> None:
+    name, revision = hub.parse_model_name(item.name)
     result = hub.download(
         name,
         revision,

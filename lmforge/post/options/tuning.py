@@ -12,7 +12,6 @@ from lmforge.core.errors import UserError, prefix_errors
 from lmforge.core.options.lora import LoraOptions
 from lmforge.core.options.mixture import (
     FileSourceOptions,
-    WeightUnit,
     labels_of_mixture,
     mixture_problems,
 )
@@ -258,10 +257,7 @@ class ConversationOptions(ExampleOptions):
     """Conversations, or prompts with completions: one set of files, or a mixture of several."""
 
     sources: tuple[FileSourceOptions, ...] = option(
-        (), "several sets of files with weights, instead of data.files"
-    )
-    weights_by: WeightUnit = option(
-        "tokens", "what weights are fractions of: tokens, or samples (sequences)"
+        (), "several sets of files with weights, fractions of the tokens, instead of data.files"
     )
     format: ConversationFormat = option(
         "auto", "format of the records; auto detects it from the fields of the first record"

@@ -260,8 +260,8 @@ class ImportOptions(Options):
     )
     config_from: str | None = option(
         None,
-        "a preset, a Hugging Face folder or a name on the hub that gives the next five options,"
-        " unless they are given",
+        "a preset, a Hugging Face folder or a name on the hub that says what the checkpoint does"
+        " not; it gives the next two options, unless they are given",
     )
     num_attention_heads: int | None = option(
         None,
@@ -270,17 +270,6 @@ class ImportOptions(Options):
     )
     rope_theta: float | None = option(
         None, "base of the rotary position embedding's frequencies", **MODEL_RANGES["rope_theta"]
-    )
-    rms_norm_eps: float | None = option(
-        None, "epsilon of the norms (default: 1e-5)", **MODEL_RANGES["rms_norm_eps"]
-    )
-    max_position_embeddings: int | None = option(
-        None,
-        "longest sequence it was trained for (default: 4096)",
-        **MODEL_RANGES["max_position_embeddings"],
-    )
-    activation: Literal["gelu", "gelu_new"] | None = option(
-        None, "of nanoGPT: gelu, or gelu_new where it was trained before June 2023 (default: gelu)"
     )
     tokenizer: Path | None = option(
         None, "its tokenizer.json, a folder with one, or a name on the hub (default: none)"
@@ -303,7 +292,6 @@ class DownloadOptions(Options):
     folder: Path | None = argument(
         None, "folder to download to (default: the hub's cache, where its name finds it)"
     )
-    revision: str | None = option(None, "branch, tag or commit (default: main)")
     dataset: bool = option(False, "NAME is a dataset, for lmforge prepare")
     weights: bool = option(
         True, "download the weights of a model too; false: only its config and tokenizer"

@@ -36,9 +36,7 @@ class PieceCache:
             folder.mkdir(parents=True, exist_ok=True)
             # Its files have fixed names: who prepares it could make them links.
             if not is_trusted_folder(folder.resolve()):
-                raise UserError(
-                    f"{folder}: a folder of another user; name another data.cache_folder"
-                )
+                raise UserError(f"{folder}: a folder of another user; name another data.stage_to")
             (folder / ".lock").touch()
         except OSError as problem:
             raise UserError(

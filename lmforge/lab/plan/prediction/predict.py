@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from lmforge.core.model.flops import adapted_flops_per_token, flops_per_token
 from lmforge.core.model.state_bytes import DTYPE_BYTES, checkpoint_bytes
-from lmforge.lab.options.plan import MachineOptions
 from lmforge.lab.plan.hardware import GB, GPU, data_sheets
 from lmforge.lab.plan.prediction.program import StepProgram
 from lmforge.lab.plan.prediction.rates import COLLECTIVE_SMS, CONSTANTS, Rates, make_group
@@ -51,6 +50,12 @@ POWER_FRACTION = 0.9
 HOST_POWER = 1.35
 # Micro-batches that are simulated one by one; all between the first and the last are alike.
 SIMULATED = 3
+# All ranks together write a checkpoint at this rate, unless a calibration has measured the disk.
+DISK_GB_S = 2.0
+# Llama 3 (arXiv 2407.21783) had 419 failures in 54 days on 16,384 GPUs.
+FAILURE_GPU_HOURS = 50_000.0
+# From a failure to the first new step.
+RESTART_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
@@ -331,17 +336,23 @@ class RunCost:
 
 
 def run_cost(
-    phases: Sequence[tuple[int, Prediction]], options: MachineOptions, gpu: GPU, *, async_save: bool
+    phases: Sequence[tuple[int, Prediction]],
+    price: float,
+    gpu: GPU,
+    *,
+    async_save: bool,
+    disk_gb_s: float = DISK_GB_S,
 ) -> RunCost:
-    """The cost of a run with these numbers of steps of each kind.
+    """The cost of a run with these numbers of steps of each kind, at the price of a GPU-hour.
 
-    An asynchronous save costs the time to copy a rank's part to host memory.
+    An asynchronous save costs the time to copy a rank's part to host memory. All ranks together
+    write a checkpoint at `disk_gb_s` GB per second.
     """
     step_config = phases[0][1].step_config
     steps = sum(count for count, _ in phases)
     step_seconds = sum(count * each.step_seconds for count, each in phases) / steps
     size = checkpoint_bytes(step_config.optimizer, step_config.master_dtype, step_config.parameters)
-    writing = size / (options.disk_gb_s * GB)
+    writing = size / (disk_gb_s * GB)
     cost = writing
     if async_save:
         hosts = math.ceil(step_config.world_size / step_config.gpus_per_host)
@@ -349,10 +360,10 @@ def run_cost(
         if step_config.is_fsdp:
             writers = step_config.shards * step_config.tensor * step_config.pipeline
         cost = min(writing, size / writers / (gpu.pcie_gb_s * GB) + 0.1 * hosts**0.5)
-    between = options.failure_gpu_hours * 3600 / step_config.world_size
+    between = FAILURE_GPU_HOURS * 3600 / step_config.world_size
     # A save cannot begin before the one before it is written.
     every = max(math.sqrt(2 * cost * between), writing)
-    lost = cost / every + (every / 2 + options.restart_minutes * 60 + writing) / between
+    lost = cost / every + (every / 2 + RESTART_SECONDS + writing) / between
     goodput = 1 / (1 + lost)
     seconds = steps * step_seconds / goodput
     gpu_hours = seconds / 3600 * step_config.world_size
@@ -363,7 +374,7 @@ def run_cost(
         seconds / 86400,
         gpu_hours,
         gpu_hours * watts / 1000,
-        gpu_hours * options.price,
+        gpu_hours * price,
         size,
         writing,
         every,

@@ -59,7 +59,9 @@ class DeviceReader:
                 self.notes.append(f"GPUs are not shown: pynvml: {problem}")
 
     def __call__(self) -> list[DeviceUsage]:
-        return read_nvidia(self._nvml) if self._nvml else []
+        if self._nvml:
+            return read_nvidia(self._nvml)
+        return []
 
 
 def read_nvidia(nvml: Any) -> list[DeviceUsage]:

@@ -24,7 +24,8 @@ class DiskMonitor:
     """
 
     def __init__(self, folder: Path, next_checkpoint_bytes: Callable[[], int]) -> None:
-        self._folder, self._next_checkpoint_bytes = folder, next_checkpoint_bytes
+        self._folder = folder
+        self._next_checkpoint_bytes = next_checkpoint_bytes
         self._shortages: set[str] = set()
 
     def start(self, warn: Callable[[str], None]) -> Callable[[], None]:
@@ -46,7 +47,8 @@ class DiskMonitor:
         again. Raises OSError.
         """
         stats = os.statvfs(self._folder)
-        free, needed = stats.f_bavail * stats.f_frsize, self._next_checkpoint_bytes()
+        free = stats.f_bavail * stats.f_frsize
+        needed = self._next_checkpoint_bytes()
         lines = self._on_change(
             "room",
             free < needed,

@@ -72,7 +72,8 @@ class HostSampler:
 
     def sample(self) -> HostUsage:
         """A sample of the host. It takes a few milliseconds, or tens of them with processes."""
-        cpu, memory = psutil.cpu_percent(), psutil.virtual_memory()
+        cpu = psutil.cpu_percent()
+        memory = psutil.virtual_memory()
         received, sent = self._network_rates()
         usage = HostUsage(
             host=platform.node(),
@@ -97,11 +98,10 @@ class HostSampler:
         counters = [
             each for name, each in psutil.net_io_counters(pernic=True).items() if name != "lo"
         ]
-        received, sent = (
-            sum(each.bytes_recv for each in counters),
-            sum(each.bytes_sent for each in counters),
-        )
-        before, self._network = self._network, (now, received, sent)
+        received = sum(each.bytes_recv for each in counters)
+        sent = sum(each.bytes_sent for each in counters)
+        before = self._network
+        self._network = (now, received, sent)
         if before is None or now <= before[0]:
             return None, None
         seconds = now - before[0]
@@ -130,11 +130,13 @@ def publish_usage(folder: Path, rank: int, may_write: Callable[[], bool]) -> Cal
     `may_write` says so, in a thread until the returned function is called, which does not wait for
     a sample, since a driver may hang.
     """
-    path, stopped = folder / f"host-of-rank-{rank}.json", threading.Event()
+    path = folder / f"host-of-rank-{rank}.json"
+    stopped = threading.Event()
 
     def publish() -> None:
         with suppress(Exception):  # monitoring must not end a run
-            sampler, longest = HostSampler(), 0
+            sampler = HostSampler()
+            longest = 0
             while True:
                 usage = sampler.sample()
                 with suppress(OSError):

@@ -70,13 +70,10 @@ def slurm_hosts(job: int) -> list[str]:
     return call(["scontrol", "show", "hostnames", names], f"{option}: scontrol").split()
 
 
-def remote_line(remote_command: str | None, interval_seconds: float | None) -> str:
-    """The shell line that is run on a host: one sample, or one every `interval_seconds`."""
+def remote_line(remote_command: str | None, *, once: bool) -> str:
+    """The shell line that is run on a host: one sample, or one after another."""
     lmforge = remote_command or shlex.join([sys.executable, "-m", "lmforge"])
-    return (
-        f"{lmforge} top --output json"
-        f" {'--once' if interval_seconds is None else f'--interval_seconds {interval_seconds:g}'}"
-    )
+    return f"{lmforge} top --output json{' --once' if once else ''}"
 
 
 class RemoteHost:
@@ -85,9 +82,12 @@ class RemoteHost:
     """
 
     def __init__(self, name: str, words: Sequence[str], *, repeats: bool) -> None:
-        self.name, self._words, self._repeats = name, list(words), repeats
+        self.name = name
+        self._words = list(words)
+        self._repeats = repeats
         self._usage: HostUsage | None = None
-        self._error, self._closed = "", threading.Event()
+        self._error = ""
+        self._closed = threading.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._answered = time.monotonic()
         self._thread = threading.Thread(target=self._run, name=f"host {name}", daemon=True)
@@ -97,7 +97,9 @@ class RemoteHost:
         """The last answer of the host."""
         # By our clock: that of the host may be wrong.
         age = time.monotonic() - self._answered
-        waiting = f"no answer for {age:.0f} s" if self._usage is None else ""
+        waiting = ""
+        if self._usage is None:
+            waiting = f"no answer for {age:.0f} s"
         return HostAnswer(
             self.name, self._usage, None if self._usage is None else age, self._error or waiting
         )
@@ -141,20 +143,18 @@ class RemoteHost:
         status = process.returncode
         if status == 0 and self._usage is not None and not self._repeats:
             return ""
-        unsaid = (
-            f"ended with status {status}" if status else "its answer is not that of lmforge top"
-        )
+        unsaid = "its answer is not that of lmforge top"
+        if status:
+            unsaid = f"ended with status {status}"
         return _last_line(errors) or unsaid
 
     def _take(self, line: bytes) -> None:
         with suppress(UserError):
             output = parse_json(line, RemoteOutput, self.name, max_bytes=MAX_ANSWER_BYTES)
             if output.hosts and output.hosts[0].usage is not None:
-                self._usage, self._error, self._answered = (
-                    output.hosts[0].usage,
-                    "",
-                    time.monotonic(),
-                )
+                self._usage = output.hosts[0].usage
+                self._error = ""
+                self._answered = time.monotonic()
 
 
 def _last_line(errors: IO[bytes]) -> str:
@@ -162,4 +162,6 @@ def _last_line(errors: IO[bytes]) -> str:
     size = errors.seek(0, os.SEEK_END)
     errors.seek(max(0, size - 1000))
     lines = errors.read().decode(errors="replace").strip().splitlines()
-    return cut(lines[-1]) if lines else ""
+    if lines:
+        return cut(lines[-1])
+    return ""

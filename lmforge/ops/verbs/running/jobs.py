@@ -1,9 +1,9 @@
-"""`lmforge jobs` and `lmforge stop`: the jobs of `lmforge launch`, by the name of the run."""
+"""The jobs of `lmforge launch`: what `lmforge runs` prints of them, and `lmforge stop`."""
 
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from threading import Semaphore
@@ -16,8 +16,8 @@ from lmforge.core.records.runs import Run
 from lmforge.ops.jobs.job import Job, JobState, read_job
 from lmforge.ops.jobs.launchers import job_state, stop_job
 from lmforge.ops.monitor.run_status import read_run_status
-from lmforge.ops.options.running import JobsOptions, StopOptions
-from lmforge.ops.terminal.cells import format_age, page_console
+from lmforge.ops.options.running import StopOptions
+from lmforge.ops.terminal.cells import format_age
 
 # Words that begin with the same letter in no other state, so that no colour is needed to tell them
 # apart.
@@ -33,8 +33,9 @@ COLUMNS = (
     "launched",
     "log",
 )
-# A host that is down is not waited for any longer; jobs are asked for at most so many at once.
-ANSWER_SECONDS, ASKED_AT_ONCE = 8.0, 32
+# A host that is down is not waited for any longer.
+ANSWER_SECONDS = 8.0
+ASKED_AT_ONCE = 32
 JOB_SECONDS = 5.0
 STYLES = {
     JobState.RUNNING: "green",
@@ -44,23 +45,25 @@ STYLES = {
 }
 
 
-def run_jobs(options: JobsOptions) -> int:
-    """Print a row for each run that was launched.
-
-    Raises UserError where a run was named that was not, and, after the rows of the others, where
-    the record of a job cannot be read.
+def launched_jobs(folders: Iterable[Path]) -> tuple[dict[Path, Job], list[str]]:
+    """(the jobs of runs that were launched, by directory; what is wrong with records that cannot be
+    read).
     """
+    jobs: dict[Path, Job] = {}
     problems: list[str] = []
-    if options.name is None:
-        jobs, problems = _launched(options.folder)
-    else:
-        jobs = dict([_find(options.name, options.folder)])
-    if not jobs and not problems:
-        print(
-            f"{options.folder}: nothing was launched from here; lmforge launch RECIPE starts a run"
-        )
-        return 0
-    console = page_console(240)
+    for folder in folders:
+        try:
+            job = read_job(folder)
+        except UserError as problem:
+            problems.append(str(problem))
+            continue
+        if job is not None:
+            jobs[folder] = job
+    return jobs, problems
+
+
+def jobs_table(jobs: Mapping[Path, Job]) -> Table:
+    """A row for each job, whose launcher is asked for its state."""
     table = Table(box=None, pad_edge=False)
     for title in COLUMNS:
         table.add_column(title, overflow="fold")
@@ -68,24 +71,20 @@ def run_jobs(options: JobsOptions) -> int:
         jobs.items(), _states(list(jobs.values())), strict=True
     ):
         launched = f"{format_age(max(0.0, time.time() - job.submitted_at))} ago"
-        restarts = str(_restarts(path, job) or ""), str(job.requeues or "")
-        row = (
+        table.add_row(
             job.name,
             job.launcher,
             job.job_id or "",
             str(state),
             reason,
             _progress(path),
-            *restarts,
+            str(_restarts(path, job) or ""),
+            str(job.requeues or ""),
             launched,
+            os.path.relpath(job.log),
+            style=STYLES.get(state),
         )
-        table.add_row(*row, os.path.relpath(job.log), style=STYLES.get(state))
-    if jobs:
-        console.print(table)
-    if problems:
-        more = f" (and {len(problems) - 1:,} more such files)" if len(problems) > 1 else ""
-        raise UserError(f"{problems[0]}{more}")
-    return 0
+    return table
 
 
 def _states(jobs: Sequence[Job]) -> list[tuple[JobState, str]]:
@@ -104,7 +103,8 @@ def _states(jobs: Sequence[Job]) -> list[tuple[JobState, str]]:
         for at, job in enumerate(jobs)
         if not job.has_ended
     }
-    deadline, states = time.monotonic() + ANSWER_SECONDS, []
+    deadline = time.monotonic() + ANSWER_SECONDS
+    states = []
     for at, job in enumerate(jobs):
         if at not in asked:
             states.append(_with_reason(job, job.state_by_status(), ""))
@@ -126,7 +126,9 @@ def state_and_reason(job: Job) -> tuple[JobState, str]:
         state, detail = job_state(job)
     except UserError as problem:
         state = job.state_by_status()
-        detail = str(problem) if state == JobState.LOST else ""
+        detail = ""
+        if state == JobState.LOST:
+            detail = str(problem)
     return _with_reason(job, state, detail)
 
 
@@ -138,7 +140,8 @@ class JobWatch:
     """The job of a run that may have been launched, asked for every JOB_SECONDS at most."""
 
     def __init__(self, run: Run) -> None:
-        self._run, self._asked_at = run, -math.inf
+        self._run = run
+        self._asked_at = -math.inf
         self._state: JobState | None = None
         self._line = ""
 
@@ -153,11 +156,12 @@ class JobWatch:
         if (job := read_job(self._run.path)) is not None:
             state, reason = state_and_reason(job)
             has_begun = (self._run.started_at_ns or 0) >= 1e9 * job.submitted_at
-            line = (
-                f"{job.launcher} job{f' {job.job_id}' if job.job_id else ''} is"
-                f" {state}{f' ({reason})' if reason else ''}"
-            )
-            self._state, self._line = state, "" if has_begun and state != JobState.PENDING else line
+            words = [job.launcher, "job", job.job_id or "", "is", str(state)]
+            if reason:
+                words.append(f"({reason})")
+            line = " ".join(filter(None, words))
+            self._state = state
+            self._line = "" if has_begun and state != JobState.PENDING else line
         self._asked_at = time.monotonic()
         return self._state, self._line
 
@@ -175,26 +179,12 @@ def run_stop(options: StopOptions) -> int:
     return 0
 
 
-def _launched(folder: Path) -> tuple[dict[Path, Job], list[str]]:
-    """(the launched runs, by directory; what is wrong with records that cannot be read)."""
-    jobs: dict[Path, Job] = {}
-    problems: list[str] = []
-    for path in sorted(folder.iterdir()) if folder.exists() else []:
-        try:
-            job = read_job(path)
-        except UserError as problem:
-            problems.append(str(problem))
-            continue
-        if job is not None:
-            jobs[path] = job
-    return jobs, problems
-
-
 def _find(name: str, folder: Path) -> tuple[Path, Job]:
     """The directory of a run that was launched, and its job. Raises UserError."""
     path = folder / name
     if Path(name).name != name or (job := read_job(path)) is None:
-        names = ", ".join(each.name for each in _launched(folder)[0]) or "none"
+        jobs, _ = launched_jobs(sorted(folder.iterdir()) if folder.exists() else ())
+        names = ", ".join(each.name for each in jobs) or "none"
         raise UserError(
             f"{path}: no run that was launched; there are: {names} (--folder names another folder"
             " of runs)"
@@ -219,4 +209,6 @@ def _progress(path: Path) -> str:
         status = read_run_status(Run(path))
     except UserError:
         return ""
-    return "" if status.state == "not started" else f"{status.step} of {status.steps or '?'}"
+    if status.state == "not started":
+        return ""
+    return f"{status.step} of {status.steps or '?'}"

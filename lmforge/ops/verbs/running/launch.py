@@ -80,7 +80,9 @@ def with_nodes(options: LaunchOptions) -> LaunchOptions:
     ]
     if unused and "on" not in options.model_fields_set:
         given = f"launch.{unused[0]} = {getattr(options, unused[0])}"
-        readers = "ssh or mpi" if unused[0] == "hosts" else "slurm or pbs"
+        readers = "slurm or pbs"
+        if unused[0] == "hosts":
+            readers = "ssh or mpi"
         raise UserError(f"{given} has no effect with --on local; choose --on {readers}")
     if options.on == "local" and (options.nodes or 1) > 1:
         raise UserError(
@@ -161,7 +163,9 @@ def _hosts_without_asking(plan: JobPlan) -> Hosts | None:
 
 def _print_job(job: Job, plan: JobPlan) -> None:
     nodes = f"{format_count(job.nodes, 'node')} × {format_count(job.processes, 'rank')}"
-    job_id = f" {job.job_id}" if job.job_id else ""
+    job_id = ""
+    if job.job_id:
+        job_id = f" {job.job_id}"
     command = typed_command()
     print(
         f"started    {job.name}: {job.launcher}{job_id}, {nodes}; scripts:"
@@ -170,5 +174,5 @@ def _print_job(job: Job, plan: JobPlan) -> None:
     parent = plan.folder.parent.parent
     folder = "" if parent == Path.cwd() / "runs" else f" --folder {os.path.relpath(parent)}"
     print(f"to follow  tail -f {os.path.relpath(plan.folder / 'output*.log')}")
-    print(f"state      {command} jobs{folder}")
+    print(f"state      {command} runs {os.path.relpath(plan.folder.parent)}")
     print(f"to stop    {command} stop {job.name}{folder}")

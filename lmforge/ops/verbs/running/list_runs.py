@@ -1,4 +1,4 @@
-"""`lmforge runs`: a table of the runs in a folder, once or repeatedly."""
+"""`lmforge runs`: a table of the runs in a folder, once or repeatedly, and of their jobs."""
 
 import json
 import os
@@ -14,22 +14,24 @@ from rich.text import Text
 
 from lmforge.core.errors import UserError, format_duration
 from lmforge.core.files.untrusted import cut, describe_os_error
-from lmforge.core.records.runs import Run
+from lmforge.core.records.runs import JOB_FILE, LAUNCH_FOLDER, Run
 from lmforge.ops.monitor.run_status import RUN_GOES_ON, read_run_status
 from lmforge.ops.options.running import RunsOptions
 from lmforge.ops.report.run_data import last_state
-from lmforge.ops.terminal.cells import BAD, page_console
+from lmforge.ops.terminal.cells import BAD, format_known, page_console
+from lmforge.ops.verbs.running.jobs import jobs_table, launched_jobs
 from lmforge.ops.verbs.running.top_screen import STATE_STYLES
 
 REFRESH_SECONDS = 2.0
 COLUMNS = ("run", "stage", "state", "step", "loss", "val", "tok/s", "MFU", "left", "written")
 LEFT_ALIGNED = COLUMNS[:3]
 # In a narrower terminal optional columns are left out.
-NARROW_COLUMNS, NARROW = ("stage", "MFU"), 100
-FILE_COLUMNS = 200  # where the output is no terminal
+NARROW_COLUMNS = ("stage", "MFU")
+NARROW = 100
+FILE_COLUMNS = 240  # where the output is no terminal
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunRow:
     """One run.
 
@@ -41,18 +43,23 @@ class RunRow:
     stage: str
     state: str
     step: int
-    steps: int
-    loss: float | None
-    validation: float | None
-    tokens_per_second: float | None
-    mfu: float | None
-    seconds_left: float | None
+    steps: int = 0
+    loss: float | None = None
+    validation: float | None = None
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    seconds_left: float | None = None
     written: float
     problem: str = ""
 
 
 def list_runs(options: RunsOptions) -> int:
-    """Print the table, or keep it up to date. Raises UserError where the folder cannot be read."""
+    """Print the runs and the jobs of those that were launched, or keep the table of runs up to
+    date.
+
+    Raises UserError where the folder cannot be read, and, after all others were printed, where the
+    record of a job cannot be.
+    """
     if options.output == "json":
         for row in read_runs(options.folder):
             print(json.dumps(asdict(row)))
@@ -60,9 +67,18 @@ def list_runs(options: RunsOptions) -> int:
     console = page_console(FILE_COLUMNS)
     rows = read_runs(options.folder)
     if not options.watch:
-        if not rows:
+        jobs, problems = launched_jobs(_run_folders(options.folder))
+        if rows:
+            console.print(_table(rows, console.width))
+        if jobs:
+            console.print(*([""] if rows else []), jobs_table(jobs), sep="\n")
+        if problems:
+            more = ""
+            if len(problems) > 1:
+                more = f" (and {len(problems) - 1:,} more such files)"
+            raise UserError(f"{problems[0]}{more}")
+        if not rows and not jobs:
             raise UserError(f"{options.folder}: no runs in this folder")
-        console.print(_table(rows, console.width))
         return 0
     with (
         suppress(KeyboardInterrupt),
@@ -77,24 +93,31 @@ def list_runs(options: RunsOptions) -> int:
 
 
 def read_runs(folder: Path) -> list[RunRow]:
-    """The runs of a folder: active ones first, then by the time of their last write, the newest
-    first.
+    """The runs of a folder, or the run that it is: active ones first, then by the time of their
+    last write, the newest first.
     """
-    try:
-        with os.scandir(folder) as entries:
-            names = sorted(entry.name for entry in entries if entry.is_dir())
-    except OSError as problem:
-        raise UserError(
-            f"{describe_os_error(problem, folder)}; name the folder that holds the runs"
-        ) from None
     rows = []
-    for run in (Run(folder / name) for name in names):
+    for run in map(Run, _run_folders(folder)):
         try:
-            rows += [_read_run(run)] if run.exists() else []
+            if run.exists():
+                rows.append(_read_run(run))
         except (UserError, OSError):
             if run.exists():  # otherwise it was removed while it was read
                 raise
     return sorted(rows, key=lambda row: (row.state not in RUN_GOES_ON, -row.written))
+
+
+def _run_folders(folder: Path) -> list[Path]:
+    """The directories in a folder, or the folder itself where it is a run. Raises UserError."""
+    if Run(folder).exists() or (folder / LAUNCH_FOLDER / JOB_FILE).exists():
+        return [folder]
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(folder / entry.name for entry in entries if entry.is_dir())
+    except OSError as problem:
+        raise UserError(
+            f"{describe_os_error(problem, folder)}; name the folder that holds the runs, or a run"
+        ) from None
 
 
 def _read_run(run: Run) -> RunRow:
@@ -107,32 +130,26 @@ def _read_run(run: Run) -> RunRow:
         config = run.load_config()
     except UserError as problem:
         return RunRow(
-            run.path.name,
-            "?",
-            state,
-            status.step,
-            0,
-            None,
-            None,
-            None,
-            None,
-            None,
-            written,
-            str(problem),
+            name=run.path.name,
+            stage="?",
+            state=state,
+            step=status.step,
+            written=written,
+            problem=str(problem),
         )
     last = status.metrics
     return RunRow(
-        run.path.name,
-        config.of_stage,
-        state,
-        status.step,
-        config.train.steps,
-        last.get("loss"),
-        last.get("val/loss", last.get("val/reward")),
-        last.get("tokens_per_second"),
-        last.get("mfu"),
-        last.get("seconds_left") if state in RUN_GOES_ON else None,
-        written,
+        name=run.path.name,
+        stage=config.of_stage,
+        state=state,
+        step=status.step,
+        written=written,
+        steps=config.train.steps,
+        loss=last.get("loss"),
+        validation=last.get("val/loss", last.get("val/reward")),
+        tokens_per_second=last.get("tokens_per_second"),
+        mfu=last.get("mfu"),
+        seconds_left=last.get("seconds_left") if state in RUN_GOES_ON else None,
     )
 
 
@@ -153,16 +170,12 @@ def _table(rows: list[RunRow], width: int) -> RenderableType:
             "stage": row.stage,
             "state": Text(row.state, STATE_STYLES.get(row.state, BAD)),
             "step": f"{row.step:,}/{row.steps:,}" if row.steps else f"{row.step:,}",
-            "loss": _number(row.loss, ".4f"),
-            "val": _number(row.validation, ".4f"),
-            "tok/s": _number(row.tokens_per_second, ",.0f"),
-            "MFU": _number(row.mfu, ".0%"),
+            "loss": format_known(row.loss, "{:.4f}", ""),
+            "val": format_known(row.validation, "{:.4f}", ""),
+            "tok/s": format_known(row.tokens_per_second, "{:,.0f}", ""),
+            "MFU": format_known(row.mfu, "{:.0%}", ""),
             "left": "" if row.seconds_left is None else format_duration(row.seconds_left),
             "written": f"{format_duration(now - row.written)} ago",
         }
         table.add_row(*(cells[name] for name in columns))
     return Group(table, *(Text(f"{row.name}: {row.problem}", "red") for row in rows if row.problem))
-
-
-def _number(value: float | None, words: str) -> str:
-    return "" if value is None else format(value, words)

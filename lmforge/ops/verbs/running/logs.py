@@ -50,18 +50,18 @@ def run_logs(options: LogsOptions) -> int:
     if not attempts and not options.follow:
         raise UserError(f"{run.path}: {job.look()[1] or 'no logs yet'}; --follow waits for them")
     printer = _Printer(Console(highlight=False, soft_wrap=True))
+    newest = max(attempts, default=0)
+    statuses = {newest: status}  # of earlier attempts nothing is known but their logs
     if options.errors:
         chosen = [options.attempt] if options.attempt else attempts
         for attempt in chosen:
-            _print_errors(
-                printer, run, attempt, status if attempt == attempts[-1] else None, options.rank
-            )
+            _print_errors(printer, run, attempt, statuses.get(attempt), options.rank)
         return 0
-    attempt = options.attempt or (attempts[-1] if attempts else 0)
+    attempt = options.attempt or newest
     files = _open_logs(run, attempt, options.rank)
     if attempt:
-        printer.print_attempt(run, attempt, status if attempt == attempts[-1] else None)
-        failures = find_failures(run, attempt, status if attempt == attempts[-1] else None)
+        printer.print_attempt(run, attempt, statuses.get(attempt))
+        failures = find_failures(run, attempt, statuses.get(attempt))
         printer.print_first_failure(failures)
         printer.print_lines(merged(files) if options.lines is None else tail(files, options.lines))
         if failures:  # the first lines may have scrolled off the screen
@@ -70,7 +70,7 @@ def run_logs(options: LogsOptions) -> int:
                 f"--- first error: rank {first.rank}, {format_clock(first.time)}: {first.headline}"
                 " (--errors) ---"
             )
-    if options.follow and attempt == (attempts[-1] if attempts else 0):
+    if options.follow and attempt == newest:
         with suppress(KeyboardInterrupt):
             _follow(printer, run, job, attempt, {file.path: file for file in files}, options.rank)
     return 0
@@ -121,7 +121,9 @@ def _follow(
         status = read_run_status(run)
         if (newest := max(run.attempts(), default=0)) != attempt:
             _print_new(printer, files.values(), to_the_end=True)
-            attempt, files, failed_at = newest, {}, None
+            attempt = newest
+            files = {}
+            failed_at = None
             printer.print_attempt(run, attempt, status)
         for each, path in run.rank_logs(attempt).items():
             if path not in files and rank in (None, each):
@@ -180,17 +182,18 @@ class _Printer:
         hosts = list(dict.fromkeys(host for _, host in headers if host))
         num_ranks = max([number for number, _ in headers], default=0)
         self._rank_width = max(self._rank_width, len(str(max(0, num_ranks - 1))))
-        where = (
-            f" on {hosts[0]}"
-            if len(hosts) == 1
-            else f" on {format_count(len(hosts), 'host')}"
-            if hosts
-            else ""
-        )
-        what = f"{format_count(num_ranks, 'rank')}{where}" if num_ranks else "no logs yet"
-        self.print(
-            f"--- {run.path}, attempt {attempt}: {what}{f', {status.state}' if status else ''} ---"
-        )
+        if len(hosts) == 1:
+            where = f" on {hosts[0]}"
+        elif hosts:
+            where = f" on {format_count(len(hosts), 'host')}"
+        else:
+            where = ""
+        what = "no logs yet"
+        if num_ranks:
+            what = f"{format_count(num_ranks, 'rank')}{where}"
+        if status:
+            what += f", {status.state}"
+        self.print(f"--- {run.path}, attempt {attempt}: {what} ---")
 
     def print_first_failure(self, failures: list[Failure]) -> None:
         """The failure that was the cause, and one line about those that it caused."""
@@ -199,12 +202,14 @@ class _Printer:
         self.print_failure(failures[0], is_first=True, max_lines=FAILURE_LINES)
         others = [failure for failure in failures[1:] if failure.kind != "stalled"]
         if others:
-            ranks = ", ".join(str(failure.rank) for failure in others[:16]) + (
-                ", …" if len(others) > 16 else ""
-            )
+            ranks = ", ".join(str(failure.rank) for failure in others[:16])
+            if len(others) > 16:
+                ranks += ", …"
             who = f"rank {ranks}" if len(others) == 1 else f"ranks {ranks}"
             seconds = others[0].time - failures[0].time
-            after = f", {seconds:.1f} s later" if seconds >= 0 else ""
+            after = ""
+            if seconds >= 0:
+                after = f", {seconds:.1f} s later"
             kinds = " or ".join(dict.fromkeys(failure.kind for failure in others))
             self.print(f"--- then {who} ({kinds}){after}; --errors prints these too ---")
 
@@ -212,17 +217,20 @@ class _Printer:
         self, failure: Failure, *, is_first: bool, max_lines: int | None = None
     ) -> None:
         """One failure, with the lines that its rank wrote."""
-        title = (
-            "FIRST ERROR"
-            if is_first and failure.kind in CAUSES
-            else "STALL"
-            if failure.kind == "stalled"
-            else "ERROR"
-        )
-        where = f" on {failure.host}" if failure.host else ""
+        if is_first and failure.kind in CAUSES:
+            title = "FIRST ERROR"
+        elif failure.kind == "stalled":
+            title = "STALL"
+        else:
+            title = "ERROR"
+        where = ""
+        if failure.host:
+            where = f" on {failure.host}"
         is_bad = failure.kind in CAUSES or failure.kind == "stalled"
         self._print_date(failure.time)
-        style = "bold red" if is_bad else "yellow"
+        style = "yellow"
+        if is_bad:
+            style = "bold red"
         self.print(
             f"{title}: rank {failure.rank}{where} {failure.kind}, {format_clock(failure.time)}",
             style,
@@ -255,7 +263,9 @@ class _Printer:
 
     def _coloured(self, text: str, style: str) -> str:
         system = self.console._color_system
-        return Style.parse(style).render(text, color_system=system) if system is not None else text
+        if system is not None:
+            return Style.parse(style).render(text, color_system=system)
+        return text
 
     @staticmethod
     def _write(line: str) -> None:

@@ -45,7 +45,9 @@ class PlannedStage:
     @property
     def recipe_digest(self) -> str | None:
         """A hash of the recipe's content."""
-        return None if self.recipe is None else xxhash.xxh3_64_hexdigest(read_bounded(self.recipe))
+        if self.recipe is None:
+            return None
+        return xxhash.xxh3_64_hexdigest(read_bounded(self.recipe))
 
 
 def plan_stages(options: PipelineOptions, file: Path) -> list[PlannedStage]:
@@ -94,14 +96,18 @@ def _plan_training(
             f"{where}: {reserved[0]}: the pipeline says where runs are; leave it out, and give the"
             " stage a `name`, the pipeline a `folder`"
         )
-    recipe = file.parent / stage.recipe if stage.recipe else None
+    recipe = None
+    if stage.recipe:
+        recipe = file.parent / stage.recipe
     # Read here for its digest and its model, and then by the stage.
     if recipe is not None and recipe.is_fifo():
         raise UserError(
             f"{where}: recipe: expected a file, got a named pipe ({recipe}), which can be read only"
             " once"
         )
-    model = read_recipe(recipe).get("model", {}) if recipe is not None else {}
+    model = {}
+    if recipe is not None:
+        model = read_recipe(recipe).get("model", {})
     if not isinstance(model, dict):
         raise UserError(f"{recipe}: model: expected a section, got {quoted(model)}")
     named = "source" in model or any(word.partition("=")[0] == "--model.source" for word in words)
@@ -110,7 +116,9 @@ def _plan_training(
             f"{where}: {recipe} sets model.preset, but this stage starts from the run of the stage"
             " before it; leave it out, or set model.source"
         )
-    source = ["--model.source", str(previous)] if previous and not named else []
+    source = []
+    if previous and not named:
+        source = ["--model.source", str(previous)]
     placed = ["--run.folder", str(run.parent), "--run.name", run.name, *source, *words]
     return PlannedStage(
         name, [stage.verb, *([str(recipe)] if recipe else []), *placed], run, recipe
@@ -184,7 +192,9 @@ def _newest_checkpoint(path: Path | None) -> list[int] | None:
         return None
     run = Run.open(path)
     steps = run.checkpoint_steps()
-    return [steps[-1], run.checkpoint_path(steps[-1]).stat().st_mtime_ns] if steps else None
+    if steps:
+        return [steps[-1], run.checkpoint_path(steps[-1]).stat().st_mtime_ns]
+    return None
 
 
 def _run_command(arguments: list[str]) -> tuple[int, int]:
@@ -267,7 +277,9 @@ class _PipelineState:
                 " add --run.overwrite to its arguments"
             )
         starts_with = [stage.recipe_digest, *stage.arguments]
-        started_at = Run(stage.run).started_at_ns if stage.run is not None else None
+        started_at = None
+        if stage.run is not None:
+            started_at = Run(stage.run).started_at_ns
         # It was killed before it started its run, so it still has to delete the earlier run.
         resumes = (
             stage.run is not None
@@ -275,10 +287,12 @@ class _PipelineState:
             and record.previous_start_ns != started_at
         )
         if not resumes:
-            record.started_with, record.previous_start_ns = starts_with, started_at
+            record.started_with = starts_with
+            record.previous_start_ns = started_at
             record.previous_checkpoint = _newest_checkpoint(stage.run)
         for name in {each.name for each in later} & self.records.keys():
-            self.records[name].stale, self.records[name].started_with = True, None
+            self.records[name].stale = True
+            self.records[name].started_with = None
         self._save()
         return resumes
 

@@ -23,9 +23,13 @@ def run_report(options: ReportOptions) -> int:
     runs = [run for path in options.runs for run in _runs_of(path)]
     if len(runs) > MAX_RUNS:
         raise UserError(f"report: {len(runs)} runs; a page shows at most {MAX_RUNS}")
-    own = runs[0].path / REPORT_FILE if len(runs) == 1 else None
+    own = None
+    if len(runs) == 1:
+        own = runs[0].path / REPORT_FILE
     out = options.out or own or Path("report.html")
-    title = options.runs[0].stem if kind_of(options.runs[0]) == Kind.RECIPE else None
+    title = None
+    if kind_of(options.runs[0]) == Kind.RECIPE:
+        title = options.runs[0].stem
     try:
         if out != own:
             check_output(out, "--out", kind="a report of lmforge", is_of_kind=is_report)

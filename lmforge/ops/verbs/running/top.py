@@ -39,6 +39,7 @@ from lmforge.ops.verbs.running.top_screen import Snapshot, render_screen
 
 # Rates are between two samples.
 FIRST_SAMPLE_SECONDS = 0.5
+INTERVAL_SECONDS = 2.0
 NUM_PROCESSES = 5
 # The width of the page if it is not on a terminal and COLUMNS is not set.
 PLAIN_COLUMNS = 120
@@ -47,13 +48,14 @@ PLAIN_COLUMNS = 120
 def run_top(options: TopOptions) -> int:
     """Show the requested runs and hosts, once or until interrupted. Returns 0. Raises UserError."""
     runs, hosts = _sort_names(options.names)
-    slurm = slurm_hosts(options.slurm_job) if options.slurm_job is not None else []
+    slurm = []
+    if options.slurm_job is not None:
+        slurm = slurm_hosts(options.slurm_job)
     local_names = [name for name in hosts if name in ("localhost", platform.node())]
     samples_this_host = bool(local_names) or not (runs or hosts or slurm)
     # A page needs a terminal.
     once = options.once or not (options.output == "json" or sys.stdout.isatty())
-    interval = None if once else options.interval_seconds
-    line = remote_line(options.remote_command, interval)
+    line = remote_line(options.remote_command, once=once)
     ssh = shlex.split(options.ssh_command)
     commands = {
         host: ssh_command(host, line, program=ssh, connect_seconds=options.timeout_seconds)
@@ -83,7 +85,8 @@ def run_top(options: TopOptions) -> int:
 
 def _sort_names(names: Sequence[str]) -> tuple[list[Run], list[str]]:
     """The runs and the hosts among the names. A file holds names of hosts. Raises UserError."""
-    runs, hosts = [], []
+    runs = []
+    hosts = []
     for name in names:
         path = Path(name)
         if path.is_dir():
@@ -99,7 +102,9 @@ def _sort_names(names: Sequence[str]) -> tuple[list[Run], list[str]]:
 
 def _status_with_job(run: Run, job: JobWatch) -> RunStatus:
     status = read_run_status(run)
-    return status if status.state in RUN_GOES_ON else replace(status, job=job.look()[1])
+    if status.state in RUN_GOES_ON:
+        return status
+    return replace(status, job=job.look()[1])
 
 
 @dataclass
@@ -146,7 +151,7 @@ def _show(sources: _Sources, options: TopOptions, *, once: bool) -> None:
             )
             if once:
                 return
-            time.sleep(options.interval_seconds)
+            time.sleep(INTERVAL_SECONDS)
     console = Console(highlight=False)
     sources.wait(FIRST_SAMPLE_SECONDS)
     with (
@@ -156,7 +161,7 @@ def _show(sources: _Sources, options: TopOptions, *, once: bool) -> None:
         while True:
             snapshot = sources.snapshot()
             live.update(render_screen(snapshot, console.width, console.height), refresh=True)
-            if key_pressed(options.interval_seconds) == "q":
+            if key_pressed(INTERVAL_SECONDS) == "q":
                 return
 
 
@@ -182,11 +187,15 @@ def _keys() -> Iterator[Callable[[float], str]]:
     import tty
 
     # Without one, `select` waits all the same.
-    keyboard = [sys.stdin.fileno()] if sys.stdin.isatty() else []
+    keyboard = []
+    if sys.stdin.isatty():
+        keyboard = [sys.stdin.fileno()]
 
     def key_pressed(seconds: float) -> str:
         ready, _, _ = select.select(keyboard, [], [], seconds)
-        return os.read(ready[0], 1).decode(errors="replace") if ready else ""
+        if ready:
+            return os.read(ready[0], 1).decode(errors="replace")
+        return ""
 
     if not keyboard:
         yield key_pressed

@@ -19,14 +19,15 @@ from lmforge.ops.terminal.cells import (
     clean,
     format_age,
     format_gib,
-    format_percent,
+    format_known,
     format_short,
     note_table,
     omitted,
 )
 
 # A busy GPU with little power draw waits in a collective, whose kernels spin.
-BUSY_PERCENT, WAITING_POWER_RATIO = 90.0, 0.25
+BUSY_PERCENT = 90.0
+WAITING_POWER_RATIO = 0.25
 FULL_RATIO = 0.95
 MAX_PROCESSES = 5
 HOST_WIDTH = 16  # the minimum for a name, if the notes are long
@@ -40,19 +41,18 @@ def cluster_line(hosts: Sequence[HostAnswer]) -> Text:
     fresh = [host.usage for host in hosts if host.usage and not host.is_stale]
     devices = [device for usage in fresh for device in usage.devices]
     alive = [device for device in devices if not device.error]
-    answer, style = (
-        "answers" if len(hosts) == 1 else "answer",
-        "bold" if len(fresh) == len(hosts) else BAD,
-    )
+    answer = "answer"
+    if len(hosts) == 1:
+        answer = "answers"
+    style = "bold" if len(fresh) == len(hosts) else BAD
     parts: list[str | tuple[str, str]] = [
         (f"{len(fresh)} of {format_count(len(hosts), 'host')} {answer}", style)
     ]
     busy = [usage.cpu_percent for usage in fresh if usage.cpu_percent is not None]
     if busy:
-        parts.append(
-            f"   CPU {sum(busy) / len(busy):.0f} %"
-            + (f" (least {min(busy):.0f} %)" if len(busy) > 1 else "")
-        )
+        parts.append(f"   CPU {sum(busy) / len(busy):.0f} %")
+        if len(busy) > 1:
+            parts.append(f" (least {min(busy):.0f} %)")
     if devices:
         style = "" if len(alive) == len(devices) else BAD
         parts.append((f"   {len(alive)} of {format_count(len(devices), 'GPU')} answer", style))
@@ -81,7 +81,10 @@ def host_table(hosts: Sequence[HostAnswer], columns: int, rows: int | None) -> l
     ordered = sorted(hosts, key=_host_severity)
     shown = ordered[:rows]
     for host in shown:
-        usage, style = host.usage, BAD if host.is_stale else ""
+        usage = host.usage
+        style = ""
+        if host.is_stale:
+            style = BAD
         note = _host_note(host)
         if usage is None:
             table.add_row(clean(host.name), "?", "?", "?", "?", note, style=BAD)
@@ -90,7 +93,7 @@ def host_table(hosts: Sequence[HostAnswer], columns: int, rows: int | None) -> l
         network = "/".join("?" if rate is None else format_short(rate / 1e6) for rate in rates)
         table.add_row(
             clean(usage.host if usage.host.startswith(host.name) else host.name),
-            format_percent(usage.cpu_percent),
+            format_known(usage.cpu_percent, "{:.0f} %"),
             f"{usage.load_1m:.1f}/{usage.cores}",
             format_gib(usage.memory_used_bytes, usage.memory_total_bytes),
             network,
@@ -139,7 +142,9 @@ def device_table(
     if not devices:
         return []
     is_wide = columns >= WIDE_COLUMNS
-    names = [("name", 0, False)] if is_wide else []
+    names = []
+    if is_wide:
+        names = [("name", 0, False)]
     table = note_table(
         columns,
         [
@@ -158,9 +163,15 @@ def device_table(
     for host, device in shown:
         assert host.usage
         note = _device_note(device)
-        style = BAD if device.error else DOUBTFUL if note else ""
+        if device.error:
+            style = BAD
+        elif note:
+            style = DOUBTFUL
+        else:
+            style = ""
         if host.is_stale:
-            note, style = f"{format_age(host.age_seconds or 0.0)} ago", QUIET
+            note = f"{format_age(host.age_seconds or 0.0)} ago"
+            style = QUIET
         ranks = [rank_of.get((host.usage.host, pid)) for pid in device.processes]
         who = ", ".join(
             f"rank {rank}" if rank is not None else f"{pid}"
@@ -170,13 +181,10 @@ def device_table(
             clean(host.name),
             str(device.index),
             *([clean(device.name)] if is_wide else []),
-            format_percent(device.utilization_percent),
+            format_known(device.utilization_percent, "{:.0f} %"),
             format_gib(device.memory_used_bytes, device.memory_total_bytes),
-            "/".join(
-                "?" if watts is None else f"{watts:.0f}"
-                for watts in (device.power_watts, device.power_limit_watts)
-            ),
-            "?" if device.temperature_celsius is None else f"{device.temperature_celsius:.0f}",
+            f"{format_known(device.power_watts)}/{format_known(device.power_limit_watts)}",
+            format_known(device.temperature_celsius),
             who,
             note,
             style=style,
@@ -189,7 +197,9 @@ def _device_note(device: DeviceUsage) -> str:
         return f"LOST: {clean(device.error)}"
     if device.slowdown:
         return device.slowdown
-    watts, limit, use = device.power_watts, device.power_limit_watts, device.utilization_percent
+    watts = device.power_watts
+    limit = device.power_limit_watts
+    use = device.utilization_percent
     if (
         watts is not None
         and limit
@@ -198,12 +208,21 @@ def _device_note(device: DeviceUsage) -> str:
         and watts < WAITING_POWER_RATIO * limit
     ):
         return f"busy at {watts / limit:.0%} of its power: waiting?"
-    return "has a process but is idle" if device.processes and use == 0 else ""
+    if device.processes and use == 0:
+        return "has a process but is idle"
+    return ""
 
 
 def _device_severity(host: HostAnswer, device: DeviceUsage) -> tuple[int, float, str, int]:
     # The problem in an old sample may be over; the table of hosts shows that it is old.
-    level = 0 if device.error else 2 if host.is_stale else 1 if _device_note(device) else 3
+    if device.error:
+        level = 0
+    elif host.is_stale:
+        level = 2
+    elif _device_note(device):
+        level = 1
+    else:
+        level = 3
     use = device.utilization_percent
     return level, use if use is not None else 100.0, host.name, device.index
 

@@ -158,20 +158,28 @@ def _metrics_lines(run: RunStatus, columns: int) -> list[Text]:
 
 def _strip_width(columns: int) -> int:
     """Ranks per line: a power of two, as the number of ranks per host usually is."""
-    return 128 if columns >= 140 else 64
+    if columns >= 140:
+        return 128
+    return 64
 
 
 def _letter(rank: RankStatus) -> str:
     if rank.state in ("missing", "gone", "silent", "stopped"):
         return CANNOT_GO_ON
     letter = PHASE_LETTERS.get(rank.phase, "?")
-    return letter.upper() if rank.slow else letter
+    if rank.slow:
+        return letter.upper()
+    return letter
 
 
 def _rank_style(rank: RankStatus) -> str:
     if rank.has_problem or rank.verdict == "stuck":
         return BAD
-    return DOUBTFUL if rank.slow or rank.stalled else "green" if rank.state == "running" else ""
+    if rank.slow or rank.stalled:
+        return DOUBTFUL
+    if rank.state == "running":
+        return "green"
+    return ""
 
 
 def _legend_order(item: tuple[tuple[str, str], int]) -> tuple[bool, bool, int]:
@@ -182,7 +190,8 @@ def _legend_order(item: tuple[tuple[str, str], int]) -> tuple[bool, bool, int]:
 
 def _phase_strip(run: RunStatus, columns: int) -> list[RenderableType]:
     """A letter for each rank, and what the letters mean."""
-    width, number_width = _strip_width(columns), len(str(max(0, len(run.ranks) - 1)))
+    width = _strip_width(columns)
+    number_width = len(str(max(0, len(run.ranks) - 1)))
     counts = Counter(
         (_letter(rank), clean(rank.phase) if _letter(rank) != CANNOT_GO_ON else "cannot go on")
         for rank in run.ranks

@@ -48,18 +48,18 @@ def describe_recipe(config: StageConfig, everything: bool = False) -> str:
     phases = config.data.phases if isinstance(config, PretrainConfig) else ()
     by_length = tokens_by_length(phases, steps, plan.global_batch_size, plan.sequence_length)
     total = sum(tokens for _, tokens in by_length)
-    length = (
-        f"{steps:,} steps = {total:,} tokens"
-        if passes is None
-        else f"{passes:g} passes over the data"
-    )
+    if passes is None:
+        length = f"{steps:,} steps = {total:,} tokens"
+    else:
+        length = f"{passes:g} passes over the data"
     lines = [f"batch      {plan}", f"run        {length}"]
     vocab_size = None
     if isinstance(config, PretrainConfig):
         data_lines, vocab_size = describe_data(config)
         lines += data_lines
     model = resolve_model(config, vocab_size)
-    optimizer, master_dtype = config.optimizer, config.train.master_dtype
+    optimizer = config.optimizer
+    master_dtype = config.train.master_dtype
     lines.append(describe_size(model, config.data.sequence_length))
     flops = float(flops_per_token(model, config.data.sequence_length))
     state_bytes = checkpoint_bytes(optimizer, master_dtype, count_all(model))
@@ -88,17 +88,16 @@ def describe_recipe(config: StageConfig, everything: bool = False) -> str:
     check_parallel(config.parallel, model, plan)
     lines += _describe_sharding(config, ranks, state_bytes)
     if passes is None:
-        total_flops = (
-            flops * total
-            if not phases
-            else sum(flops_per_token(model, length) * tokens for length, tokens in by_length)
-        )
+        if not phases:
+            total_flops = flops * total
+        else:
+            total_flops = sum(
+                flops_per_token(model, length) * tokens for length, tokens in by_length
+            )
         lines.append(f"compute    {total_flops:.3g} FLOPs in the whole run")
-    shown = (
-        "every option"
-        if everything
-        else "what differs from the defaults; --dry-run all prints every option"
-    )
+    shown = "what differs from the defaults; --dry-run all prints every option"
+    if everything:
+        shown = "every option"
     return "\n".join(
         [*lines, "", f"# {shown}", to_toml(config, changed_only=not everything).rstrip()]
     )
@@ -117,11 +116,9 @@ def _describe_teacher(config: StageConfig, teacher: ModelConfig) -> str:
 def resolve_model(config: StageConfig, vocab_size: int | None) -> ModelConfig:
     """The model config of a recipe, also where it begins from a checkpoint. Raises UserError."""
     model = _resolve(config.model, vocab_size)
-    return (
-        replace(model, reward=True)
-        if isinstance(config, AlignConfig) and config.align.method == "reward"
-        else model
-    )
+    if isinstance(config, AlignConfig) and config.align.method == "reward":
+        return replace(model, reward=True)
+    return model
 
 
 def resolve_teacher(config: StageConfig) -> ModelConfig | None:
@@ -160,11 +157,17 @@ def _describe_sharding(config: StageConfig, world_size: int, state_bytes: int) -
         world_size,
         rank_info.local_world_size if rank_info.launched else config.launch.processes,
     )
-    copies = f"{dims.replicate_degree} copies, each" if dims.is_hybrid else "one copy"
-    where = "host memory" if parallel.cpu_offload else "its memory"
+    copies = "one copy"
+    if dims.is_hybrid:
+        copies = f"{dims.replicate_degree} copies, each"
+    where = "its memory"
+    if parallel.cpu_offload:
+        where = "host memory"
     ranks = dims.fsdp_degree * parallel.tensor_parallel_degree * parallel.pipeline_parallel_degree
     # The ranks with embedding or head hold more.
-    average = ", on average" if parallel.splits_model else ""
+    average = ""
+    if parallel.splits_model:
+        average = ", on average"
     where = (
         f"{format_bytes(state_bytes / ranks)} of weights and optimizer states in {where}{average}"
     )
@@ -174,7 +177,9 @@ def _describe_sharding(config: StageConfig, world_size: int, state_bytes: int) -
 def describe_size(model: ModelConfig, sequence_length: int) -> str:
     """Parameters and FLOPs per token of a model."""
     count = parameter_count(model)
-    experts = f"\nexperts    {describe_experts(model)}" if any(model.sparse_layers) else ""
+    experts = ""
+    if any(model.sparse_layers):
+        experts = f"\nexperts    {describe_experts(model)}"
     return (
         f"model      {count.total:,} parameters ({count.active_matmul:,} multiply each token),"
         f" {flops_per_token(model, sequence_length):.3g} FLOPs per token at length"
@@ -202,10 +207,8 @@ def describe_model(model: ModelConfig, title: str, sequence_length: int | None =
     heads = f"{model.num_attention_heads} heads of {model.head_dim}"
     if model.num_key_value_heads != model.num_attention_heads:
         heads += f" ({model.num_key_value_heads} for keys and values)"
-    feed_forward = [
-        "of experts " * sparse + str(model.expert_size if sparse else model.intermediate_size)
-        for sparse in sorted(set(model.sparse_layers))
-    ]
+    widths = {False: str(model.intermediate_size), True: f"of experts {model.expert_size}"}
+    feed_forward = [widths[sparse] for sparse in sorted(set(model.sparse_layers))]
     length = sequence_length or min(model.max_position_embeddings, DEFAULT_SEQUENCE_LENGTH)
     return (
         f"{title}\n"

@@ -72,7 +72,8 @@ def _show_data(options: ShowOptions) -> str:
 
 def show(thing: str) -> str:
     """A description of `thing` in a few lines. Raises UserError for anything unknown."""
-    path, kind = Path(thing), kind_of(thing)
+    path = Path(thing)
+    kind = kind_of(thing)
     if thing == "presets":
         return _list_presets()
     if kind == Kind.RECIPE:
@@ -80,11 +81,10 @@ def show(thing: str) -> str:
     if kind == Kind.MISSING and thing in PRESETS:
         return describe_model(get_preset(thing), f"preset {thing}")
     if kind in (Kind.HUB_NAME, Kind.HF_FOLDER):
-        title = (
-            f"Hugging Face folder {path}"
-            if kind == Kind.HF_FOLDER
-            else f"{thing} on the Hugging Face hub"
-        )
+        if kind == Kind.HF_FOLDER:
+            title = f"Hugging Face folder {path}"
+        else:
+            title = f"{thing} on the Hugging Face hub"
         return describe_model(resolve_model_config(thing, {}, implementation="auto"), title)
     if kind == Kind.RUN:
         return _describe_run(Run.open(path))
@@ -135,14 +135,14 @@ def _describe_checkpoint(path: Path) -> str:
         check_sizes(path, manifest)
     except CorruptCheckpoint as reason:
         raise UserError(f"{path}: {reason}") from None
-    writer, consumed = manifest.written_by, manifest.consumed_sequences
+    writer = manifest.written_by
+    consumed = manifest.consumed_sequences
     length = manifest.recipe.get("data", {}).get("sequence_length", 0)
     phases = manifest.data_plan.get("phases")  # of which each may have a length of its own
-    tokens = (
-        sum(phase["samples"] * phase["sequence_length"] for phase in phases)
-        if phases
-        else consumed * length
-    )
+    if phases:
+        tokens = sum(phase["samples"] * phase["sequence_length"] for phase in phases)
+    else:
+        tokens = consumed * length
     size = sum(file["bytes"] for file in manifest.files.values())
     return (
         f"checkpoint {path}\nstep       {manifest.step:,}: {consumed:,} sequences, {tokens:,}"
@@ -156,11 +156,11 @@ def _describe_checkpoint(path: Path) -> str:
 
 
 def _describe_run(run: Run) -> str:
-    steps, config = run.checkpoint_steps(), run.load_config()
+    steps = run.checkpoint_steps()
+    config = run.load_config()
     records = run.read_metrics()
-    lines = [
-        f"run {run.path}: {records[-1]['step'] if records else 0:,} of {config.train.steps:,} steps"
-    ]
+    last_step = records[-1]["step"] if records else 0
+    lines = [f"run {run.path}: {last_step:,} of {config.train.steps:,} steps"]
     if records:
         last = newest_values(records)
         shown = ("loss", "val/loss", "val/bits_per_byte", "tokens", "tokens_per_second", "mfu")
@@ -172,15 +172,11 @@ def _describe_run(run: Run) -> str:
         lines.append(f"last       {', '.join(words)}")
     if isinstance(config, PretrainConfig) and (config.data.sources or config.data.phases):
         try:
-            lines += describe_data(
-                config, records[-1]["step"] if records else 0, skipped_batches(records)
-            )[0]
+            lines += describe_data(config, last_step, skipped_batches(records))[0]
         except UserError as problem:  # the run is shown without its data
             lines.append(f"data       {problem}")
-    lines.append(
-        "saved     "
-        f" {', '.join(f'step {step:,}' for step in steps) if steps else 'no checkpoint yet'}"
-    )
+    saved = ", ".join(f"step {step:,}" for step in steps)
+    lines.append(f"saved      {saved or 'no checkpoint yet'}")
     for step in reversed(steps):
         try:
             lines.append(_describe_checkpoint(run.checkpoint_path(step)))
@@ -195,9 +191,9 @@ def _list_presets() -> str:
     rows = []
     for name in PRESETS:
         model = get_preset(name)
-        active = (
-            f", {active_parameters(model) / 1e6:,.1f} M active" if any(model.sparse_layers) else ""
-        )
+        active = ""
+        if any(model.sparse_layers):
+            active = f", {active_parameters(model) / 1e6:,.1f} M active"
         rows.append(
             f"{name:<16} {parameter_count(model).total / 1e6:>10,.1f} M  {model.model_type:<11}"
             f" {model.num_hidden_layers:>3} layers, width {model.hidden_size:>6}, vocabulary"

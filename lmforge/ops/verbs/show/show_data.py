@@ -59,7 +59,8 @@ def show_samples(source: Path, sample_range: str | None, count: int | None = Non
                 f"{source}: {run.path} is not a run; leave this file in the directory of its run,"
                 " whose recipe names the data"
             )
-        config, default = run.load_config(), record.samples
+        config = run.load_config()
+        default = record.samples
     else:
         title, config = open_config(source)
         default = (0, 3)
@@ -76,7 +77,8 @@ def show_samples(source: Path, sample_range: str | None, count: int | None = Non
     else:
         assert isinstance(config, PretrainConfig)
         sources = TokenSources.open(config)
-        tokenizer, dataset = sources.tokenizer, sources.training(size)
+        tokenizer = sources.tokenizer
+        dataset = sources.training(size)
     if (
         record is not None
         and record.samples
@@ -128,7 +130,8 @@ def _render(sequence: PackedSequence, tokenizer: Tokenizer) -> str:
     """A line about the content of a sequence, each of its documents after a line with its length,
     and its padding.
     """
-    padding, scored = int((sequence.document_ids < 0).sum()), int((sequence.labels >= 0).sum())
+    padding = int((sequence.document_ids < 0).sum())
+    scored = int((sequence.labels >= 0).sum())
     documents = list(_split_documents(sequence))
     lines = [f"{format_count(len(documents), 'document')}, {scored} scored tokens"]
     for number, example in enumerate(documents):
@@ -140,7 +143,9 @@ def _render(sequence: PackedSequence, tokenizer: Tokenizer) -> str:
 
 
 def _rule(words: str) -> str:
-    return f"{RULE_STYLE}── {words} ──{RESET}" if sys.stdout.isatty() else f"── {words} ──"
+    if sys.stdout.isatty():
+        return f"{RULE_STYLE}── {words} ──{RESET}"
+    return f"── {words} ──"
 
 
 def _split_documents(sequence: PackedSequence) -> Iterator[TokenizedExample]:
@@ -150,7 +155,8 @@ def _split_documents(sequence: PackedSequence) -> Iterator[TokenizedExample]:
     """
     for document in range(int(sequence.document_ids.max()) + 1):
         inside = sequence.document_ids == document
-        tokens, labels = sequence.tokens[inside], sequence.labels[inside]
+        tokens = sequence.tokens[inside]
+        labels = sequence.labels[inside]
         last = labels[-1:][labels[-1:] >= 0]
         scored = np.concatenate([[False], labels >= 0])[: len(tokens) + len(last)]
         yield TokenizedExample(np.concatenate([tokens, last]).astype(np.int32), scored)
@@ -174,7 +180,9 @@ def _show_completions(
         )
     ]
     for number, completion in enumerate(completions[first:after], start=first):
-        cut = "" if completion.ended else ", cut"
+        cut = ", cut"
+        if completion.ended:
+            cut = ""
         lines.append(
             f"\ncompletion {number}: reward {completion.reward}, {completion.tokens} tokens{cut}"
         )
@@ -183,7 +191,7 @@ def _show_completions(
 
 
 def _read_completions(run_folder: Path, bad_step: BadStepFile) -> list[CompletionRecord]:
-    """Those of a bad step, rank by rank.
+    """The completions of a bad step, rank by rank.
 
     Raises UserError where there are none, or for an invalid record.
     """
@@ -259,10 +267,13 @@ def _rows(sources: Sequence[SourceReport], used: Sequence[int]) -> list[list[str
 
     `of training` is the fraction of the tokens that the recipe reads.
     """
-    tokens, all_used = sum(each.tokens for each in sources), sum(used)
+    tokens = sum(each.tokens for each in sources)
+    all_used = sum(used)
     rows = [["source", "documents", "tokens", "of all tokens", "of training", "bytes per token"]]
     for each, of_source in zip(sources, used, strict=True):
-        ratio = f"{each.text_bytes / each.tokens:.2f}" if each.text_bytes else "unknown"
+        ratio = "unknown"
+        if each.text_bytes:
+            ratio = f"{each.text_bytes / each.tokens:.2f}"
         ratios = [f"{each.tokens / tokens:.2%}", f"{of_source / all_used:.2%}"]
         rows.append([each.name, f"{each.documents:,}", f"{each.tokens:,}", *ratios, ratio])
     return rows

@@ -34,22 +34,21 @@ def show_examples(options: ShowOptions, model: Path) -> str:
     from lmforge.hf.pretrained import find_pretrained  # with torch, which reads checkpoints
 
     # A folder may hold a tokenizer alone.
-    tokenizer = (
-        Tokenizer.open(model)
-        if kind_of(model) == Kind.FOLDER
-        else find_pretrained(model).tokenizer()
-    )
+    if kind_of(model) == Kind.FOLDER:
+        tokenizer = Tokenizer.open(model)
+    else:
+        tokenizer = find_pretrained(model).tokenizer()
     first, after = parse_range(options.samples, (0, 3))
-    lines, unusable = [], UnusableRecords(options.skip_invalid)
+    lines = []
+    unusable = UnusableRecords(options.skip_invalid)
     for number, title, example in _read_examples(options, tokenizer, unusable):
         if number >= after:
             break
         if number >= first:
-            in_loss = (
-                "no completion"
-                if title.startswith("prompt ")
-                else f"{int(example.loss_mask.sum())} in the loss"
-            )
+            if title.startswith("prompt "):
+                in_loss = "no completion"
+            else:
+                in_loss = f"{int(example.loss_mask.sum())} in the loss"
             lines.append(
                 f"{title}: {len(example.tokens)} tokens,"
                 f" {in_loss}\n{render_example(example, tokenizer)}\n"
@@ -69,7 +68,8 @@ def _read_examples(
     Raises UserError.
     """
     assert options.of is not None
-    file, fields = options.of, renamed_fields(options.fields, "--fields")
+    file = options.of
+    fields = renamed_fields(options.fields, "--fields")
     _, record = next(
         read_renamed_records(file, fields, UnusableRecords(options.skip_invalid)), ("", {})
     )

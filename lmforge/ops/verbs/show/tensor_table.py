@@ -15,11 +15,9 @@ from lmforge.ops.verbs.show.describe_data import align_right
 
 def describe_tensors(config: StageConfig, model: ModelConfig) -> list[str]:
     """A row for each kind of trained tensor."""
-    built, optimizer, rows = (
-        empty_model(config, model),
-        config.optimizer,
-        dict[str, tuple[str, ...]](),
-    )
+    built = empty_model(config, model)
+    optimizer = config.optimizer
+    rows = dict[str, tuple[str, ...]]()
     if (adapters := get_lora_config(config)) is not None:
         add_lora(built, adapters)
     for name, own in tensor_options(built, optimizer).items():

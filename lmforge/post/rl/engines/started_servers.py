@@ -27,7 +27,6 @@ from lmforge.core.distributed.environment import RankInfo
 from lmforge.core.distributed.hosts import export_lines, forwarded_variables, ssh_command
 from lmforge.core.errors import UserError, format_count
 from lmforge.core.files.untrusted import MAX_LISTED, cut
-from lmforge.core.options.operation import FORWARDED_VARIABLES
 from lmforge.core.parallel.precision import DTYPES
 from lmforge.post.options.align import AlignConfig, split_server
 from lmforge.post.rl.engines.rollout_server import API_KEY_VARIABLE, ServerProblem, build_server
@@ -203,9 +202,7 @@ class ServerStarter:
             )
         script = SCRIPT.format(
             rank_variables=RANK_VARIABLES,
-            exports=export_lines(
-                {**(forwarded_variables(FORWARDED_VARIABLES) if host else {}), **variables}
-            ),
+            exports=export_lines({**(forwarded_variables() if host else {}), **variables}),
             folder=shlex.quote(os.getcwd()),
             port=port,
             python=shlex.quote(sys.executable),
