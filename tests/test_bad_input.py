@@ -136,6 +136,7 @@ def test_a_truncated_shard_is_named_before_a_run_begins(
     assert contents(tmp_path / "runs") == {}
 
 
+@pytest.mark.slow
 def test_a_block_that_goes_bad_under_training_ranks_is_reported_by_one_and_nobody_hangs(
     tmp_path: Path, tokens: Path, tiny_options: list[str], lmforge: Command
 ) -> None:

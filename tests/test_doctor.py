@@ -141,6 +141,7 @@ def test_the_stacks_of_a_rank_that_waits_with_the_lock_of_python_are_printed(
     assert " in wait_for_nothing\n" in done.stderr
 
 
+@pytest.mark.slow
 def test_in_bf16_the_strategies_agree_and_a_residual_stream_in_fp32_is_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,6 +243,7 @@ def test_cached_files_of_a_container_count_as_free_memory(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.needs("a C++ compiler")
 def test_a_working_compiler_is_distinguished_from_a_broken_one(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

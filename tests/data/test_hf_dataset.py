@@ -106,6 +106,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_dataset_is_streamed_from_the_hub_by_name(tmp_path: Path) -> None:
     texts, out = some_texts(60), tmp_path / "out"
     lines_of_prepare = [

@@ -26,6 +26,7 @@ from lmforge.text.prepare.pack import pack_folder
 from tests.conftest import Command, Refusal
 from tests.data.file_server import FaultyServer, file_server
 from tests.data.test_shards import flip_bit
+from tests.grids import parametrize
 from tests.object_store import object_store
 from tests.preloaded import preloaded
 from tests.seeds import fresh_random
@@ -289,8 +290,8 @@ def test_a_step_within_windows_downloads_from_few_places(
     assert downloads[2] <= 4
 
 
-@pytest.mark.parametrize(
-    ("packing", "sources"), [("concat", ["web"]), ("best-fit", ["web", "code"])]
+@parametrize(
+    ("packing", "sources"), [("concat", ["web"]), ("best-fit", ["web", "code"])], fast=(0,)
 )
 def test_with_lanes_a_host_downloads_its_part_of_the_shards_and_every_sequence_is_read_once(
     tmp_path: Path,

@@ -142,6 +142,7 @@ def test_tokens_go_to_the_ranks_of_their_experts_and_back_even_if_some_ranks_get
     on_ranks(4, HERE / "dispatch_on_ranks.py", tmp_path, fresh_seed())
 
 
+@pytest.mark.slow
 def test_routers_choose_by_their_master_weights_and_learn_as_in_fp32_under_fsdp2_in_bf16_for_one_more_collective_each_way(
     tmp_path: Path,
 ) -> None:

@@ -90,6 +90,7 @@ def test_an_expert_without_tokens_for_100_steps_is_named_once_with_its_layer() -
     assert step(DEAD_AFTER_STEPS + 30, without=None) == []
 
 
+@pytest.mark.slow
 def test_a_run_on_two_ranks_records_the_load_of_one_on_one(
     tiny_options: list[str], lmforge: Command, tmp_path: Path
 ) -> None:

@@ -410,6 +410,7 @@ def test_a_plan_and_a_run_have_the_same_inputs() -> None:
         assert planned == estimator_of(config, 4, dtype="bf16", on_gpu=True).step_config
 
 
+@pytest.mark.slow
 def test_a_failure_counts_as_a_measurement() -> None:
     """Where the prediction says that what has just failed fits, nothing nearly as large is
     suggested.

@@ -32,6 +32,7 @@ from lmforge.lab.plan.adapters import block_adapters
 from lmforge.lab.plan.operators import ActivationTracker
 from lmforge.lab.plan.prediction.step_config import StepConfig
 from lmforge.lab.plan.traces import TracedModel, trace_block
+from tests.grids import parametrize
 from tests.model.conftest import draw, drawn_config  # noqa: F401 - a fixture
 from tests.plan.step_program import predicted_activation_bytes, step_program
 
@@ -125,7 +126,7 @@ def test_activations_are_those_of_the_formula(
         )
 
 
-@pytest.mark.parametrize("mode", ["full", "selective-ops", "none"])
+@parametrize("mode", ["full", "selective-ops", "none"], fast=(1,))
 def test_beside_a_base_in_four_bits_weights_and_activations_take_what_is_predicted(
     mode: str,
 ) -> None:
@@ -187,6 +188,7 @@ def test_optimizer_states_take_the_bytes_that_are_predicted(
     assert optimizer_state_bytes(optimizer_options, master_dtype, counts) == held
 
 
+@pytest.mark.slow
 def test_activations_that_are_recomputed_are_not_held() -> None:
     held = {mode: measured(sharded(SMALL_MODEL, torch.float32, mode), 4, 64) for mode in MODES}
     first, *between, last = held.values()

@@ -137,6 +137,7 @@ def prediction(
         return str(problem)
 
 
+@pytest.mark.slow
 def test_speed_is_predicted_for_known_hardware_only(tmp_path: Path) -> None:
     step_config, measured = step_config_of(gpus=8), write_calibration(tmp_path, calibration())
     known = prediction(step_config)
@@ -174,6 +175,7 @@ def test_speed_is_predicted_for_known_hardware_only(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_run_of_preferences_is_predicted_and_one_that_samples_is_not() -> None:
     assert prediction(step_config_of(), stage="align").tokens_per_second > 0
     sampled = prediction(step_config_of(), "--align.method", "grpo", stage="align")

@@ -187,6 +187,7 @@ def test_a_policy_that_ranks_split_learns_from_servers_what_one_process_does(
     assert_learned_the_same(tmp_path)
 
 
+@pytest.mark.slow
 def test_in_a_pipeline_servers_get_the_weights_and_adapters_of_all_stages(
     grpo: Callable[..., list[str]], rollout_server: Server, lmforge: Command, tmp_path: Path
 ) -> None:
@@ -243,6 +244,7 @@ def test_a_pipeline_resumes_amid_a_set_with_the_probabilities_of_its_first_use(
     assert_learned_the_same(tmp_path)
 
 
+@pytest.mark.slow
 def test_adapters_are_merged_into_the_weights_that_servers_get(
     grpo: Callable[..., list[str]], rollout_server: Server, lmforge: Command, tmp_path: Path
 ) -> None:
