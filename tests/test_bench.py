@@ -49,6 +49,7 @@ def test_a_recipe_is_timed_on_its_own_data(
     assert "FLOPs per token" in row["convention"]
 
 
+@pytest.mark.slow
 def test_a_recipe_whose_data_is_not_there_is_timed_on_random_tokens_and_traced(
     capsys: pytest.CaptureFixture[str], tiny_options: list[str], tmp_path: Path
 ) -> None:

@@ -348,6 +348,7 @@ def test_data_that_is_damaged_and_a_model_that_is_not_there_fail(
     assert "does not match its checksum" in result["data"]["description"]
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_answer_is_named(recipe: Path, lmforge: Command) -> None:
     variables = {
         "WORLD_SIZE": "2",

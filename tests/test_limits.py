@@ -82,7 +82,7 @@ def test_an_option_beyond_its_bound_is_refused_by_name(
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("words", "message"),
     [
         (
@@ -112,6 +112,7 @@ def test_an_option_beyond_its_bound_is_refused_by_name(
         ),
     ],
     ids=["model", "sequences", "batch", "product", "threads", "processes"],
+    fast=(1, 2, 3, 4, 5),
 )
 @pytest.mark.parametrize("verb", ["pretrain", "bench"])
 def test_sizes_that_are_allowed_alone_and_do_not_fit_this_machine_are_refused(

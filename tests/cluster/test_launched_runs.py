@@ -127,6 +127,7 @@ def test_ranks_of_mpiexec_train_together(
     assert_trained(done, tmp_path, reference)
 
 
+@pytest.mark.slow
 def test_ranks_that_lmforge_starts_train_together_where_the_process_itself_is_to_be_alone(
     tiny_options: list[str], reference: list[dict[str, float]], tmp_path: Path
 ) -> None:

@@ -534,6 +534,7 @@ def test_any_number_of_processes_gives_the_same_bytes(tmp_path: Path, corpus: Pa
     assert first == content(tmp_path / "out2") == content(tmp_path / "out3")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "thorough"),
     [

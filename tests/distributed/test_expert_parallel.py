@@ -81,6 +81,7 @@ def runs(whole: Run, recipe: Recipe) -> list[Run]:
     return runs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(LEGS)))
 def test_a_run_in_legs_with_other_expert_parallel_degrees_is_the_run_of_one_process(
     runs: list[Run], number: int

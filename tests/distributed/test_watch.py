@@ -118,6 +118,7 @@ def test_a_rank_that_sleeps_is_named_with_its_phase_and_stack_and_so_is_who_wait
         assert over["reason"].startswith("making progress again after ")
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_distinguished_from_a_sleeping_one_and_its_peers_end_when_nobody_continues(
     recipe: Recipe, tmp_path: Path
 ) -> None:

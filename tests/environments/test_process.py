@@ -582,6 +582,7 @@ def closing_rows(log: Path, *names: str) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.slow
 def test_every_episode_that_was_begun_is_closed_once_whatever_became_of_it(
     file: Path, tmp_path: Path
 ) -> None:

@@ -113,6 +113,7 @@ def planned(capfd: pytest.CaptureFixture[str], folder: Path, *more: object) -> d
     return dict(json.loads(capfd.readouterr().out))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "more"),
     [

@@ -900,6 +900,7 @@ def tuned(folder: Path, *lines: str) -> Path:
     return recipe
 
 
+@pytest.mark.slow
 def test_a_plan_of_adapters_has_frozen_weights_without_gradients_and_optimizer_states(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], refused: Refusal
 ) -> None:

@@ -40,6 +40,7 @@ from lmforge.serve.decoding.model_loading import load_model
 from lmforge.serve.decoding.sampling import SamplingParams
 from tests.cluster.laboratory import Laboratory
 from tests.conftest import Command, Refusal, only_line
+from tests.grids import parametrize
 from tests.preloaded import preloaded
 from tests.rounding import assert_rounding_apart, other_rounding
 from tests.serve.conftest import KEY, Server
@@ -164,6 +165,7 @@ def test_two_ranks_that_share_servers_learn_what_one_process_does(
     assert_learned_the_same(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "split",
     ["tensor", *(pytest.param(name, marks=pytest.mark.slow) for name in ("context", "pipeline"))],
@@ -407,7 +409,7 @@ def faulty(url: str, fault: str | Callable[[dict[str, Any]], None]) -> Iterator[
         thread.join()
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("fault", "words"),
     [
         ("cuts", "not valid JSON"),
@@ -416,6 +418,7 @@ def faulty(url: str, fault: str | Callable[[dict[str, Any]], None]) -> Iterator[
         ("hangs", "no whole answer within 10 s"),
         (change("end", 10**11), "its versions are not those of each token"),
     ],
+    fast=(0, 2, 3),
 )
 def test_requests_of_a_server_that_fails_go_to_others(
     fault: str | Callable[[dict[str, Any]], None],
