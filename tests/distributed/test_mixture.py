@@ -15,7 +15,7 @@ from lmforge.lab.bench.bounds import FP32
 from lmforge.text.prepare.prepare import prepare
 from tests.conftest import Command, Refusal, only_line
 from tests.distributed.conftest import assert_agree, losses
-from tests.grids import parametrize
+from tests.grids import grid, parametrize
 from tests.rounding import OTHER_ROUNDING
 
 WORDS = {
@@ -335,8 +335,9 @@ def test_ranks_say_once_what_is_wrong_with_a_mixture_and_leave_together(
     assert not (tmp_path / "mix" / "recipe.toml").exists()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("change", ["a phase in the past", "other tokens in a folder"])
+@pytest.mark.parametrize(
+    ("change", "ranks"), grid(["a phase in the past", "other tokens in a folder"], [1, 2])
+)
 def test_a_run_is_not_continued_on_another_past(
     corpora: Path, begun: Path, tmp_path: Path, lmforge: Command, change: str, ranks: int
 ) -> None:

@@ -3,6 +3,7 @@ family states.
 """
 
 import gc
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -237,21 +238,11 @@ def test_a_rank_of_tensor_parallelism_keeps_what_its_trace_keeps(mode: str) -> N
         )
 
 
-# One mode of each kind.
-KINDS = {
-    (mode.recomputes_block(1, 1), mode.keeps_operators): name
-    for name, mode in CHECKPOINTING_MODES.items()
-}
-FAST = [("llama", mode) for mode in KINDS.values()] + [("gpt2", "none")]
-MORE = [
-    pytest.param(family, mode, marks=pytest.mark.slow)
-    for family in CONFIGS
-    for mode in MODES
-    if (family, mode) not in FAST
-]
+PAIRS = [*itertools.product(CONFIGS, MODES)]
+FAST = [PAIRS.index(("gpt2", "none")), PAIRS.index(("llama", "selective-ops"))]
 
 
-@pytest.mark.parametrize(("family", "mode"), [*FAST, *MORE])
+@parametrize(("family", "mode"), PAIRS, fast=FAST)
 def test_a_compiled_block_keeps_what_its_trace_keeps(family: str, mode: str) -> None:
     with real_block(CONFIGS[family], mode) as (block, args):
         difference = traced_bytes(CONFIGS[family], mode, compiled=True) - partitioned_bytes(
@@ -273,8 +264,11 @@ def test_a_compiled_rank_of_tensor_parallelism_keeps_what_its_trace_keeps(mode: 
         )
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("family", CONFIGS)
+@parametrize(
+    ("compiled", "family"),
+    itertools.product((False, True), CONFIGS),
+    fast=range(len(CONFIGS) + 1),
+)
 def test_a_family_states_the_products_and_parameters_that_are_traced(
     family: str, compiled: bool
 ) -> None:

@@ -2,6 +2,7 @@
 direction.
 """
 
+import itertools
 import json
 import re
 import shutil
@@ -112,8 +113,11 @@ def test_what_is_kept_between_steps_is_what_the_model_has() -> None:
     assert sharded["weights"] == pytest.approx(4 * total / 64, rel=1e-9)
 
 
-@pytest.mark.parametrize("preset", ["llama3-8b", "qwen3-0.6b", "gpt2-124m", "mistral-7b"])
-@pytest.mark.parametrize("compiled", [True, False])
+@parametrize(
+    ("compiled", "preset"),
+    itertools.product((False, True), ["llama3-8b", "qwen3-0.6b", "gpt2-124m", "mistral-7b"]),
+    fast=range(5),
+)
 def test_checkpointing_trades_memory_for_time(preset: str, compiled: bool) -> None:
     length = {"gpt2-124m": 1024}.get(preset, 4096)
     base = step_config_of(preset, compiled=compiled, sequence_length=length, micro_batch_size=4)
@@ -273,26 +277,26 @@ def test_splitting_the_model_splits_its_memory() -> None:
         assert split.step_seconds < whole.step_seconds  # fewer tokens
 
 
-def test_an_estimate_of_a_search_is_near_the_prediction() -> None:
-    full, degrees = (
-        {"activation_checkpointing": "full"},
-        ({"tensor_parallel_degree": 2}, {"pipeline_parallel_degree": 2}),
-    )
-    mixture = ("olmoe-1b-7b", {"tensor_parallel_degree": 2})
-    for preset, changes in (
+@parametrize(
+    ("preset", "changes"),
+    [
+        ("llama2-34b", {"pipeline_parallel_degree": 2}),
         ("llama2-34b", {}),
-        ("llama2-34b", full),
-        *(("llama2-34b", each) for each in degrees),
-        mixture,
-    ):
-        step_config = step_config_of(preset, gpus=32, accumulation=4, micro_batch_size=1, **changes)
-        machine = Machine(data_sheets().gpu("h100-80"), data_sheets().network("infiniband-ndr"), 8)
-        estimated, whole = (
-            estimate(step_config, machine.gpu, machine.rates("bf16"), 0.0),
-            prediction_of(step_config),
-        )
-        assert estimated.step_seconds == pytest.approx(whole.step_seconds, rel=0.02)
-        assert estimated.device_bytes == pytest.approx(whole.device_bytes, rel=0.05)
+        ("llama2-34b", {"activation_checkpointing": "full"}),
+        ("llama2-34b", {"tensor_parallel_degree": 2}),
+        ("olmoe-1b-7b", {"tensor_parallel_degree": 2}),
+    ],
+    fast=(0,),
+)
+def test_an_estimate_of_a_search_is_near_the_prediction(
+    preset: str, changes: dict[str, Any]
+) -> None:
+    step_config = step_config_of(preset, gpus=32, accumulation=4, micro_batch_size=1, **changes)
+    machine = Machine(data_sheets().gpu("h100-80"), data_sheets().network("infiniband-ndr"), 8)
+    estimated = estimate(step_config, machine.gpu, machine.rates("bf16"), 0.0)
+    whole = prediction_of(step_config)
+    assert estimated.step_seconds == pytest.approx(whole.step_seconds, rel=0.02)
+    assert estimated.device_bytes == pytest.approx(whole.device_bytes, rel=0.05)
 
 
 def test_each_block_costs_what_its_own_window_makes_it_cost() -> None:
@@ -387,6 +391,7 @@ def test_a_plan_says_memory_speed_and_cost_with_intervals(
     assert planned["fits"] is True
 
 
+@pytest.mark.slow
 def test_a_plan_of_a_mixture_says_its_total_and_active_parameters(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

@@ -182,6 +182,7 @@ def test_a_run_of_preferences_is_predicted_and_one_that_samples_is_not() -> None
     assert sampled.startswith("align.method = grpo is not predicted: ")
 
 
+@pytest.mark.slow
 def test_memory_of_tensors_is_what_a_gpu_counts_as_allocated() -> None:
     result = prediction(step_config_of("124m", gpus=1, sequence_length=512))
     low, high = result.memory_interval

@@ -415,7 +415,7 @@ def faulty(url: str, fault: str | Callable[[dict[str, Any]], None]) -> Iterator[
         ("cuts", "not valid JSON"),
         ("refuses", "its answer broke off (status 500)"),
         (change("version", "default"), "answers with other weights"),
-        ("hangs", "no whole answer within 10 s"),
+        ("hangs", "no whole answer within 4 s"),
         (change("end", 10**11), "its versions are not those of each token"),
     ],
     fast=(0, 2, 3),
@@ -431,7 +431,7 @@ def test_requests_of_a_server_that_fails_go_to_others(
     with faulty(rollout_server.url, fault) as url:
         assert (
             command(
-                grpo("run", *by(rollout_server.url, url), "--rollout.engine_timeout_seconds", 10)
+                grpo("run", *by(rollout_server.url, url), "--rollout.engine_timeout_seconds", 4)
             )
             == 0
         )
