@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -243,6 +244,15 @@ def gpu_device() -> torch.device:
     can run on either.
     """
     return torch.device("cpu") if tools.rehearses_gpu() else torch.device("cuda", 0)
+
+
+@pytest.fixture
+def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are traced, forward and backward, as they are for inductor, but no code is
+    generated.
+    """
+    traced = partialmethod(torch.nn.Module.compile, backend="aot_eager")
+    monkeypatch.setattr(torch.nn.Module, "compile", traced)
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,10 @@
 """Tables of cases of which `make test` takes a part, and `make test-all` all."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import pytest
+from _pytest.mark import ParameterSet
 
 
 def grid(rows: Sequence[Any], columns: Sequence[Any]) -> list[Any]:
@@ -19,3 +20,19 @@ def grid(rows: Sequence[Any], columns: Sequence[Any]) -> list[Any]:
         for at, row in enumerate(rows)
         for beside, column in enumerate(columns)
     ]
+
+
+def parametrize(
+    names: str | Sequence[str],
+    cases: Iterable[Any],
+    *,
+    fast: Collection[int],
+    ids: Sequence[str] | None = None,
+) -> pytest.MarkDecorator:
+    """`pytest.mark.parametrize` with slow cases: all but those at the places `fast`."""
+    marked = []
+    for place, case in enumerate(cases):
+        of_case = ParameterSet.extract_from(case, force_tuple=isinstance(names, str))
+        slow = () if place in fast else (pytest.mark.slow,)
+        marked.append(pytest.param(*of_case.values, marks=[*of_case.marks, *slow], id=of_case.id))
+    return pytest.mark.parametrize(names, marked, ids=ids)

@@ -111,6 +111,7 @@ def test_no_import_of_ours_stands_inside_a_function_of_the_core() -> None:
     assert found == []
 
 
+@pytest.mark.slow
 def test_the_digest_by_which_hosts_compare_their_code_is_of_all_wings(tmp_path: Path) -> None:
     digests = []
     for name in ("one", "other"):

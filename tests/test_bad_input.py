@@ -42,6 +42,7 @@ from lmforge.hf.safetensors_file import SafetensorsFile
 from tests.conftest import Command, Refusal, only_line, without_shape
 from tests.distributed.conftest import weights
 from tests.fuzzing import DAMAGED_PICKLES, put_sealed
+from tests.grids import parametrize
 from tests.preloaded import preloaded
 from tests.tools import need
 
@@ -136,6 +137,7 @@ def test_a_truncated_shard_is_named_before_a_run_begins(
     assert contents(tmp_path / "runs") == {}
 
 
+@pytest.mark.slow
 def test_a_block_that_goes_bad_under_training_ranks_is_reported_by_one_and_nobody_hangs(
     tmp_path: Path, tokens: Path, tiny_options: list[str], lmforge: Command
 ) -> None:
@@ -264,7 +266,7 @@ def put_a_folder(path: Path) -> None:
     path.mkdir()
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("spoil", "reason"),
     [
         (unfinish, "half-written, skipped"),
@@ -305,6 +307,7 @@ def put_a_folder(path: Path) -> None:
         ),
         *("folder as manifest", "folder as tensors"),
     ],
+    fast=(0, 1, 7),
 )
 def test_a_damaged_checkpoint_is_skipped_with_a_message_and_the_one_before_it_is_used(
     trained: Run,

@@ -30,6 +30,7 @@ def timed(capsys: pytest.CaptureFixture[str], *words: object) -> list[dict[str, 
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_a_recipe_is_timed_on_its_own_data(
     capsys: pytest.CaptureFixture[str], tiny_options: list[str], tiny_tokens: Path
 ) -> None:
@@ -48,6 +49,7 @@ def test_a_recipe_is_timed_on_its_own_data(
     assert "FLOPs per token" in row["convention"]
 
 
+@pytest.mark.slow
 def test_a_recipe_whose_data_is_not_there_is_timed_on_random_tokens_and_traced(
     capsys: pytest.CaptureFixture[str], tiny_options: list[str], tmp_path: Path
 ) -> None:
@@ -279,6 +281,7 @@ def test_what_differs_between_recipes_is_not_said_of_all(
     assert lines[-1] == "prediction: constants measured"
 
 
+@pytest.mark.slow
 def test_finalists_of_a_search_are_measured_each_beside_its_prediction(
     lmforge: Command, tiny_options: list[str], tmp_path: Path
 ) -> None:
@@ -356,6 +359,7 @@ def test_a_table_has_a_prediction_and_its_ratio_or_says_why_there_is_none(
         assert f"prediction: {source}" in text
 
 
+@pytest.mark.slow
 def test_the_profiler_says_nothing_of_its_own(tiny_options: list[str]) -> None:
     command = [
         sys.executable,

@@ -32,6 +32,7 @@ def carried_out(tmp_path: Path) -> Example:
     return run
 
 
+@pytest.mark.slow
 def test_ranks_that_decide_for_themselves_wait_for_each_other_in_different_places(
     carried_out: Example,
 ) -> None:
@@ -42,6 +43,7 @@ def test_ranks_that_decide_for_themselves_wait_for_each_other_in_different_place
     assert "in backward" in done.stderr or "dist.barrier()" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_save_on_the_group_of_training_crosses_with_it_although_a_barrier_comes_before(
     carried_out: Example,
 ) -> None:

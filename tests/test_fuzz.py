@@ -40,6 +40,7 @@ from tests.fuzzing import (
     pieces,
 )
 from tests.generate.conftest import byte_tokenizer, models, one_thread, scripted  # noqa: F401
+from tests.grids import parametrize
 from tests.seeds import fresh_random
 from tests.serve.conftest import Server, serving  # noqa: F401 - its fixture
 
@@ -130,7 +131,7 @@ LINES: dict[str, tuple[str, str]] = {
 }
 
 
-@pytest.mark.parametrize("part", range(4))
+@parametrize("part", range(4), fast=(2, 3))
 def test_options(part: int, carry_out: CarryOut, tiny_run: Path, models: Path) -> None:  # noqa: F811
     verbs = list(VERBS)
 
@@ -316,7 +317,7 @@ def mutate_file(rng: random.Random, path: Path, bytewise: float) -> None:
     path.write_bytes(mutated_json(rng, json.loads(path.read_text("utf-8"))))
 
 
-@pytest.mark.parametrize("part", range(3))
+@parametrize("part", range(3), fast=(1,))
 def test_manifests(
     part: int, carry_out: CarryOut, tiny_run: Path, tiny_tokens: Path, command_on: CommandOn
 ) -> None:
@@ -388,20 +389,24 @@ def test_outputs(carry_out: CarryOut, tiny_run: Path) -> None:
 # --- prompts --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        b"To be. " * 10**6,
-        b"<|end|>" * 10**5,
-        b"\xff" * 99,
-        b"",
-        b"x" * (2**24 + 1),
-        "漢\n".encode() * 9,
-    ],
-    ids=["megabytes", "special", "binary", "empty", "endless", "short"],
+PROMPTS = {
+    "special": b"<|end|>" * 10**5,
+    "binary": b"\xff" * 99,
+    "empty": b"",
+    "endless": b"x" * (2**24 + 1),
+    "short": "漢\n".encode() * 9,
+    "megabytes": b"To be. " * 10**6,
+}
+
+
+# Fast are all but megabytes, by turns of one verb.
+@parametrize(
+    ("verb", "prompt"),
+    [(verb, prompt) for prompt in PROMPTS for verb in ("generate", "chat")],
+    fast=(0, 3, 4, 7, 8),
 )
-@pytest.mark.parametrize("verb", ["generate", "chat"])
-def test_prompts(verb: str, text: bytes, carry_out: CarryOut, models: Path) -> None:  # noqa: F811
+def test_prompts(verb: str, prompt: str, carry_out: CarryOut, models: Path) -> None:  # noqa: F811
+    text = PROMPTS[prompt]
     words = [
         verb,
         str(models / "hello"),
@@ -418,7 +423,7 @@ def test_prompts(verb: str, text: bytes, carry_out: CarryOut, models: Path) -> N
 # --- model folders --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("part", range(3))
+@parametrize("part", range(3), fast=(1,))
 def test_headers(part: int, carry_out: CarryOut, models: Path, command_on: CommandOn) -> None:  # noqa: F811
     def draw(rng: random.Random, case: Path) -> tuple[list[str], str]:
         thing = Path(shutil.copytree(models / "hello", case / "model"))
@@ -596,7 +601,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("part", range(3))
+@parametrize("part", range(3), fast=(1,))
 def test_folders(
     part: int,
     carry_out: CarryOut,

@@ -31,6 +31,7 @@ def ran(*words: object, options: tuple[str, ...] = ()) -> subprocess.CompletedPr
     return subprocess.run(command, env=HIDDEN, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_what_became_of_each_test_is_in_the_summary_and_in_the_file(tmp_path: Path) -> None:
     (tmp_path / "test_absent.py").write_text("import no_such_package\n")
     (tmp_path / "test_wrong.py").write_text(
@@ -76,6 +77,7 @@ def test_parts_are_all_tests_and_none_twice_those_first_that_never_passed(tmp_pa
     assert ran("--part", "4/3").returncode == 2
 
 
+@pytest.mark.slow
 def test_the_tests_are_found_where_only_the_packages_of_a_gpu_image_are(tmp_path: Path) -> None:
     """An image has what trains models, and pytest; it lacks what other tests need, such as
     browsers, servers and stores.

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = """
 import json, sys
 from pathlib import Path
@@ -41,6 +43,7 @@ cli.main()
 """
 
 
+@pytest.mark.slow
 def test_the_command_reaches_the_first_step_in_seven_functions_as_the_step_does_the_loss(
     tiny_options: list[str], tmp_path: Path
 ) -> None:

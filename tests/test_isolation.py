@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 NEEDED = ("benchmarks", "lmforge", "recipes", "tests")
 # Tests that leave options at their defaults; in the checkout some would find the decoys.
@@ -47,6 +49,7 @@ def contents(folder: Path) -> dict[Path, int]:
     return {path.relative_to(folder): path.stat().st_mtime_ns for path in files}
 
 
+@pytest.mark.slow
 def test_data_runs_and_recipes_in_the_checkout_change_no_test_and_no_test_changes_them(
     tiny_tokens: Path, tiny_run: Path, tmp_path: Path
 ) -> None:

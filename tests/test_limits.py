@@ -33,6 +33,7 @@ from lmforge.core.stages.inputs import check_model
 from lmforge.hf.resolve import resolve_model_config
 from lmforge.serve.verbs import generate
 from tests.conftest import Command, Refusal
+from tests.grids import parametrize
 
 LONG = "x" * 5000
 DIGITS = "9" * 6000
@@ -81,7 +82,7 @@ def test_an_option_beyond_its_bound_is_refused_by_name(
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("words", "message"),
     [
         (
@@ -111,6 +112,7 @@ def test_an_option_beyond_its_bound_is_refused_by_name(
         ),
     ],
     ids=["model", "sequences", "batch", "product", "threads", "processes"],
+    fast=(1, 2, 3, 4, 5),
 )
 @pytest.mark.parametrize("verb", ["pretrain", "bench"])
 def test_sizes_that_are_allowed_alone_and_do_not_fit_this_machine_are_refused(
@@ -127,6 +129,7 @@ def test_sizes_that_are_allowed_alone_and_do_not_fit_this_machine_are_refused(
     assert written(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_dry_run_tells_what_the_largest_model_costs_on_other_machines(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -576,7 +579,7 @@ def test_a_server_without_models_is_refused(refused: Refusal) -> None:
 # --- the environment ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("launcher", ["1", "9" * 20])
+@parametrize("launcher", ["1", "9" * 20], fast=(1,))
 def test_a_launchers_variable_without_a_rank_is_of_another_time(
     tiny_options: list[str], tmp_path: Path, lmforge: Command, launcher: str
 ) -> None:

@@ -8,6 +8,8 @@ import sysconfig
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
+
 from lmforge.core.records.runs import Run
 from tests.conftest import Command
 
@@ -28,6 +30,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_the_quickstart_goes_the_whole_way_says_how_and_ends_with_a_table(
     tmp_path: Path, lmforge: Command, program: Command
 ) -> None:

@@ -27,6 +27,7 @@ from lmforge.core.parallel import precision
 from lmforge.core.records.runs import MANIFEST, Run, describe_environment
 from lmforge.ops.report.run_data import read_events
 from tests.conftest import Refusal
+from tests.grids import parametrize
 
 HOLD = """
 import sys
@@ -131,6 +132,7 @@ def test_a_run_is_trained_by_one_process_at_a_time_and_free_again_however_that_e
         run.lock()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     sys.platform != "linux", reason="the kernel is made to refuse a call as Linux's can be"
 )
@@ -323,7 +325,7 @@ def test_a_finished_run_has_the_layout_that_is_promised(tiny_run: Path) -> None:
     assert not [name for name in files(tiny_run) if name.endswith(".partial")]
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl"])
+@parametrize("name", ["metrics.jsonl", "events.jsonl"], fast=(0,))
 def test_records_that_end_in_a_hole_of_a_tebibyte_are_read_up_to_it(
     tmp_path: Path, name: str
 ) -> None:

@@ -64,6 +64,7 @@ def pytest_on(
     return done.stdout, drawn.read_text().splitlines()
 
 
+@pytest.mark.slow
 def test_a_seed_repeats_samples_and_repetitions_draw_new_ones(tmp_path: Path) -> None:
     said, drawn = pytest_on(
         tmp_path, "--repeat", "2", LMFORGE_TEST_SEED="17", LMFORGE_ALL_TOOLS="0"

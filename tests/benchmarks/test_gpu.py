@@ -140,6 +140,7 @@ def test_rows_are_written_one_by_one_and_read_again(gpu: ModuleType, tmp_path: P
     assert kept["1b"]["contenders"]["Trainer"]["lmforge_is_faster_by"]["median"] == 3.0
 
 
+@pytest.mark.slow
 def test_rows_of_lmforge_have_a_plan_beside_them_where_the_gpu_is_known(
     gpu: ModuleType, tmp_path: Path
 ) -> None:

@@ -26,6 +26,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("store")
 def test_a_run_with_checkpoints_in_a_store_resumes_elsewhere_from_these_alone(
     tmp_path: Path, tiny_options: list[str], tiny_run: Path, lmforge: Command

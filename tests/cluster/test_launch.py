@@ -33,6 +33,7 @@ from tests.cluster.launching import (
     write_executable,
 )
 from tests.conftest import Command, Refusal
+from tests.grids import parametrize
 
 STANDIN = Path(__file__).with_name("pbs_standin.py")
 MANY = ("--train.steps", "100000", "--validation.every_steps", "none")
@@ -65,6 +66,7 @@ def mpiexec_of(kind: str, folder: Path) -> Path:
 # --- runs on this machine -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_on_this_machine_is_found_stopped_and_continued_by_its_name(desk: Desk) -> None:
     run = desk.launch("--on", "local", *MANY)
     desk.wait_for_step(run, 2)
@@ -146,6 +148,7 @@ def test_a_host_that_is_down_is_asked_once_for_a_bounded_time_and_only_for_runs_
     assert len((tmp_path / "asked").read_text().splitlines()) == 2
 
 
+@pytest.mark.slow
 def test_the_code_of_a_launched_run_can_be_restored(desk: Desk, tmp_path: Path) -> None:
     def git(*words: object, cwd: Path = tmp_path) -> str:
         who = ("-c", "user.name=a", "-c", "user.email=a@b")
@@ -179,6 +182,7 @@ def test_the_code_of_a_launched_run_can_be_restored(desk: Desk, tmp_path: Path) 
 # --- mpiexec and PBS ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [
@@ -211,7 +215,7 @@ case $ENDS in $number-*|*" $number-"*) sleep 3 ;; esac
 
 
 @pytest.mark.needs("MPICH")
-@pytest.mark.parametrize(
+@parametrize(
     ("ends", "starts", "state"),
     [
         ("0-1=SIGKILL 1-0=75", 3, "done"),
@@ -219,6 +223,7 @@ case $ENDS in $number-*|*" $number-"*) sleep 3 ;; esac
         ("0-1=1", 1, "failed"),
         ("0-0=2", 1, "refused"),
     ],
+    fast=(0, 3),
 )
 def test_mpiexec_is_started_again_as_often_as_asked_where_a_rank_was_lost_and_not_where_it_has_failed(
     tmp_path: Path, tiny_options: list[str], ends: str, starts: int, state: str
@@ -357,6 +362,7 @@ def pbs(tmp_path: Path, tiny_options: list[str]) -> Iterator[Desk]:
         yield opened
 
 
+@pytest.mark.slow
 @pytest.mark.needs("MPICH")
 def test_a_job_of_pbs_trains_on_its_nodes(pbs: Desk) -> None:
     words = (
@@ -745,7 +751,7 @@ def test_a_launch_that_fails_leaves_a_folder_that_is_another_runs_by_then(
     assert Path("runs/recipe/recipe.toml").read_text() == "another\n"
 
 
-@pytest.mark.parametrize(("status", "is_lost"), [(0, False), (75, True)])
+@parametrize(("status", "is_lost"), [(0, False), (75, True)], fast=(1,))
 def test_a_node_of_slurm_that_is_slow_to_end_after_success_is_not_called_lost(
     status: int, is_lost: bool, recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

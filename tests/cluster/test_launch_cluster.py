@@ -94,6 +94,7 @@ def requeue_now(desk: Desk, run: Run) -> None:
 # --- Slurm ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_job_of_slurm_trains_on_both_hosts(cluster: Desk) -> None:
     run = cluster.launch("--on", "slurm", "--nodes", "2", "--time", "00:30:00")
     assert cluster.wait_for_end(run) == 0, cluster.output(run)

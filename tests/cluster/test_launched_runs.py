@@ -16,6 +16,7 @@ from lmforge.core.distributed.rank_info import threads_per_rank
 from lmforge.core.distributed.rendezvous import free_port
 from tests.cluster.laboratory import Laboratory
 from tests.conftest import ROOT, Command
+from tests.grids import parametrize
 
 LMFORGE = [sys.executable, "-m", "lmforge"]
 MPIEXEC = {
@@ -111,12 +112,13 @@ def test_tasks_of_srun_train_together(
     assert_trained(done, tmp_path, reference)
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "name",
     [
         pytest.param("openmpi", marks=pytest.mark.needs("Open MPI")),
         pytest.param("mpich", marks=pytest.mark.needs("MPICH")),
     ],
+    fast=(1,),
 )
 def test_ranks_of_mpiexec_train_together(
     name: str, tiny_options: list[str], reference: list[dict[str, float]], tmp_path: Path
@@ -125,6 +127,7 @@ def test_ranks_of_mpiexec_train_together(
     assert_trained(done, tmp_path, reference)
 
 
+@pytest.mark.slow
 def test_ranks_that_lmforge_starts_train_together_where_the_process_itself_is_to_be_alone(
     tiny_options: list[str], reference: list[dict[str, float]], tmp_path: Path
 ) -> None:

@@ -535,6 +535,7 @@ def test_any_value_in_the_manifest_of_an_index_is_refused_in_one_line(path: Path
             use(table["shards"][0], name, value)
 
 
+@pytest.mark.slow
 def test_samples_of_an_address_are_those_of_the_local_folder(path: Path, tmp_path: Path) -> None:
     local = dataset_of(TokenFolder.open(path), 64)
     with file_server(path.parent) as server:

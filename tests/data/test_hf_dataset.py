@@ -106,6 +106,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_dataset_is_streamed_from_the_hub_by_name(tmp_path: Path) -> None:
     texts, out = some_texts(60), tmp_path / "out"
     lines_of_prepare = [
@@ -135,6 +136,7 @@ def test_a_dataset_is_streamed_from_the_hub_by_name(tmp_path: Path) -> None:
     assert unknown.startswith("lmforge: org/other: cannot be read as a Hugging Face dataset: ")
 
 
+@pytest.mark.slow
 def test_a_downloaded_dataset_is_prepared_where_no_hub_answers(tmp_path: Path) -> None:
     texts = some_texts(40)
     files = {

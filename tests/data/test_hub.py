@@ -164,6 +164,7 @@ def test_a_model_in_several_files_is_fetched_by_its_index(
         )
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_in_a_file_is_said_in_one_line_and_a_second_download_fetches_the_rest(
     hub: Hub,
     use: Callable[[str], None],

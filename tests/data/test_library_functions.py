@@ -43,6 +43,7 @@ def answer(line: dict[str, Any]) -> ast.FunctionDef:
     return function
 
 
+@pytest.mark.slow
 def test_there_are_thousands_and_each_is_a_request_and_a_function_without_its_docstring(
     written: Path,
 ) -> None:

@@ -18,6 +18,7 @@ from lmforge.core.data.order import (
     splitmix64,
     windowed_permutation,
 )
+from tests.grids import parametrize
 from tests.seeds import fresh_seed
 
 GOLDEN_KEY = 8227339661858151388
@@ -102,7 +103,7 @@ def test_a_shuffle_that_loses_one_at_65537_is_rejected(seed: int) -> None:
     assert faults(lambda positions: order[positions], n) == ["not a bijection"]
 
 
-@pytest.mark.parametrize("n", [2**32 + 3, 2**33 - 1, 2**40 + 1, 2**62])
+@parametrize("n", [2**32 + 3, 2**33 - 1, 2**40 + 1, 2**62], fast=(0, 3))
 def test_sizes_beyond_four_billion_neither_collide_nor_leave_the_range(n: int, seed: int) -> None:
     # A random function of half a million positions into 2**33 would collide 15 times.
     generator = np.random.default_rng(seed)

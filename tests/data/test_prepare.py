@@ -534,6 +534,7 @@ def test_any_number_of_processes_gives_the_same_bytes(tmp_path: Path, corpus: Pa
     assert first == content(tmp_path / "out2") == content(tmp_path / "out3")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "thorough"),
     [
@@ -595,6 +596,7 @@ def test_interrupted_it_leaves_no_process_and_keeps_what_was_done(tmp_path: Path
     assert second.end()[0] == 0
 
 
+@pytest.mark.slow
 def test_terminated_it_leaves_no_process_no_warning_and_continues(tmp_path: Path) -> None:
     """As `kill` and a scheduler do, whose SIGTERM may reach every process.
 
@@ -729,6 +731,7 @@ def blocked_signals(_: int) -> set[int]:
     return {int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])}
 
 
+@pytest.mark.slow
 def test_no_worker_process_hears_ctrl_c_and_the_caller_still_does() -> None:
     """In a process of its own: a tracker of resources that is already up hides the case."""
     program = (

@@ -88,6 +88,7 @@ def without_model(words: list[str]) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [["--train.micro_batch_size", "2"], pytest.param(PIPELINE, marks=pytest.mark.slow)],

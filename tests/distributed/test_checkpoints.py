@@ -131,6 +131,7 @@ def runs(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(recipe, tmp_path_factory.mktemp("across"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "more"),
     [("pipeline", PIPELINE), pytest.param("tensor", TENSOR, marks=pytest.mark.slow)],

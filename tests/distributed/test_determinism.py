@@ -32,6 +32,7 @@ def folder(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_determinism_is_set_on_every_rank(folder: Path) -> None:
     for rank in range(RANKS):
         for name in ("a", "b"):

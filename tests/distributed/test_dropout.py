@@ -66,6 +66,7 @@ def runs(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     return {name: Run(folder / name) for name in (*single, "two", "resumed")}
 
 
+@pytest.mark.slow
 def test_a_run_with_dropout_is_the_same_on_any_ranks_and_in_any_micro_batches(
     runs: dict[str, Run],
 ) -> None:

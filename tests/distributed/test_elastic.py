@@ -61,6 +61,7 @@ def test_three_ranks_share_a_batch_of_eight_sequences_as_one_rank_reads_it(
     assert_same(Run(tmp_path / "three"), reference)
 
 
+@pytest.mark.slow
 def test_a_rank_that_fills_no_group_of_tensor_parallelism_stands_by(
     recipe: Recipe, reference: Run, lmforge: Command, tmp_path: Path
 ) -> None:

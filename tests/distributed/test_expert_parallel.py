@@ -81,6 +81,7 @@ def runs(whole: Run, recipe: Recipe) -> list[Run]:
     return runs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(LEGS)))
 def test_a_run_in_legs_with_other_expert_parallel_degrees_is_the_run_of_one_process(
     runs: list[Run], number: int
@@ -142,6 +143,7 @@ def test_tokens_go_to_the_ranks_of_their_experts_and_back_even_if_some_ranks_get
     on_ranks(4, HERE / "dispatch_on_ranks.py", tmp_path, fresh_seed())
 
 
+@pytest.mark.slow
 def test_routers_choose_by_their_master_weights_and_learn_as_in_fp32_under_fsdp2_in_bf16_for_one_more_collective_each_way(
     tmp_path: Path,
 ) -> None:

@@ -39,6 +39,7 @@ def hub(tiny_tokens: Path, tmp_path: Path) -> Iterator[Hub]:
         yield hub
 
 
+@pytest.mark.slow
 def test_a_run_of_two_ranks_begins_from_a_name_that_one_of_them_fetches(
     hub: Hub, tiny_options: list[str], lmforge: Command, tmp_path: Path
 ) -> None:

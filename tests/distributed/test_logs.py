@@ -50,6 +50,7 @@ def printed(capsys: pytest.CaptureFixture[str], *words: object) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.slow
 def test_the_error_of_the_rank_that_raised_is_printed_before_the_time_out_of_the_other(
     raised: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -49,6 +49,7 @@ def quantized_trials(tmp_path_factory: pytest.TempPathFactory) -> SampledTrials:
     return SampledTrials(tmp_path_factory.mktemp("qlora"), "qlora")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "name"),
     sampled(

@@ -15,6 +15,7 @@ from lmforge.lab.bench.bounds import FP32
 from lmforge.text.prepare.prepare import prepare
 from tests.conftest import Command, Refusal, only_line
 from tests.distributed.conftest import assert_agree, losses
+from tests.grids import grid, parametrize
 from tests.rounding import OTHER_ROUNDING
 
 WORDS = {
@@ -86,6 +87,7 @@ PHASE_2 = "[[data.phases]]\nsteps = 4\nsequence_length = 16\n"
 PHASE_3 = '[[data.phases]]\nweights = ["web=1", "math=3"]\n'
 
 
+@pytest.mark.slow
 def test_a_run_whose_phases_are_added_while_it_is_stopped_on_other_ranks_is_the_run_that_had_them_from_the_start(
     corpora: Path, tmp_path: Path, lmforge: Command
 ) -> None:
@@ -308,7 +310,7 @@ def add_unusable(corpora: Path, sources: str) -> None:
         (corpora / "empty").mkdir(exist_ok=True)
 
 
-@pytest.mark.parametrize(("phases", "sources", "said"), REFUSED_ON_ALL_RANKS)
+@parametrize(("phases", "sources", "said"), REFUSED_ON_ALL_RANKS, fast=(0,))
 def test_ranks_say_once_what_is_wrong_with_a_mixture_and_leave_together(
     corpora: Path, tmp_path: Path, lmforge: Command, phases: str, sources: str, said: str
 ) -> None:
@@ -328,8 +330,9 @@ def test_ranks_say_once_what_is_wrong_with_a_mixture_and_leave_together(
     assert not (tmp_path / "mix" / "recipe.toml").exists()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("change", ["a phase in the past", "other tokens in a folder"])
+@pytest.mark.parametrize(
+    ("change", "ranks"), grid(["a phase in the past", "other tokens in a folder"], [1, 2])
+)
 def test_a_run_is_not_continued_on_another_past(
     corpora: Path, begun: Path, tmp_path: Path, lmforge: Command, change: str, ranks: int
 ) -> None:
@@ -375,10 +378,11 @@ def test_a_run_is_not_continued_on_another_past(
     } == before
 
 
-@pytest.mark.parametrize(
+@parametrize(
     "strategy",
     [[], ["--parallel.context_parallel_degree", "2"]],
     ids=["data parallel", "context parallel"],
+    fast=(1,),
 )
 def test_the_losses_of_the_sources_add_up_to_the_loss_on_any_ranks(
     corpora: Path, tmp_path: Path, lmforge: Command, strategy: list[str]

@@ -14,8 +14,8 @@ from tests.seeds import fresh_seed
 def test_losses_and_gradients_of_all_objectives_are_those_of_one_process_under_every_engine(
     tmp_path: Path, which: str
 ) -> None:
-    """In the sample each objective, each engine and each vocabulary is in both dtypes, each case of
-    the three in one.
+    """The sample has each pair of an objective and an engine, in one vocabulary and one dtype by
+    turns.
     """
     seed = fresh_seed()
     assert on_ranks(2, HERE / "objective_ranks.py", tmp_path, seed, which).count("the same") == 15

@@ -150,6 +150,7 @@ def test_the_head_is_gathered_once_a_step_however_many_chunks_its_loss_takes(
         )
 
 
+@pytest.mark.slow
 def test_ddp_reduces_blocks_in_bf16_while_earlier_ones_go_backward(tmp_path: Path) -> None:
     """Each block is a bucket of its own here.
 

@@ -243,6 +243,7 @@ def history(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> History
     )
 
 
+@pytest.mark.slow
 def test_asked_to_stop_ranks_finish_the_step_save_and_say_how_to_continue(history: History) -> None:
     said = history.stopped.out.splitlines()[-1]
     # The launcher asks its ranks by SIGTERM: processes that a rank has started would die of

@@ -22,6 +22,7 @@ from lmforge.core.records.runs import Run
 from tests.conftest import ROOT
 from tests.distributed.conftest import Recipe, losses
 from tests.distributed.test_resume import PACED_RUN, Pace, reach, started
+from tests.grids import parametrize
 from tests.preloaded import Forked
 from tests.text import write_documents
 
@@ -96,6 +97,7 @@ def test_a_signal_does_what_the_table_says(
         assert f"stopped by {signal_name(number)} after step " in run.log_path(1, 0).read_text()
 
 
+@pytest.mark.slow
 def test_under_nohup_a_run_goes_on_when_the_terminal_is_closed(
     recipe: Recipe, tmp_path: Path
 ) -> None:
@@ -112,7 +114,7 @@ def test_under_nohup_a_run_goes_on_when_the_terminal_is_closed(
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("lost", ["a reader that leaves", "a full disk"])
+@parametrize("lost", ["a reader that leaves", "a full disk"], fast=(0,))
 def test_output_that_cannot_be_written_is_dropped_and_the_run_goes_on(
     lost: str, processes: int, recipe: Recipe, tmp_path: Path
 ) -> None:
@@ -145,6 +147,7 @@ def test_output_that_cannot_be_written_is_dropped_and_the_run_goes_on(
     assert f"step {STEPS}/{STEPS}" in log
 
 
+@pytest.mark.slow
 def test_closed_output_is_said_in_the_log_of_its_rank_and_all_train(
     recipe: Recipe, tmp_path: Path
 ) -> None:

@@ -52,6 +52,7 @@ def folder(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ENGINES)
 def test_scores_and_losses_are_those_of_a_single_rank(folder: Path, name: str) -> None:
     alone, shared = Run(folder / "single"), Run(folder / name)

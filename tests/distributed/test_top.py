@@ -103,6 +103,7 @@ def test_the_page_on_a_terminal_names_the_stuck_rank_first_at_80_and_160_columns
     assert wait_for_screen(terminal, "^left")[0] == "left"
 
 
+@pytest.mark.slow
 def test_a_host_that_does_not_answer_neither_counts_nor_holds_up_the_others(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

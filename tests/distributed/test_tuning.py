@@ -27,8 +27,8 @@ from lmforge.text.chat.examples import ExampleFolder, example_dataset
 from lmforge.text.chat.preferences import encode_completions
 from tests.conftest import Command, Refusal
 from tests.distributed.conftest import Recipe, losses, newest_checkpoint, run_cases
+from tests.grids import parametrize
 
-SLOW = pytest.mark.slow
 THINGS = ("apple", "bread", "chair", "door", "engine", "flute", "garden")
 STEPS = 4
 REWARDS = """
@@ -45,7 +45,7 @@ class World:
     slow: dict[int, list[list[str]]] = field(default_factory=dict)
 
     def run(self, name: str) -> Run:
-        """A finished run; the slow ones run when the first of them is used."""
+        """A finished run; those of slow tests are made when the first of them is used."""
         if not (self.folder / name).exists():
             for ranks, lines in self.slow.items():
                 run_cases(ranks, lines, self.folder)
@@ -192,70 +192,49 @@ def world(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> World:
             5,
             steps=6,
         ),
-        world.words("align", "dpo from lora", source="sft lora"),
-        world.words(
-            "align", "dpo qlora", "--lora.rank", 4, "--lora.base_dtype", "int8", source="sft qlora"
-        ),
-        world.grpo("grpo qlora", *four_bits, steps=2),
         world.words("align", "dpo computed", "--align.reference", "precomputed"),
-        world.words("align", "dpo lora", "--lora.rank", 4),
-        world.words("align", "ipo", "--align.loss_type", "ipo"),
         *(world.words("align", method, "--method", method) for method in ("orpo", "simpo")),
         world.words("align", "kto", *judging),
-        *(
-            world.grpo(preset, "--rollout.loss_type", preset, steps=2)
-            for preset in ("dr_grpo", "rloo")
-        ),
-        world.grpo("grpo lora", "--lora.rank", 4, steps=2),
-        world.words("align", "reward lora", "--method", "reward", "--lora.rank", 4),
-        world.words("align", "reward again", "--method", "reward", source="reward", steps=1),
-        world.grpo("grpo judged", reward="reward", steps=2),
-        world.grpo("grpo few at once", "--rollout.decode_batch_size", 5, steps=2),
-        world.grpo("grpo begun without kl", "--rollout.kl_estimator", "none", "--train.steps", 1),
-        world.grpo("grpo begun without kl", "--rollout.kl_estimator", "k3", steps=3),
+        world.grpo("rloo", "--rollout.loss_type", "rloo", steps=2),
     ]
     # Stopped after three steps, which for rollouts is amid a set of answers, and continued.
+    resumed = {}
     for name, words in whole.items():
         place = words.index("--run.name") + 1
         begun = [*words[:place], f"{name} resumed", *words[place + 1 :]]
-        alone += [[*begun, "--train.steps", "3"], begun]
-    run_cases(1, alone, folder)
+        resumed[name] = [[*begun, "--train.steps", "3"], begun]
+    run_cases(1, [*alone, *resumed.pop("sft"), *resumed.pop("grpo")], folder)
     two = [
         world.words("sft", "sft fsdp2"),
         world.words("sft", "sft qlora fsdp2", *four_bits),
-        world.words(
-            "align",
-            "dpo qlora ddp",
-            "--lora.rank",
-            4,
-            "--lora.base_dtype",
-            "int8",
-            "--parallel.engine",
-            "ddp",
-            source="sft qlora",
-        ),
         world.words("align", "dpo ddp", "--parallel.engine", "ddp"),
-        world.words("align", "dpo fsdp2"),
-        world.words("align", "dpo lora fsdp2", "--lora.rank", 4),
-        world.words("align", "kto fsdp2", *judging),
         world.words("align", "kto context", *judging, "--parallel.context_parallel_degree", 2),
         world.words("align", "dpo tensor", "--parallel.tensor_parallel_degree", 2),
-        world.words(
-            "align",
-            "dpo computed context",
-            "--align.reference",
-            "precomputed",
-            "--parallel.context_parallel_degree",
-            2,
-        ),
         world.words("align", "reward fsdp2", "--method", "reward"),
         # Three groups of completions: two on the first rank, one on the second.
         world.grpo("grpo on 2", steps=2),
     ]
     run_cases(2, two, folder)
+    eight_bits = ["--lora.rank", 4, "--lora.base_dtype", "int8"]
     world.slow[1] = [
+        *(words for both in resumed.values() for words in both),
+        world.words("align", "dpo from lora", source="sft lora"),
+        world.words("align", "dpo qlora", *eight_bits, source="sft qlora"),
+        world.words("align", "dpo lora", "--lora.rank", 4),
         world.words("align", "dpo lora copy", "--lora.rank", 4, "--align.reference", "copy"),
-        world.grpo("gspo", "--rollout.loss_type", "gspo", steps=2),
+        world.words("align", "ipo", "--align.loss_type", "ipo"),
+        world.words("align", "reward lora", "--method", "reward", "--lora.rank", 4),
+        world.words("align", "reward again", "--method", "reward", source="reward", steps=1),
+        world.grpo("grpo qlora", *four_bits, steps=2),
+        world.grpo("grpo lora", "--lora.rank", 4, steps=2),
+        world.grpo("grpo judged", reward="reward", steps=2),
+        world.grpo("grpo few at once", "--rollout.decode_batch_size", 5, steps=2),
+        world.grpo("grpo begun without kl", "--rollout.kl_estimator", "none", "--train.steps", 1),
+        world.grpo("grpo begun without kl", "--rollout.kl_estimator", "k3", steps=3),
+        *(
+            world.grpo(preset, "--rollout.loss_type", preset, steps=2)
+            for preset in ("dr_grpo", "gspo")
+        ),
         # Hardly any answer of so small a model ends, and dapo learns nothing from those that do
         # not.
         world.grpo(
@@ -267,55 +246,40 @@ def world(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> World:
             steps=2,
         ),
     ]
+    computed = ["--align.reference", "precomputed"]
+    context, tensor = ([f"--parallel.{kind}_parallel_degree", 2] for kind in ("context", "tensor"))
     world.slow[2] = [
         world.words("sft", "sft ddp", "--parallel.engine", "ddp"),
-        world.words("align", "dpo computed fsdp2", "--align.reference", "precomputed"),
+        world.words(
+            "align", "dpo qlora ddp", *eight_bits, "--parallel.engine", "ddp", source="sft qlora"
+        ),
+        world.words("align", "dpo fsdp2"),
+        world.words("align", "dpo lora fsdp2", "--lora.rank", 4),
+        world.words("align", "kto fsdp2", *judging),
+        world.words("align", "dpo computed fsdp2", *computed),
+        world.words("align", "dpo computed context", *computed, *context),
         world.words("align", "reward ddp", "--method", "reward", "--parallel.engine", "ddp"),
-        world.words("align", "kto tensor", *judging, "--parallel.tensor_parallel_degree", 2),
-        world.words("align", "dpo context", "--parallel.context_parallel_degree", 2),
+        world.words("align", "kto tensor", *judging, *tensor),
+        world.words("align", "dpo context", *context),
         world.words("align", "dpo pipeline", *stages),
-        world.words("align", "dpo computed pipeline", "--align.reference", "precomputed", *stages),
+        world.words("align", "dpo computed pipeline", *computed, *stages),
         world.words("align", "dpo lora pipeline", "--lora.rank", 4, *stages),
         world.words("align", "kto pipeline", *judging, *stages),
     ]
+    world.slow[3] = [
+        world.grpo("grpo on 3"),
+        world.grpo("grpo ddp on 3", "--parallel.engine", "ddp", steps=2),
+    ]
     # On four ranks context × tensor, and one of them × two that shard.
     world.slow[4] = [
-        world.words(
-            "align",
-            "dpo both",
-            "--parallel.context_parallel_degree",
-            2,
-            "--parallel.tensor_parallel_degree",
-            2,
-        ),
-        world.words(
-            "align", "dpo context pipeline", *stages, "--parallel.context_parallel_degree", 2
-        ),
-        world.words(
-            "align",
-            "dpo computed tensor",
-            "--align.reference",
-            "precomputed",
-            "--parallel.tensor_parallel_degree",
-            2,
-        ),
+        world.words("align", "dpo both", *context, *tensor),
+        world.words("align", "dpo context pipeline", *stages, *context),
+        world.words("align", "dpo computed tensor", *computed, *tensor),
         *(
-            world.words(
-                "align",
-                f"{method} context",
-                "--method",
-                method,
-                "--parallel.context_parallel_degree",
-                2,
-            )
+            world.words("align", f"{method} context", "--method", method, *context)
             for method in ("orpo", "simpo")
         ),
     ]
-    run_cases(
-        3,
-        [world.grpo("grpo on 3"), world.grpo("grpo ddp on 3", "--parallel.engine", "ddp", steps=2)],
-        folder,
-    )
     return world
 
 
@@ -344,7 +308,7 @@ def test_a_damaged_file_of_a_precomputed_reference_is_named(world: World, refuse
     )
 
 
-@pytest.mark.parametrize("name", ["sft", "sft qlora", "dpo", "grpo", "reward"])
+@parametrize("name", ["sft", "grpo", "sft qlora", "dpo", "reward"], fast=(0, 1))
 def test_stopped_and_continued_a_run_ends_in_the_same_bits(world: World, name: str) -> None:
     assert losses(world.run(f"{name} resumed")) == losses(world.run(name))
     theirs = weights_of(world.run(name))
@@ -352,37 +316,38 @@ def test_stopped_and_continued_a_run_ends_in_the_same_bits(world: World, name: s
         assert torch.equal(value, theirs[tensor]), tensor
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("name", "elsewhere"),
     [
-        pytest.param("sft", "sft ddp", marks=SLOW),
         ("sft", "sft fsdp2"),
         ("sft qlora", "sft qlora fsdp2"),
-        ("dpo qlora", "dpo qlora ddp"),
         ("dpo", "dpo ddp"),
-        ("dpo", "dpo fsdp2"),
         ("dpo", "dpo computed"),
-        pytest.param("dpo", "dpo computed fsdp2", marks=SLOW),
-        ("dpo lora", "dpo lora fsdp2"),
-        pytest.param("dpo lora", "dpo lora copy", marks=SLOW),
-        ("kto", "kto fsdp2"),
-        ("kto", "kto context"),
         ("dpo", "dpo tensor"),
-        ("dpo", "dpo computed context"),
-        pytest.param("kto", "kto tensor", marks=SLOW),
-        pytest.param("dpo", "dpo context", marks=SLOW),
-        pytest.param("dpo", "dpo both", marks=SLOW),
-        pytest.param("dpo", "dpo pipeline", marks=SLOW),
-        pytest.param("dpo", "dpo computed pipeline", marks=SLOW),
-        pytest.param("dpo", "dpo context pipeline", marks=SLOW),
-        pytest.param("dpo lora", "dpo lora pipeline", marks=SLOW),
-        pytest.param("kto", "kto pipeline", marks=SLOW),
-        pytest.param("dpo", "dpo computed tensor", marks=SLOW),
-        pytest.param("orpo", "orpo context", marks=SLOW),
-        pytest.param("simpo", "simpo context", marks=SLOW),
-        pytest.param("reward", "reward ddp", marks=SLOW),
+        ("kto", "kto context"),
         ("reward", "reward fsdp2"),
+        ("sft", "sft ddp"),
+        ("dpo qlora", "dpo qlora ddp"),
+        ("dpo", "dpo fsdp2"),
+        ("dpo", "dpo computed fsdp2"),
+        ("dpo lora", "dpo lora fsdp2"),
+        ("dpo lora", "dpo lora copy"),
+        ("kto", "kto fsdp2"),
+        ("dpo", "dpo computed context"),
+        ("kto", "kto tensor"),
+        ("dpo", "dpo context"),
+        ("dpo", "dpo both"),
+        ("dpo", "dpo pipeline"),
+        ("dpo", "dpo computed pipeline"),
+        ("dpo", "dpo context pipeline"),
+        ("dpo lora", "dpo lora pipeline"),
+        ("kto", "kto pipeline"),
+        ("dpo", "dpo computed tensor"),
+        ("orpo", "orpo context"),
+        ("simpo", "simpo context"),
+        ("reward", "reward ddp"),
     ],
+    fast=range(7),
 )
 def test_ranks_strategies_and_where_the_reference_comes_from_do_not_show_in_the_losses(
     world: World, name: str, elsewhere: str
@@ -393,8 +358,10 @@ def test_ranks_strategies_and_where_the_reference_comes_from_do_not_show_in_the_
         assert theirs[step] == pytest.approx(loss, rel=FP32.loss), step
 
 
-@pytest.mark.parametrize(
-    "name", ["dpo", "dpo computed", "dpo lora", "dpo qlora", "dpo fsdp2", "dpo from lora"]
+@parametrize(
+    "name",
+    ["dpo", "dpo computed", "dpo lora", "dpo qlora", "dpo fsdp2", "dpo from lora"],
+    fast=(0, 1),
 )
 def test_the_loss_of_dpo_begins_at_ln_2(world: World, name: str) -> None:
     run = world.run(name)
@@ -410,27 +377,32 @@ def test_what_a_greedy_answer_to_held_out_prompts_earns_is_measured(world: World
     assert sorted((run.path / "completions").glob("step-*-validation-rank-0.jsonl"))
 
 
-def test_what_is_taught_is_learnt(world: World) -> None:
-    for name in (
-        "sft",
-        "sft lora",
-        "sft qlora",
-        "dpo",
-        "dpo lora",
-        "dpo qlora",
-        "ipo",
-        "orpo",
-        "simpo",
-        "reward",
-        "reward lora",
-    ):
-        run = losses(world.run(name))
-        assert run[max(run)] < run[1], name
-    for name in ("dpo", "dpo lora", "ipo", "orpo", "simpo", "reward", "reward lora"):
-        assert (
-            losses(world.run(name), "rewards/margin")[STEPS]
-            > losses(world.run(name), "rewards/margin")[1]
-        ), name
+@parametrize(
+    ("name", "has_margins"),
+    [
+        ("sft", False),
+        ("sft lora", False),
+        ("sft qlora", False),
+        ("dpo", True),
+        ("orpo", True),
+        ("simpo", True),
+        ("reward", True),
+        ("dpo lora", True),
+        ("dpo qlora", False),
+        ("ipo", True),
+        ("reward lora", True),
+    ],
+    fast=range(7),
+)
+def test_what_is_taught_is_learnt(world: World, name: str, has_margins: bool) -> None:
+    run = losses(world.run(name))
+    assert run[max(run)] < run[1]
+    if has_margins:
+        margins = losses(world.run(name), "rewards/margin")
+        assert margins[STEPS] > margins[1]
+
+
+def test_held_out_data_is_measured_at_the_end(world: World) -> None:
     assert set(losses(world.run("sft"), "val/loss")) == {STEPS}
     assert set(losses(world.run("dpo"), "val/rewards/accuracy")) == {STEPS}
 
@@ -516,7 +488,7 @@ def test_an_export_of_adapters_merges_them_and_names_how_it_chats(
     assert "<|assistant|>" in (tmp_path / "out" / "chat_template.jinja").read_text()
 
 
-@pytest.mark.parametrize("name", ["grpo", "grpo on 2", "grpo on 3", "grpo lora", "grpo qlora"])
+@parametrize("name", ["grpo", "grpo on 2", "grpo on 3", "grpo lora", "grpo qlora"], fast=(0, 1))
 def test_at_the_first_update_on_a_set_of_answers_the_ratio_is_one(world: World, name: str) -> None:
     """What was recorded while sampling is what the policy's own forward pass gives."""
     run = world.run(name)
@@ -525,7 +497,8 @@ def test_at_the_first_update_on_a_set_of_answers_the_ratio_is_one(world: World, 
     assert losses(run, "kl")[1] == pytest.approx(0, abs=1e-6)
 
 
-def test_answers_are_the_same_on_any_ranks_while_weights_are(world: World) -> None:
+@parametrize("elsewhere", ["grpo on 2", "grpo on 3", "grpo ddp on 3"], fast=(0,))
+def test_answers_are_the_same_on_any_ranks_while_weights_are(world: World, elsewhere: str) -> None:
     """Those of the first set: sums in another order change a weight's last bit, and may change a
     later answer.
     """
@@ -534,13 +507,11 @@ def test_answers_are_the_same_on_any_ranks_while_weights_are(world: World) -> No
         files = sorted((world.run(name).path / "completions").glob("set-000000-rank-*.jsonl"))
         return sorted(line for file in files for line in file.read_text().splitlines())
 
-    assert (
-        answers("grpo") == answers("grpo on 2") == answers("grpo on 3") == answers("grpo ddp on 3")
-    )
+    assert answers("grpo") == answers(elsewhere)
     assert len(answers("grpo")) == 24
     record = json.loads(answers("grpo")[0])
     assert record.keys() == {"prompt", "completion", "reward", "parts", "tokens", "ended"}
-    assert losses(world.run("grpo on 3"), "reward")[1] == pytest.approx(
+    assert losses(world.run(elsewhere), "reward")[1] == pytest.approx(
         losses(world.run("grpo"), "reward")[1]
     )
 
@@ -569,9 +540,7 @@ def read_records_of(run: Run, rank: int) -> list[str]:
     return (run.path / "completions" / f"set-000000-rank-{rank}.jsonl").read_text().splitlines()
 
 
-@pytest.mark.parametrize(
-    "name", ["dr_grpo", pytest.param("dapo", marks=SLOW), pytest.param("gspo", marks=SLOW), "rloo"]
-)
+@parametrize("name", ["rloo", "dr_grpo", "dapo", "gspo"], fast=(0,))
 def test_every_preset_trains(world: World, name: str) -> None:
     run = world.run(name)
     assert set(losses(run, "reward")) == {1, 2}
@@ -581,6 +550,7 @@ def test_every_preset_trains(world: World, name: str) -> None:
         assert losses(run)[1] == pytest.approx(0, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_the_decoding_batch_size_does_not_change_results(world: World) -> None:
     for name in ("loss", "reward", "completion_tokens"):
         assert losses(world.run("grpo few at once"), name) == pytest.approx(
@@ -589,6 +559,7 @@ def test_the_decoding_batch_size_does_not_change_results(world: World) -> None:
         )
 
 
+@pytest.mark.slow
 def test_a_set_of_completions_saved_with_other_options_is_sampled_again(world: World) -> None:
     run = world.run("grpo begun without kl")
     assert set(losses(run)) == {1, 2, 3}
@@ -603,7 +574,7 @@ def test_a_divergence_that_lessens_rewards_is_a_metric_too(world: World) -> None
 
 
 def test_padding_is_no_token_of_the_tokens_a_second(world: World) -> None:
-    for name in ("sft", "dpo", "dpo fsdp2", "grpo on 3"):
+    for name in ("sft", "dpo", "dpo ddp", "grpo on 2"):
         run, places = world.run(name), 12 * 64
         for step, rate in losses(run, "tokens_per_second").items():
             tokens = rate * losses(run, "step_seconds")[step]
@@ -635,6 +606,7 @@ def test_held_out_examples_are_not_trained_on_and_rows_hold_whole_examples(world
         assert not contents(train) & contents(held_out)
 
 
+@pytest.mark.slow
 def test_a_reward_model_learns_to_tell_the_better_answer_and_continues_from_its_own_head(
     world: World,
 ) -> None:
@@ -683,6 +655,7 @@ def test_an_exported_reward_model_gives_in_transformers_what_it_gives_here(
     assert len(set(ours)) == len(THINGS)
 
 
+@pytest.mark.slow
 def test_a_reward_model_judges_rollouts(world: World) -> None:
     [file] = (world.run("grpo judged").path / "completions").glob("set-000000-rank-0.jsonl")
     records = [json.loads(line) for line in file.read_text().splitlines()]
@@ -708,10 +681,6 @@ def test_a_reward_model_judges_rollouts(world: World) -> None:
         (["generate", "{}/reward", "--prompts", "Hm"], "a reward model, which generates no text"),
         (["evaluate", "{}/reward"], "a reward model, which generates no text"),
         (
-            ["export", "{}/reward lora", "{}/out", "--adapters"],
-            "a reward model: its head is new and is not part of the",
-        ),
-        (
             ["sft", "--model.source", "{}/reward", "--data.files", "{}/chats.jsonl"],
             "only align.method = reward can start from",
         ),
@@ -721,6 +690,14 @@ def test_a_reward_model_is_not_taken_for_one_that_writes(
     world: World, refused: Refusal, words: list[str], line: str
 ) -> None:
     assert line in refused(*(word.format(world.folder) for word in words))
+
+
+@pytest.mark.slow
+def test_the_adapters_of_a_reward_model_are_not_exported_without_its_head(
+    world: World, refused: Refusal, tmp_path: Path
+) -> None:
+    line = refused("export", world.run("reward lora").path, tmp_path / "out", "--adapters")
+    assert "a reward model: its head is new and is not part of the" in line
 
 
 def test_a_model_that_writes_is_not_taken_for_a_judge(world: World, refused: Refusal) -> None:

@@ -22,6 +22,7 @@ from lmforge.core.steps.bad_steps import BadStep
 from lmforge.core.steps.checkpoints import Checkpoints
 from tests.distributed.conftest import Recipe
 from tests.distributed.test_resume import PACED_RUN, Pace, reach
+from tests.grids import parametrize
 from tests.preloaded import Forked, preloaded, rank_variables
 
 SCHEDULE = [
@@ -76,7 +77,7 @@ def remove_lock(run: Run) -> None:
     (run.path / ".lock").unlink()
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("remove", "ranks", "other_begins", "elsewhere"),
     [
         (remove_folder, 2, True, False),
@@ -85,6 +86,7 @@ def remove_lock(run: Run) -> None:
         pytest.param(remove_lock, 1, True, True, marks=pytest.mark.slow),
         pytest.param(remove_folder, 2, True, True, marks=pytest.mark.slow),
     ],
+    fast=(1,),
 )
 def test_a_run_that_has_lost_its_folder_ends_on_all_ranks_and_changes_nothing_there(
     remove: Callable[[Run], None],

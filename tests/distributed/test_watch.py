@@ -118,6 +118,7 @@ def test_a_rank_that_sleeps_is_named_with_its_phase_and_stack_and_so_is_who_wait
         assert over["reason"].startswith("making progress again after ")
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_distinguished_from_a_sleeping_one_and_its_peers_end_when_nobody_continues(
     recipe: Recipe, tmp_path: Path
 ) -> None:
@@ -150,6 +151,7 @@ def test_a_stopped_rank_is_distinguished_from_a_sleeping_one_and_its_peers_end_w
     assert json.loads((run.health_folder / "rank-1.json").read_text())["phase"] == "failed"
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_after_the_last_step_is_named_before_the_others_end(
     recipe: Recipe, tmp_path: Path
 ) -> None:
@@ -161,6 +163,7 @@ def test_a_rank_that_is_stopped_after_the_last_step_is_named_before_the_others_e
         run.wait_for(r"^trained 4 steps in ")
 
 
+@pytest.mark.slow
 def test_ranks_in_different_collectives_are_reported_as_such(
     recipe: Recipe, tmp_path: Path
 ) -> None:

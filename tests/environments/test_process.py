@@ -582,6 +582,7 @@ def closing_rows(log: Path, *names: str) -> list[dict[str, Any]]:
     ]
 
 
+@pytest.mark.slow
 def test_every_episode_that_was_begun_is_closed_once_whatever_became_of_it(
     file: Path, tmp_path: Path
 ) -> None:
@@ -642,6 +643,7 @@ def test_calls_of_an_environment_that_begins_early_have_all_begun_before_one_wai
     assert results[pool.spec].rewards == [2.0, 2.0, 2.0, 2.0, None]
 
 
+@pytest.mark.slow
 def test_calls_that_begin_together_have_one_time_limit_and_a_begin_that_hangs_costs_no_episode(
     file: Path,
 ) -> None:

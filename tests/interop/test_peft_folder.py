@@ -29,6 +29,7 @@ from lmforge.hf.merge_adapters import merge_adapters
 from lmforge.hf.peft_folder import load_peft_folder
 from lmforge.hf.pretrained import find_pretrained
 from lmforge.serve.decoding.model_loading import load_model
+from tests.grids import parametrize
 from tests.model.conftest import built, drawn_config
 from tests.model.foreign import theirs_of
 from tests.seeds import fresh_seed
@@ -405,7 +406,7 @@ def logits(model: LanguageModel, tokens: torch.Tensor) -> torch.Tensor:
     return result
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@parametrize("tied", [False, True], fast=(1,))
 def test_folders_that_peft_saved_after_a_resize_are_opened_as_peft_opens_them(
     tied: bool, byte_tokenizer: Tokenizer, draw: random.Random, tmp_path: Path
 ) -> None:
@@ -514,8 +515,8 @@ def test_adapters_of_any_shape_peft_has_are_merged_as_peft_merges_them(
             torch.testing.assert_close(value, merged[each], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "model_type", ["qwen3", pytest.param("gpt2", marks=pytest.mark.slow), "bloom"]
+@parametrize(
+    "model_type", ["qwen3", pytest.param("gpt2", marks=pytest.mark.slow), "bloom"], fast=(0,)
 )
 def test_adapters_of_half_of_a_tied_pair_untie_it_as_peft_computes_it(
     model_type: str, byte_tokenizer: Tokenizer, draw: random.Random, tmp_path: Path

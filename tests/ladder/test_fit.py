@@ -38,6 +38,7 @@ def test_the_same_seed_draws_the_same_laws() -> None:
     )
 
 
+@pytest.mark.slow
 def test_intervals_of_ninety_percent_hold_the_law_that_often() -> None:
     """Of 24 ladders with 4 values each; a tenth should miss, and intervals half as wide do miss a
     third.

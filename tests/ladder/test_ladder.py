@@ -296,6 +296,7 @@ def test_a_gpu_that_is_given_is_counted_with_also_where_it_is_the_default(
     assert "of GPU (h100-80)\n" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_share_is_of_the_run_that_ladder_target_pays(
     recipe: Path, capfd: pytest.CaptureFixture[str], target: Trial
 ) -> None:

@@ -26,6 +26,7 @@ from lmforge.serve.decoding.incremental import (
     is_plain,
 )
 from tests.generate.test_engine import SHAPES, SIZES
+from tests.grids import parametrize
 from tests.seeds import fresh_seed
 
 CPU = torch.device("cpu")
@@ -53,7 +54,7 @@ def recording(
     return decoder
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@parametrize("shape", SHAPES, fast=(0,))
 def test_recorded_steps_compute_what_others_do_while_sequences_join_grow_and_leave(
     shape: str,
 ) -> None:

@@ -143,6 +143,7 @@ def test_none_is_none() -> None:
     assert dropout(x, 0.0, keys_of(0, 2, 3), 0) is x
 
 
+@pytest.mark.slow
 @pytest.mark.needs("a C++ compiler")
 def test_compiled_it_has_the_same_bits() -> None:
     seed = fresh_seed()

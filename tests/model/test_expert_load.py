@@ -15,6 +15,7 @@ from lmforge.core.parallel.activation_checkpointing import apply_activation_chec
 from lmforge.core.records.runs import Run
 from lmforge.ops.monitor.expert_load import DEAD_AFTER_STEPS, ExpertLoad
 from tests.conftest import Command, without_shape
+from tests.grids import parametrize
 from tests.model.conftest import built, drawn_config, packed
 
 ALONE = DistributedContext(RankInfo(), torch.device("cpu"), None)
@@ -24,8 +25,11 @@ def expert_metrics(record: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in record.items() if name.startswith("experts/")}
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("mode", CHECKPOINTING_MODES)
+@parametrize(
+    ("compiled", "mode"),
+    [(compiled, mode) for compiled in (False, True) for mode in CHECKPOINTING_MODES],
+    fast=range(len(CHECKPOINTING_MODES) + 1),
+)
 def test_every_choice_of_a_token_is_counted_once_and_padding_is_not(
     mode: str, compiled: bool, draw: random.Random
 ) -> None:
@@ -90,6 +94,7 @@ def test_an_expert_without_tokens_for_100_steps_is_named_once_with_its_layer() -
     assert step(DEAD_AFTER_STEPS + 30, without=None) == []
 
 
+@pytest.mark.slow
 def test_a_run_on_two_ranks_records_the_load_of_one_on_one(
     tiny_options: list[str], lmforge: Command, tmp_path: Path
 ) -> None:

@@ -241,6 +241,7 @@ def test_no_token_is_dropped_where_all_choose_one_expert() -> None:
     torch.testing.assert_close(mixture(x), wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.needs("a C++ compiler")
 def test_experts_are_chosen_in_compiled_code_whether_or_not_they_are_counted() -> None:
     """As validation does it, which counts nothing."""

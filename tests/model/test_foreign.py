@@ -278,6 +278,7 @@ def test_code_in_a_folder_is_not_run(tmp_path: Path) -> None:
         resolve_model_config(tmp_path, {}, implementation="transformers")
 
 
+@pytest.mark.slow
 def test_lmforge_is_imported_without_transformers_and_says_so_where_it_is_needed(
     tmp_path: Path,
 ) -> None:

@@ -29,6 +29,7 @@ from lmforge.lab.bench.coordinates_table import FLAT, bars
 from lmforge.lab.bench.parity import SMALL_MIXTURE, SMALL_MODEL
 from lmforge.ops.verbs.show.tensor_table import describe_tensors
 from tests.conftest import Refusal
+from tests.grids import parametrize
 
 _DENSE: dict[str, Any] = {
     "vocab_size": 512,
@@ -104,7 +105,7 @@ def assert_flat_but_for_standard(
     assert max(largest_spread(configs, STANDARD, optimizer).values()) > 2 * FLAT
 
 
-@pytest.mark.parametrize(("family", "optimizer"), [("llama", "muon"), ("gpt2", "adamw")])
+@parametrize(("family", "optimizer"), [("llama", "muon"), ("gpt2", "adamw")], fast=(1,))
 def test_sizes_and_changes_do_not_depend_on_the_width(family: str, optimizer: str) -> None:
     assert_flat_but_for_standard(family, optimizer, (64, 256), seeds=1)
 
@@ -118,8 +119,8 @@ def test_sizes_and_changes_of_every_family_do_not_depend_on_the_width(
     assert_flat_but_for_standard(family, optimizer, (64, 128, 256, 512))
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("family", ["llama", "olmo2"])
+@parametrize("optimizer", ["adamw", "muon"], fast=(0,))
+@parametrize("family", ["llama", "olmo2"], fast=(0,))
 def test_with_completep_changes_do_not_depend_on_the_depth_either(
     family: str, optimizer: str
 ) -> None:
@@ -268,6 +269,7 @@ def to_transformers(model: LanguageModel, transformers: Any) -> Any:
     return theirs.eval()
 
 
+@pytest.mark.slow
 def test_doctor_says_which_modules_keep_their_size(
     capfd: pytest.CaptureFixture[str], tmp_path: Any
 ) -> None:

@@ -51,6 +51,7 @@ def large_folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [folder / "fp32", folder / "bf16"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "shards"),
     [

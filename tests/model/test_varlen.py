@@ -191,6 +191,7 @@ def varlen_chosen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
+@pytest.mark.slow
 def test_a_model_trains_as_with_dense_masks_and_is_not_compiled_again_for_other_documents(
     varlen_chosen: list[int], draw: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,6 +57,7 @@ def test_another_training_is_found_and_other_commands_are_not() -> None:
         assert not found(chat)
 
 
+@pytest.mark.slow
 def test_ranks_are_one_training_with_what_started_them() -> None:
     with (
         running(LAUNCHER, "-m", "lmforge", "pretrain") as launcher,

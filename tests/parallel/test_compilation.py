@@ -2,12 +2,10 @@
 decode.
 """
 
-from functools import partialmethod
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch._dynamo.utils import counters
 
 from lmforge.core.distributed import distributed as cluster
@@ -22,17 +20,10 @@ from lmforge.core.parallel.parallel_model import LossFn, ParallelModel, unsharde
 from lmforge.core.parallel.parallelize import parallelize
 from lmforge.lab.bench.parity import SMALL_MODEL, ParityData
 from lmforge.post.reference import ReferenceModel, reference_logprobs
+from tests.grids import grid
 
 MODES = tuple(CHECKPOINTING_MODES)
 LOSS = NextTokenObjective().loss
-
-
-@pytest.fixture
-def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks are traced, forward and backward, as they are for inductor, but no code is
-    generated.
-    """
-    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))
 
 
 def small_model(compiled: bool = True, loss_fn: LossFn = LOSS, **options: Any) -> ParallelModel:
@@ -55,8 +46,7 @@ def num_graphs() -> int:
 
 
 @pytest.mark.usefixtures("quick_compiler")
-@pytest.mark.parametrize("engine", ["single", "fsdp2"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "engine"), grid(MODES, ["single", "fsdp2"]))
 def test_checkpointed_blocks_are_compiled_into_one_graph_for_all_blocks_and_steps(
     engine: str, mode: str
 ) -> None:

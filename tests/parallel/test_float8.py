@@ -35,6 +35,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(file.read_text())
 
 
+@pytest.mark.slow
 def test_losses_in_float8_fall_like_those_in_fp32_but_are_not_the_same(
     trained: dict[str, Any],
 ) -> None:

@@ -32,6 +32,7 @@ from lmforge.core.parallel.validate import why_not_compiled
 from lmforge.core.records.runs import Run
 from lmforge.lab.bench.parity import SMALL_MODEL, ParityData
 from tests.conftest import Command
+from tests.grids import parametrize
 
 CPU = torch.device("cpu")
 CPUINFO = Path("/proc/cpuinfo")
@@ -122,7 +123,7 @@ def test_auto_follows_what_is_measured_on_this_machine(
     assert dtype == (torch.bfloat16 if fast else torch.float32)
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("begins", "chosen", "says", "resumes"),
     [
         (
@@ -138,6 +139,7 @@ def test_auto_follows_what_is_measured_on_this_machine(
             FASTER,
         ),
     ],
+    fast=(1,),
 )
 def test_rank_0_decides_for_all_and_a_resume_on_another_processor_keeps_it(
     tmp_path: Path,

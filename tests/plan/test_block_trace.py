@@ -3,6 +3,7 @@ family states.
 """
 
 import gc
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -41,7 +42,7 @@ from lmforge.core.parallel.tensor_parallel import apply_tensor_parallel
 from lmforge.core.parallel.validate import why_not_compiled
 from lmforge.lab.plan.operators import Product
 from lmforge.lab.plan.traces import TracedModel, model_shapes, trace_block
-from tests.grids import grid
+from tests.grids import grid, parametrize
 
 # No dimension of a parameter is their product, or the first.
 SEQUENCES, LENGTH = 2, 96
@@ -220,7 +221,7 @@ def test_a_block_keeps_what_its_trace_keeps(family: str, mode: str) -> None:
         assert difference in possible_differences(config)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@parametrize("mode", MODES, fast=(1,))
 def test_a_block_with_adapters_keeps_what_its_trace_keeps(mode: str) -> None:
     with real_block(CONFIGS["llama"], mode, lora=LORA) as (block, args):
         scalars = allocated_bytes(block, args) - traced_bytes(
@@ -229,7 +230,7 @@ def test_a_block_with_adapters_keeps_what_its_trace_keeps(mode: str) -> None:
         assert scalars in (0, 8 * len(LORA.target_modules))  # their scaling
 
 
-@pytest.mark.parametrize("mode", MODES)
+@parametrize("mode", MODES, fast=(2,))
 def test_a_rank_of_tensor_parallelism_keeps_what_its_trace_keeps(mode: str) -> None:
     with real_block(CONFIGS["llama"], mode, ranks=2) as (block, args):
         assert traced_bytes(CONFIGS["llama"], mode, 2, compiled=False) == allocated_bytes(
@@ -237,21 +238,11 @@ def test_a_rank_of_tensor_parallelism_keeps_what_its_trace_keeps(mode: str) -> N
         )
 
 
-# One mode of each kind.
-KINDS = {
-    (mode.recomputes_block(1, 1), mode.keeps_operators): name
-    for name, mode in CHECKPOINTING_MODES.items()
-}
-FAST = [("llama", mode) for mode in KINDS.values()] + [("gpt2", "none")]
-MORE = [
-    pytest.param(family, mode, marks=pytest.mark.slow)
-    for family in CONFIGS
-    for mode in MODES
-    if (family, mode) not in FAST
-]
+PAIRS = [*itertools.product(CONFIGS, MODES)]
+FAST = [PAIRS.index(("gpt2", "none")), PAIRS.index(("llama", "selective-ops"))]
 
 
-@pytest.mark.parametrize(("family", "mode"), [*FAST, *MORE])
+@parametrize(("family", "mode"), PAIRS, fast=FAST)
 def test_a_compiled_block_keeps_what_its_trace_keeps(family: str, mode: str) -> None:
     with real_block(CONFIGS[family], mode) as (block, args):
         difference = traced_bytes(CONFIGS[family], mode, compiled=True) - partitioned_bytes(
@@ -265,7 +256,7 @@ def compiles_with_tensor_parallelism(mode: str) -> bool:
     return why_not_compiled(options, "cpu") is None
 
 
-@pytest.mark.parametrize("mode", [*filter(compiles_with_tensor_parallelism, MODES)])
+@parametrize("mode", [*filter(compiles_with_tensor_parallelism, MODES)], fast=(0,))
 def test_a_compiled_rank_of_tensor_parallelism_keeps_what_its_trace_keeps(mode: str) -> None:
     with real_block(CONFIGS["llama"], mode, ranks=2) as (block, args):
         assert traced_bytes(CONFIGS["llama"], mode, 2, compiled=True) == partitioned_bytes(
@@ -273,8 +264,11 @@ def test_a_compiled_rank_of_tensor_parallelism_keeps_what_its_trace_keeps(mode: 
         )
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("family", CONFIGS)
+@parametrize(
+    ("compiled", "family"),
+    itertools.product((False, True), CONFIGS),
+    fast=range(len(CONFIGS) + 1),
+)
 def test_a_family_states_the_products_and_parameters_that_are_traced(
     family: str, compiled: bool
 ) -> None:

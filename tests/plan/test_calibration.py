@@ -25,6 +25,7 @@ from lmforge.lab.plan.planning import choose_dtypes, find_machine
 from lmforge.lab.plan.prediction.rates import Group, Rates
 from tests.calibrations import EXPERTS, calibration, write_calibration
 from tests.conftest import Command, Refusal
+from tests.grids import parametrize
 
 CPU_PLAN = ["--gpu_type", "cpu", "--train.global_batch_size", "8"]
 
@@ -37,6 +38,7 @@ def planned(capfd: pytest.CaptureFixture[str], *words: object) -> dict[str, Any]
 # --- measuring ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_ranks_measure_themselves_and_a_plan_of_two_takes_it(
     lmforge: Command, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -262,6 +264,7 @@ def test_the_disk_and_the_memory_are_those_that_were_measured(
     )
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_was_measured_and_what_is_of_a_data_sheet(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -333,7 +336,7 @@ def test_measured_collectives_count_for_the_group_that_was_measured() -> None:
 # --- compared with a step -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("preset", "engine", "ranks", "checkpointing"),
     [
         ("nano", "single", 1, "none"),
@@ -344,6 +347,7 @@ def test_measured_collectives_count_for_the_group_that_was_measured() -> None:
         ("nano-moe", "single", 1, "selective-ops"),
         ("nano-moe", "fsdp2", 2, "none"),
     ],
+    fast=(0,),
 )
 def test_live_tensors_at_the_peak_of_a_step_are_those_that_bench_measures(
     capfd: pytest.CaptureFixture[str],

@@ -113,6 +113,7 @@ def planned(capfd: pytest.CaptureFixture[str], folder: Path, *more: object) -> d
     return dict(json.loads(capfd.readouterr().out))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "more"),
     [
@@ -178,6 +179,7 @@ def test_a_plan_has_the_teacher_and_its_forward_pass_and_of_one_that_was_stored_
     assert sharded["memory_bytes"]["teacher"] < beside["memory_bytes"]["teacher"] / 2
 
 
+@pytest.mark.slow
 def test_a_search_of_a_distillation_splits_no_layers(
     models: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,6 +24,7 @@ from lmforge.core.options.sections import ParallelOptions
 from lmforge.core.parallel.parallelize import parallelize
 from lmforge.lab.plan.prediction.simulator import simulate
 from lmforge.lab.plan.prediction.step_config import StepConfig
+from tests.grids import parametrize
 from tests.plan.step_program import step_program
 
 MIB = 2**20
@@ -154,7 +155,7 @@ def compare(
     assert live == pytest.approx(tracked, rel=0.05)
 
 
-@pytest.mark.parametrize(("sizes", "world_size", "shape", "changes"), CASES)
+@parametrize(("sizes", "world_size", "shape", "changes"), CASES, fast=(0, 2))
 def test_a_simulated_step_peaks_where_a_real_one_does(
     sizes: dict[str, Any], world_size: int, shape: tuple[int, int], changes: dict[str, Any]
 ) -> None:

@@ -174,6 +174,7 @@ def test_what_is_suggested_fits_under_the_same_limit(
         assert f"step {STEPS}/{STEPS}" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_fit_is_refused_with_what_it_needs_at_least(
     tiny_tokens: Path, tmp_path: Path, mapped: int
 ) -> None:
@@ -276,7 +277,7 @@ def drawn_estimator(draw: random.Random, ranks: int) -> MemoryEstimator:
     return estimator_of(config, ranks, 5000, draw.choice(["fp32", "bf16"]), draw.random() < 0.5)
 
 
-@pytest.mark.parametrize("draws", [20, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("draws", [6, pytest.param(60, marks=pytest.mark.slow)])
 def test_only_what_fits_by_the_estimate_is_suggested_and_nothing_that_fits_is_called_too_large(
     draws: int,
 ) -> None:
@@ -410,6 +411,7 @@ def test_a_plan_and_a_run_have_the_same_inputs() -> None:
         assert planned == estimator_of(config, 4, dtype="bf16", on_gpu=True).step_config
 
 
+@pytest.mark.slow
 def test_a_failure_counts_as_a_measurement() -> None:
     """Where the prediction says that what has just failed fits, nothing nearly as large is
     suggested.

@@ -2,6 +2,7 @@
 direction.
 """
 
+import itertools
 import json
 import re
 import shutil
@@ -38,6 +39,7 @@ from lmforge.lab.plan.prediction.simulator import COMPUTE, NETWORK, Operation, s
 from lmforge.lab.plan.prediction.step_config import StepConfig
 from lmforge.lab.plan.traces import trace_block
 from tests.conftest import Refusal
+from tests.grids import parametrize
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "llama2-7b.toml"
@@ -88,6 +90,7 @@ def test_pools_of_streams_add_up_although_their_peaks_are_apart() -> None:
     )
 
 
+@pytest.mark.slow
 def test_repeated_micro_batches_take_the_time_that_simulating_each_takes() -> None:
     step_config = step_config_of(accumulation=3, micro_batch_size=1)
     three, six = prediction_of(step_config), prediction_of(replace(step_config, accumulation=6))
@@ -110,8 +113,11 @@ def test_what_is_kept_between_steps_is_what_the_model_has() -> None:
     assert sharded["weights"] == pytest.approx(4 * total / 64, rel=1e-9)
 
 
-@pytest.mark.parametrize("preset", ["llama3-8b", "qwen3-0.6b", "gpt2-124m", "mistral-7b"])
-@pytest.mark.parametrize("compiled", [True, False])
+@parametrize(
+    ("compiled", "preset"),
+    itertools.product((False, True), ["llama3-8b", "qwen3-0.6b", "gpt2-124m", "mistral-7b"]),
+    fast=range(5),
+)
 def test_checkpointing_trades_memory_for_time(preset: str, compiled: bool) -> None:
     length = {"gpt2-124m": 1024}.get(preset, 4096)
     base = step_config_of(preset, compiled=compiled, sequence_length=length, micro_batch_size=4)
@@ -132,8 +138,8 @@ def test_checkpointing_trades_memory_for_time(preset: str, compiled: bool) -> No
 MIXED = replace(get_preset("nano-moe"), mlp_only_layers=(2,), num_hidden_layers=12)
 
 
-@pytest.mark.parametrize(
-    "name", ["nano-moe", "olmoe-1b-7b", "mixtral-8x7b", "qwen3-30b-a3b", "mixed"]
+@parametrize(
+    "name", ["nano-moe", "olmoe-1b-7b", "mixtral-8x7b", "qwen3-30b-a3b", "mixed"], fast=(0,)
 )
 def test_a_mixture_is_planned_with_all_its_parameters_and_the_flops_of_the_active_ones(
     name: str,
@@ -157,6 +163,7 @@ def test_a_mixture_is_planned_with_all_its_parameters_and_the_flops_of_the_activ
     assert prediction.mfu < 0.7
 
 
+@pytest.mark.slow
 def test_expert_parallelism_splits_experts_over_a_copy_of_the_model_and_sends_tokens() -> None:
     tensor = step_config_of("qwen3-30b-a3b", gpus=16, tensor_parallel_degree=2)
     whole, split = (
@@ -210,6 +217,7 @@ def test_experts_that_are_fewer_than_the_ranks_are_sharded_over_all_of_them() ->
     assert many == pytest.approx(few / 8, rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_mixture_takes_longer_than_the_dense_model_of_its_active_parameters_and_less_than_that_of_all() -> (
     None
 ):
@@ -258,6 +266,7 @@ def test_a_pipeline_waits_less_with_more_micro_batches() -> None:
     assert few.bubble_seconds / few.step_seconds > 2 * many.bubble_seconds / many.step_seconds
 
 
+@pytest.mark.slow
 def test_splitting_the_model_splits_its_memory() -> None:
     whole = prediction_of(step_config_of("llama3-70b", gpus=64, micro_batch_size=1))
     for name in ("tensor_parallel_degree", "context_parallel_degree"):
@@ -268,26 +277,26 @@ def test_splitting_the_model_splits_its_memory() -> None:
         assert split.step_seconds < whole.step_seconds  # fewer tokens
 
 
-def test_an_estimate_of_a_search_is_near_the_prediction() -> None:
-    full, degrees = (
-        {"activation_checkpointing": "full"},
-        ({"tensor_parallel_degree": 2}, {"pipeline_parallel_degree": 2}),
-    )
-    mixture = ("olmoe-1b-7b", {"tensor_parallel_degree": 2})
-    for preset, changes in (
+@parametrize(
+    ("preset", "changes"),
+    [
+        ("llama2-34b", {"pipeline_parallel_degree": 2}),
         ("llama2-34b", {}),
-        ("llama2-34b", full),
-        *(("llama2-34b", each) for each in degrees),
-        mixture,
-    ):
-        step_config = step_config_of(preset, gpus=32, accumulation=4, micro_batch_size=1, **changes)
-        machine = Machine(data_sheets().gpu("h100-80"), data_sheets().network("infiniband-ndr"), 8)
-        estimated, whole = (
-            estimate(step_config, machine.gpu, machine.rates("bf16"), 0.0),
-            prediction_of(step_config),
-        )
-        assert estimated.step_seconds == pytest.approx(whole.step_seconds, rel=0.02)
-        assert estimated.device_bytes == pytest.approx(whole.device_bytes, rel=0.05)
+        ("llama2-34b", {"activation_checkpointing": "full"}),
+        ("llama2-34b", {"tensor_parallel_degree": 2}),
+        ("olmoe-1b-7b", {"tensor_parallel_degree": 2}),
+    ],
+    fast=(0,),
+)
+def test_an_estimate_of_a_search_is_near_the_prediction(
+    preset: str, changes: dict[str, Any]
+) -> None:
+    step_config = step_config_of(preset, gpus=32, accumulation=4, micro_batch_size=1, **changes)
+    machine = Machine(data_sheets().gpu("h100-80"), data_sheets().network("infiniband-ndr"), 8)
+    estimated = estimate(step_config, machine.gpu, machine.rates("bf16"), 0.0)
+    whole = prediction_of(step_config)
+    assert estimated.step_seconds == pytest.approx(whole.step_seconds, rel=0.02)
+    assert estimated.device_bytes == pytest.approx(whole.device_bytes, rel=0.05)
 
 
 def test_each_block_costs_what_its_own_window_makes_it_cost() -> None:
@@ -382,6 +391,7 @@ def test_a_plan_says_memory_speed_and_cost_with_intervals(
     assert planned["fits"] is True
 
 
+@pytest.mark.slow
 def test_a_plan_of_a_mixture_says_its_total_and_active_parameters(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -457,6 +467,7 @@ def test_a_chip_is_known_by_its_name_and_each_gpu_has_a_sequence(
     assert re.search(rf": {same['run']['days']:,.1f} days \(", printed), printed
 
 
+@pytest.mark.slow
 def test_what_offload_keeps_on_a_host_is_part_of_the_verdict(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -520,6 +531,7 @@ def test_a_search_tries_to_offload_activations_on_gpus_alone() -> None:
     assert tried == {True: {"none", "full"}, False: set()}
 
 
+@pytest.mark.slow
 def test_a_search_leaves_out_what_the_host_cannot_hold() -> None:
     base, gpu = step_config_of("124m", gpus=1, sequence_length=512), data_sheets().gpu("h100-80")
     results = {}
@@ -842,6 +854,7 @@ def test_a_search_without_a_fitting_configuration_fails_in_one_line(
     assert not (tmp_path / "a.toml").exists()
 
 
+@pytest.mark.slow
 def test_published_rows_are_predicted(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "plan.py")],
@@ -881,6 +894,7 @@ def tuned(folder: Path, *lines: str) -> Path:
     return recipe
 
 
+@pytest.mark.slow
 def test_a_plan_of_adapters_has_frozen_weights_without_gradients_and_optimizer_states(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], refused: Refusal
 ) -> None:

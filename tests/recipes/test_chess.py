@@ -16,6 +16,7 @@ import pytest
 from lmforge.core.records.runs import Run
 from lmforge.post.rewards.functions import load_reward_functions
 from tests.conftest import Command
+from tests.grids import parametrize
 from tests.preloaded import preloaded
 from tests.tools import need
 
@@ -75,7 +76,7 @@ def by_chance(script: Script, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.parametrize("player", ["by_engine", "by_chance"])
+@parametrize("player", ["by_engine", "by_chance"], fast=(1,))
 def test_games_are_legal_with_their_results_and_positions_are_from_them(
     player: str, request: pytest.FixtureRequest
 ) -> None:
@@ -103,6 +104,7 @@ def test_games_are_legal_with_their_results_and_positions_are_from_them(
     ]
 
 
+@pytest.mark.slow
 def test_games_depend_on_the_seed_and_not_on_the_number_of_processes(
     by_engine: Path, script: Script, tmp_path: Path
 ) -> None:

@@ -68,6 +68,7 @@ def test_the_tokens_of_each_expert_are_recorded_exactly_also_over_a_resume(
     assert runs[0].read_metrics()[-1]["experts/fullest/1"] == pytest.approx(largest)
 
 
+@pytest.mark.slow
 def test_a_long_run_has_at_most_as_many_records_as_before_wherever_it_is_continued() -> None:
     model = built(
         ModelConfig(50, 16, 1, 2, 24, model_type="qwen3_moe", num_experts=4, num_experts_per_tok=1)

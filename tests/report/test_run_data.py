@@ -115,6 +115,7 @@ def test_the_report_that_a_run_writes_as_it_ends_says_how_though_other_ranks_hav
     assert '"state": "running"' in write_run_report(run).read_text()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_any_number_of_files_is_shown_with_its_size(
     first: Run, tmp_path: Path
 ) -> None:

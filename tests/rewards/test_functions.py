@@ -13,6 +13,7 @@ import pytest
 from lmforge.core.errors import UserError
 from lmforge.post.rewards.builtin import _extract_code as extract_code
 from lmforge.post.rewards.functions import load_reward_functions
+from tests.grids import parametrize
 
 FUNCTIONS = """
 import asyncio, os, subprocess, sys, time
@@ -174,7 +175,7 @@ def test_a_file_is_imported_once_and_its_process_is_not_ours(
     assert (captured.out, captured.err) == ("", "printed by a reward\n" * 2)
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("function", "problem"),
     [
         ("raises", "ZeroDivisionError: division by zero"),
@@ -184,6 +185,7 @@ def test_a_file_is_imported_once_and_its_process_is_not_ours(
         ("spins", "no answer in 0.5 seconds"),
         ("never_async", "no answer in 0.5 seconds"),
     ],
+    fast=(0, 1, 2, 3, 5),
 )
 def test_a_failure_gives_none_and_its_error_and_leaves_the_other_function_alone(
     named: Callable[[str], str], function: str, problem: str, monkeypatch: pytest.MonkeyPatch
@@ -327,6 +329,7 @@ def test_python_code_rewards_each_stage_a_program_reaches() -> None:
         assert rewards([""] * 2, completions[1:3], {}).rewards == pytest.approx([1.0, 0.5])
 
 
+@pytest.mark.slow
 def test_programs_that_never_end_take_no_time_from_the_others_of_their_batch() -> None:
     # With the full time for each, they would exceed the time-out on any number of cores.
     endless = ["while True:\n    pass"] * (8 * len(os.sched_getaffinity(0)))

@@ -941,6 +941,7 @@ def test_sigterm_ends_the_server_and_the_running_requests(serving: Serving, mode
     assert answers[0][0] == 503
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )

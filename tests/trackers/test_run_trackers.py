@@ -16,6 +16,7 @@ from lmforge.cli import run as command
 from lmforge.core.records.runs import Run
 from lmforge.ops.trackers import run_trackers
 from tests.conftest import Refusal
+from tests.grids import parametrize
 from tests.tools import need
 
 Train = Callable[..., int]
@@ -98,13 +99,14 @@ UNSENT = "lmforge: recording: not sent{}: {}; the run's own files have everythin
 END = "the report, the end of the run"
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("place", "unsent"),
     [
         ("open", f"3 records, {END}"),
         ("metrics 2", f"2 records, {END}"),
         ("close", "the end of the run"),
     ],
+    fast=(1,),
 )
 def test_a_tracker_that_hangs_delays_no_step_and_the_end_by_a_bounded_time_and_gets_all_in_the_next_attempt(
     train: Train,
@@ -152,7 +154,12 @@ def test_records_after_one_that_a_tracker_refuses_are_sent(
     assert printed.err == first + UNSENT.format("", "1 record")
 
 
+<<<<<<< HEAD:tests/trackers/test_run_trackers.py
 def test_what_a_tracker_was_too_slow_for_is_sent_later_and_what_it_refused_is_counted(
+=======
+@pytest.mark.slow
+def test_what_a_tracker_was_too_slow_or_could_not_be_reached_for_is_sent_later(
+>>>>>>> wt-tests:tests/trackers/test_tracker_threads.py
     train: Train,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -170,7 +177,7 @@ def test_what_a_tracker_was_too_slow_for_is_sent_later_and_what_it_refused_is_co
     assert {each[1] for each in recorded(tmp_path) if each[0] == "metrics"} == {1, *range(4, 22)}
 
 
-@pytest.mark.parametrize("kind", ["exit-hang", "pool-hang"])
+@parametrize("kind", ["exit-hang", "pool-hang"], fast=())
 def test_the_process_of_a_run_ends_though_a_client_waits_at_its_exit_or_in_a_pool_of_threads(
     tiny_options: list[str], plugin: Path, tmp_path: Path, kind: str
 ) -> None:
@@ -202,6 +209,7 @@ def stalled_server() -> Iterator[str]:
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
 
 
+@pytest.mark.slow
 def test_a_server_that_never_answers_stalls_no_run(
     tiny_options: list[str],
     tmp_path: Path,

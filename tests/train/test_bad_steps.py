@@ -37,6 +37,7 @@ from lmforge.hf.resolve import resolve_model_config
 from lmforge.lab.bench.parity import SMALL_MODEL, ParityData
 from tests.conftest import Command, without_shape
 from tests.distributed.conftest import losses
+from tests.grids import grid, parametrize
 from tests.seeds import fresh_random
 
 ALONE = DistributedContext(RankInfo(), torch.device("cpu"), None)
@@ -353,8 +354,7 @@ def test_a_resumed_run_all_of_whose_steps_are_bad_does_not_finish(
     )
 
 
-@pytest.mark.parametrize("packing", ["best-fit", "none"])
-@pytest.mark.parametrize("method", ["sft", "orpo"])
+@pytest.mark.parametrize(("method", "packing"), grid(["sft", "orpo"], ["best-fit", "none"]))
 def test_the_samples_of_a_bad_step_of_examples_are_shown(
     method: str, packing: str, broken: Path, tmp_path: Path, lmforge: Command
 ) -> None:
@@ -377,7 +377,7 @@ def test_the_samples_of_a_bad_step_of_examples_are_shown(
     assert shown.stdout.count("[") == shown.stdout.count("<|endoftext|>]") >= 4
 
 
-@pytest.mark.parametrize("every", [1, 2])
+@parametrize("every", [1, 2], fast=(0,))
 def test_the_answers_of_a_bad_step_of_rollouts_are_shown_where_they_were_written(
     every: int, tiny_run: Path, tmp_path: Path, lmforge: Command
 ) -> None:

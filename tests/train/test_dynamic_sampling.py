@@ -55,6 +55,7 @@ def records(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_groups_of_equal_rewards_are_replaced_alike_on_any_number_of_ranks(
     sampling: Callable[..., list[str]], lmforge: Command, tmp_path: Path
 ) -> None:

@@ -268,7 +268,8 @@ def test_what_observes_a_run_changes_no_bit_of_it(tmp_path: Path) -> None:
         assert torch.equal(alone, watched), name
 
 
-@pytest.mark.needs("a C++ compiler")
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_compiler")
 def test_blocks_that_are_compiled_again_or_not_at_all_are_reported_and_others_are_not(
     capsys: Capture, tmp_path: Path
 ) -> None:

@@ -137,6 +137,7 @@ def prediction(
         return str(problem)
 
 
+@pytest.mark.slow
 def test_speed_is_predicted_for_known_hardware_only(tmp_path: Path) -> None:
     step_config, measured = step_config_of(gpus=8), write_calibration(tmp_path, calibration())
     known = prediction(step_config)
@@ -174,12 +175,14 @@ def test_speed_is_predicted_for_known_hardware_only(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_run_of_preferences_is_predicted_and_one_that_samples_is_not() -> None:
     assert prediction(step_config_of(), stage="align").tokens_per_second > 0
     sampled = prediction(step_config_of(), "--align.method", "grpo", stage="align")
     assert sampled.startswith("align.method = grpo is not predicted: ")
 
 
+@pytest.mark.slow
 def test_memory_of_tensors_is_what_a_gpu_counts_as_allocated() -> None:
     result = prediction(step_config_of("124m", gpus=1, sequence_length=512))
     low, high = result.memory_interval

@@ -315,6 +315,7 @@ def is_whole(page: list[str]) -> None:
     assert before.startswith(("MFU", "predicted")) or before.endswith("on this machine)")
 
 
+@pytest.mark.slow
 @pytest.mark.needs("tmux")
 def test_the_panel_survives_other_widths_and_ctrl_c(
     tiny_options: list[str],
@@ -374,6 +375,7 @@ def test_a_terminal_that_becomes_narrower_than_the_lines_shows_them_cut_below_wh
     assert page[at : at + 4] == [*(f"{at} {'y' * 46}…" for at in range(3)), ""]
 
 
+@pytest.mark.slow
 @pytest.mark.needs("tmux")
 def test_after_a_run_was_killed_the_terminal_is_sane(
     tiny_options: list[str],

@@ -40,6 +40,7 @@ from lmforge.serve.decoding.model_loading import load_model
 from lmforge.serve.decoding.sampling import SamplingParams
 from tests.cluster.laboratory import Laboratory
 from tests.conftest import Command, Refusal, only_line
+from tests.grids import parametrize
 from tests.preloaded import preloaded
 from tests.rounding import assert_rounding_apart, other_rounding
 from tests.serve.conftest import KEY, Server
@@ -164,6 +165,7 @@ def test_two_ranks_that_share_servers_learn_what_one_process_does(
     assert_learned_the_same(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "split",
     ["tensor", *(pytest.param(name, marks=pytest.mark.slow) for name in ("context", "pipeline"))],
@@ -187,6 +189,7 @@ def test_a_policy_that_ranks_split_learns_from_servers_what_one_process_does(
     assert_learned_the_same(tmp_path)
 
 
+@pytest.mark.slow
 def test_in_a_pipeline_servers_get_the_weights_and_adapters_of_all_stages(
     grpo: Callable[..., list[str]], rollout_server: Server, lmforge: Command, tmp_path: Path
 ) -> None:
@@ -243,6 +246,7 @@ def test_a_pipeline_resumes_amid_a_set_with_the_probabilities_of_its_first_use(
     assert_learned_the_same(tmp_path)
 
 
+@pytest.mark.slow
 def test_adapters_are_merged_into_the_weights_that_servers_get(
     grpo: Callable[..., list[str]], rollout_server: Server, lmforge: Command, tmp_path: Path
 ) -> None:
@@ -405,15 +409,16 @@ def faulty(url: str, fault: str | Callable[[dict[str, Any]], None]) -> Iterator[
         thread.join()
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("fault", "words"),
     [
         ("cuts", "not valid JSON"),
         ("refuses", "its answer broke off (status 500)"),
         (change("version", "default"), "answers with other weights"),
-        ("hangs", "no whole answer within 10 s"),
+        ("hangs", "no whole answer within 4 s"),
         (change("end", 10**11), "its versions are not those of each token"),
     ],
+    fast=(0, 2, 3),
 )
 def test_requests_of_a_server_that_fails_go_to_others(
     fault: str | Callable[[dict[str, Any]], None],
@@ -426,7 +431,7 @@ def test_requests_of_a_server_that_fails_go_to_others(
     with faulty(rollout_server.url, fault) as url:
         assert (
             command(
-                grpo("run", *by(rollout_server.url, url), "--rollout.engine_timeout_seconds", 10)
+                grpo("run", *by(rollout_server.url, url), "--rollout.engine_timeout_seconds", 4)
             )
             == 0
         )

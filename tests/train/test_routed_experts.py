@@ -218,6 +218,7 @@ def test_experts_that_are_not_those_of_each_token_are_a_problem_of_the_server(
             server.sample(SampleRequest(0, [5, 6], 2, 0), SamplingParams())
 
 
+@pytest.mark.slow
 def test_runs_replay_the_experts_of_the_trainer_itself_and_of_a_server_and_resume_amid_a_set(
     grpo: Callable[..., list[str]],
     mixture_server: Server,

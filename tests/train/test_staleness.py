@@ -201,6 +201,7 @@ def test_servers_that_a_run_starts_sample_ahead_and_it_resumes_as_its_journal_sa
     assert_equals_its_journal(tmp_path / "run", words, command)
 
 
+@pytest.mark.slow
 def test_after_a_rollback_no_token_is_of_weights_that_were_left(
     ahead: Callable[..., list[str]],
     grpo: Callable[..., list[str]],

@@ -20,6 +20,7 @@ from lmforge.core.options.options import validate_options
 from lmforge.core.options.sections import OptimizerOptions
 from lmforge.core.options.stage import PretrainConfig
 from lmforge.lab.bench.parity import SMALL_MODEL
+from tests.grids import parametrize
 from tests.seeds import fresh_random, fresh_seed
 
 NUMBERS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8}
@@ -123,7 +124,7 @@ def test_a_rounded_weight_is_right_on_average_and_the_same_for_any_part_of_it() 
     assert float((whole.double().mean(1) / numbers[:, 0] - 1).abs().max()) < 5 * 2**-8 / 70
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
+@parametrize("name", ["adamw", "muon"], fast=(0,))
 def test_steps_below_the_spacing_of_bf16_add_up_only_where_they_are_rounded_at_random(
     name: Any,
 ) -> None:
