@@ -154,12 +154,8 @@ def test_records_after_one_that_a_tracker_refuses_are_sent(
     assert printed.err == first + UNSENT.format("", "1 record")
 
 
-<<<<<<< HEAD:tests/trackers/test_run_trackers.py
-def test_what_a_tracker_was_too_slow_for_is_sent_later_and_what_it_refused_is_counted(
-=======
 @pytest.mark.slow
-def test_what_a_tracker_was_too_slow_or_could_not_be_reached_for_is_sent_later(
->>>>>>> wt-tests:tests/trackers/test_tracker_threads.py
+def test_what_a_tracker_was_too_slow_for_is_sent_later_and_what_it_refused_is_counted(
     train: Train,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
