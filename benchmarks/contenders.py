@@ -33,7 +33,6 @@ from lmforge.core.model.lora import add_lora
 from lmforge.core.model.lora_config import adapter_parameters
 from lmforge.core.model.quantization import blocks
 from lmforge.core.optim.schedules import build_schedule
-from lmforge.core.options.activation_checkpointing import CheckpointingMode
 from lmforge.core.options.batch_plan import BatchPlan
 from lmforge.core.options.operation import CheckpointOptions, LogOptions
 from lmforge.core.options.sections import (
@@ -94,7 +93,7 @@ class Contest:
     folder: Path
     device: str = "cpu"
     accumulation: int = 1
-    activation_checkpointing: CheckpointingMode = "none"  # the others: all blocks
+    activation_checkpointing: str = "none"  # the others: all blocks
     master_dtype: Literal["fp32", "bf16"] = "fp32"
     lora: LoraOptions | None = None
 

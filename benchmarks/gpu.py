@@ -49,7 +49,6 @@ from lmforge.core.files.atomic_files import atomic_write_json, atomic_write_text
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.config_json import to_config_json
 from lmforge.core.model.flops import FLOPS_CONVENTION, parameter_count
-from lmforge.core.options.activation_checkpointing import CheckpointingMode
 from lmforge.core.options.sections import ParallelOptions
 from lmforge.core.parallel.peak_flops import rank_peak_flops
 from lmforge.core.parallel.precision import has_native_bf16
@@ -94,7 +93,7 @@ class Size:
     step_tokens: int
     length: int = 2048
     checkpointing_from: int | None = None
-    variants: dict[str, tuple[CheckpointingMode, int]] | None = None
+    variants: dict[str, tuple[str, int]] | None = None
     published: float | None = None
     published_on: str = "one H200"
     lora: LoraOptions | None = None

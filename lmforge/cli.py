@@ -48,6 +48,7 @@ from lmforge.core.options.options import MAX_NAME_WIDTH, Options, iter_options, 
 from lmforge.core.options.stage import StageConfig
 from lmforge.core.options.verbs import VERBS
 from lmforge.core.parallel.dims import plan_batches
+from lmforge.core.plugins import load_plugins
 from lmforge.core.records.runs import Run
 from lmforge.lab.options.bench import BenchConfig
 from lmforge.ops.monitor.rank_log import losing_output
@@ -154,7 +155,11 @@ def run(arguments: list[str]) -> int:
     debug = bool(os.environ.get(DEBUG_VARIABLE))
     chosen: Options | None = None
     try:
-        name, *rest = [word for word in arguments if word != "--debug"] or ["--help"]
+        words = [word for word in arguments if word != "--debug"]
+        while words[:1] == ["--plugins"] and len(words) > 1:
+            load_plugins([words[1]])
+            words = words[2:]
+        name, *rest = words or ["--help"]
         status = 0
         answer = _answer(name, rest)
         works = answer is None and (VERBS[name].writes or VERBS[name].distributed)

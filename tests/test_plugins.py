@@ -657,7 +657,7 @@ def test_an_algorithm_of_a_plugin_is_a_loss_whose_switches_the_recipe_overrides(
     assert recipe.copies_reference
 
 
-@pytest.mark.parametrize("kind", ["verb", "stage", "monitor", "weight_source"])
+@pytest.mark.parametrize("kind", ["packing", "stage", "monitor", "weight_source"])
 def test_names_of_kinds_that_only_lmforge_registers_are_refused(kind: str) -> None:
     with pytest.raises(UserError, match=f"^{kind} mine: only lmforge registers names of this kind"):
         registry.register(kind, "mine", "my_module:thing")
@@ -723,3 +723,104 @@ def test_an_observer_and_a_check_of_a_plugin_see_a_run(
     capfd.readouterr()
     assert command([*words, "--run.name", "refused", "--train.steps", "2"]) == 2
     assert "run_check names: raised ValueError: no run of this name" in capfd.readouterr().err
+
+
+ONE_OF_EACH = '''
+import json
+import lmforge
+from lmforge.core.options.activation_checkpointing import FullCheckpointing
+
+
+class FirstBlock(FullCheckpointing):
+    name = "first-block"
+    summary = "of the first block"
+
+    def recomputes_block(self, number, every):
+        return number == 1
+
+
+lmforge.register("checkpointing_mode", "first-block", FirstBlock)
+
+
+class GreetOptions(lmforge.Options):
+    """lmforge greet: say hello."""
+    whom: str = lmforge.option("you", "who is greeted")
+
+
+@lmforge.register("verb", "greet", config=GreetOptions)
+def greet(options):
+    print(f"hello {options.whom}")
+    return 0
+
+
+@lmforge.register("optimizer", "plain", states_per_parameter=2)
+def plain(groups, options, own):
+    import torch
+    return torch.optim.AdamW(groups, lr=options.lr)
+
+
+@lmforge.register("tracker", "lines")
+class Lines:
+    url = None
+
+    def __init__(self, run):
+        self.run_id, self.path = "one", run.path / "lines.txt"
+
+    def log_metrics(self, step, values):
+        with open(self.path, "a") as file:
+            print(step, "loss" in values, file=file)
+
+    def log_table(self, table): pass
+    def attach(self, report): pass
+    def close(self, state): pass
+
+
+@lmforge.register("algorithm", "mine")
+def mine():
+    from lmforge.post.objectives.policy import PolicyLossConfig
+    return PolicyLossConfig(epsilon=0.3)
+
+
+@lmforge.register("document_source", "one")
+def one(file, options):
+    for line in file:
+        yield {"text": line.decode()}
+
+
+lmforge.register("model_family", "quiet", "quiet_llama:QuietLlama", like="llama")
+'''
+
+
+def test_one_file_adds_one_of_each_and_a_run_uses_them(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plugin = tmp_path / "one_of_each.py"
+    plugin.write_text(ONE_OF_EACH)
+    (tmp_path / "quiet_llama.py").write_text(
+        "from lmforge.core.model.modules.decoder import Decoder\n\n"
+        "class QuietLlama(Decoder):\n"
+        "    def forward(self, *arguments, **named):\n"
+        "        return 0.5 * super().forward(*arguments, **named)\n"
+    )
+    assert command(["--plugins", str(plugin), "greet", "--whom", "them"]) == 0
+    assert capsys.readouterr().out == "hello them\n"
+    assert command(["--plugins", str(plugin), "--help"]) == 0
+    assert "say hello" in capsys.readouterr().out
+    (tmp_path / "text.one").write_text("One line.\nAnd another.\n" * 20)
+    words = ["prepare", str(tmp_path / "text.one"), str(tmp_path / "out"), "--tokenizer", "bytes"]
+    assert command([*words, "--plugins", str(plugin), "--workers", "1"]) == 0
+    assert len(documents(tmp_path / "out")) == 40
+    chosen = {
+        "--plugins": plugin,
+        "--run.folder": tmp_path / "runs",
+        "--run.name": "own",
+        "--model.model_type": "quiet",
+        "--optimizer.name": "plain",
+        "--parallel.activation_checkpointing": "first-block",
+        "--log.trackers": "lines",
+    }
+    words = [str(word) for pair in chosen.items() for word in pair]
+    assert command(["pretrain", str(recipe), *words]) == 0
+    lines = (tmp_path / "runs" / "own" / "lines.txt").read_text().splitlines()
+    assert [line for line in lines if line.endswith("True")] == [f"{n} True" for n in (1, 2, 3, 4)]
+    assert build_policy_loss_config(RolloutOptions(loss_type="mine")).epsilon == 0.3

@@ -42,7 +42,7 @@ class RegistryKind:
 KINDS = {
     kind.name: kind
     for kind in (
-        RegistryKind("verb", "", "the command line", is_open=False),
+        RegistryKind("verb", "", "the command line", has_options=False),
         RegistryKind("doctor_check", "", "lmforge doctor", is_open=False),
         RegistryKind("chat_tools", "", "lmforge chat --tools", is_open=False),
         RegistryKind("stage", "run", "run.stage", is_open=False),
@@ -55,6 +55,12 @@ KINDS = {
         RegistryKind("objective", "objective", "objective.name"),
         RegistryKind("optimizer", "optimizer", "optimizer.name"),
         RegistryKind("schedule", "schedule", "schedule.name"),
+        RegistryKind(
+            "checkpointing_mode",
+            "parallel",
+            "parallel.activation_checkpointing",
+            has_options=False,
+        ),
         RegistryKind("feed_forward", "model", "the config of a model", is_open=False),
         RegistryKind("packing", "data", "data.packing", is_open=False),
         RegistryKind("engine", "parallel", "parallel.engine", is_open=False),
@@ -189,6 +195,8 @@ def register(
             f"{kind} {name}: give like=…, the model_type whose config it has:"
             f" {', '.join(names(kind))}"
         )
+    if kind == "verb" and "config" not in facts:
+        raise UserError(f"{kind} {name}: give config=…, the class of its options")
     if kind == "checkpoint_layout" and not {"marker", "like"} <= facts.keys():
         raise UserError(
             f"{kind} {name}: give marker=…, a tensor that only it has, and like=…, the model_type"

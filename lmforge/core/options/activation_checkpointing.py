@@ -1,11 +1,14 @@
 """The modes of `parallel.activation_checkpointing`: what each keeps of a block for its backward
-pass, which computes the rest again.
+pass, which computes the rest again. Their names are in builtin_names.py; a plugin may add one.
 
 Without torch. core/parallel/activation_checkpointing.py carries a mode out, and plan/ traces what
 it saves and what it costs.
 """
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from collections.abc import Iterator, Mapping
+from typing import ClassVar
+
+from lmforge.core import registry
 
 
 class NoCheckpointing:
@@ -74,10 +77,21 @@ class SelectiveBlocks(FullCheckpointing):
         return number % every == 0
 
 
-# By name, from the one that recomputes least to the one that keeps least.
-_MODES = (NoCheckpointing(), SelectiveOperators(), SelectiveBlocks(), FullCheckpointing())
-CHECKPOINTING_MODES: dict[str, NoCheckpointing] = {mode.name: mode for mode in _MODES}
-if TYPE_CHECKING:
-    CheckpointingMode = str
-else:
-    CheckpointingMode = Literal[tuple(CHECKPOINTING_MODES)]
+class _Modes(Mapping[str, NoCheckpointing]):
+    """The modes by their names, those of plugins last."""
+
+    def __getitem__(self, name: str) -> NoCheckpointing:
+        entry = registry.find("checkpointing_mode", name)
+        if entry is None:
+            raise KeyError(name)
+        mode: NoCheckpointing = entry.build()
+        return mode
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(registry.names("checkpointing_mode"))
+
+    def __len__(self) -> int:
+        return len(registry.names("checkpointing_mode"))
+
+
+CHECKPOINTING_MODES = _Modes()

@@ -85,6 +85,13 @@ BUILT_IN_NAMES: dict[str, dict[str, str]] = {
         "warmup-stable-decay": "lmforge.core.optim.schedules:warmup_stable_decay",
         "constant": "lmforge.core.optim.schedules:constant",
     },
+    # From the one that recomputes least to the one that keeps least.
+    "checkpointing_mode": {
+        "none": "lmforge.core.options.activation_checkpointing:NoCheckpointing",
+        "selective-ops": "lmforge.core.options.activation_checkpointing:SelectiveOperators",
+        "selective-blocks": "lmforge.core.options.activation_checkpointing:SelectiveBlocks",
+        "full": "lmforge.core.options.activation_checkpointing:FullCheckpointing",
+    },
     # Of a block.
     "feed_forward": {
         "gated": "lmforge.core.model.layers:GatedMLP",

@@ -14,7 +14,7 @@ from pydantic import field_validator
 
 from lmforge.core.errors import UserError
 from lmforge.core.files.untrusted import compile_pattern, name_problem
-from lmforge.core.options.activation_checkpointing import CHECKPOINTING_MODES, CheckpointingMode
+from lmforge.core.options.activation_checkpointing import CHECKPOINTING_MODES
 from lmforge.core.options.options import Options, choice, option
 from lmforge.core.options.ranges import (
     COUNT,
@@ -302,7 +302,7 @@ class ParallelOptions(Options):
         " host)",
         **RANKS,
     )
-    activation_checkpointing: CheckpointingMode = option(
+    activation_checkpointing: str = choice(
         "none",
         "recompute activations in backward: "
         + ", ".join(
@@ -310,6 +310,7 @@ class ParallelOptions(Options):
             for name, mode in CHECKPOINTING_MODES.items()
             if name != "none"
         ),
+        "checkpointing_mode",
     )
     activation_checkpointing_every: int = option(
         2, "the k of activation_checkpointing = selective-blocks", **COUNT

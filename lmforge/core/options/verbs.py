@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from lmforge.core.options.options import Options
-from lmforge.core.registry import entries, find, import_named
+from lmforge.core.registry import Entry, entries, find, import_named
 
 
 @contextmanager
@@ -43,7 +43,7 @@ class Verb:
     """A verb: its options, and the function that carries it out.
 
     options: a class whose docstring begins with the verb's usage and summary, `lmforge VERB
-    ARGUMENTS: SUMMARY.` function: "module:name", called with the options; it returns the exit
+    ARGUMENTS: SUMMARY.` entry: that of its function, which is called with the options and returns the exit
     status.
     distributed: the options name a number of processes; `lmforge` starts that many ranks, which
     call the function together.
@@ -53,7 +53,7 @@ class Verb:
     """
 
     options: type[Options]
-    function: str
+    entry: Entry
     distributed: bool = False
     writes: bool = False
     pass_arguments: bool = False
@@ -68,7 +68,7 @@ class Verb:
 
     def load(self) -> Callable[..., int]:
         with imports_not_garbage():
-            function: Callable[..., int] = import_named(self.function)
+            function: Callable[..., int] = self.entry.load()
         return function
 
 
@@ -80,7 +80,9 @@ class _Verbs(Mapping[str, Verb]):
         if entry is None:
             raise KeyError(name)
         facts = dict(entry.facts)
-        return Verb(import_named(facts.pop("config")), entry.implementation, **facts)
+        config = facts.pop("config")
+        options = import_named(config) if isinstance(config, str) else config
+        return Verb(options, entry, **facts)
 
     def __iter__(self) -> Iterator[str]:
         return (entry.name for entry in entries("verb"))
