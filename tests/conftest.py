@@ -31,6 +31,15 @@ from tests.cluster.laboratory import Laboratory
 from tests.preloaded import TIMEOUT_SECONDS, preloaded
 from tests.text import write_documents
 
+if hypothesis is not None:
+    # How fast a machine draws or computes is no claim of a test.
+    hypothesis.settings.register_profile(
+        "untimed",
+        deadline=None,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
+    hypothesis.settings.load_profile("untimed")
+
 ROOT = Path(__file__).parents[1]
 # A process that a test starts imports this checkout, and the modules of its tests, from whichever
 # folder it is in.

@@ -132,7 +132,9 @@ def slow_sequence(spans: list[list[int]], length: int) -> dict[str, list[int]]:
 
 
 @settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(
     shards=shards_of_documents,

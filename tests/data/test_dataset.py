@@ -99,7 +99,9 @@ def as_lists(sequence: PackedSequence) -> dict[str, list[int]]:
 
 
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(
     shards=shards_of_documents,
@@ -124,7 +126,9 @@ def test_any_sample_equals_the_slow_oracle(
 
 
 @settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(shards=shards_of_documents, length=st.integers(1, 40), epoch=st.integers(0, 5))
 def test_an_epoch_scores_every_transition_within_a_document_exactly_once(

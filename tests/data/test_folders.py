@@ -49,7 +49,9 @@ def write(path: Path, text: str = "a") -> Path:
 
 
 @settings(
-    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=200,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(names=st.sets(NAMES, min_size=1, max_size=5))
 def test_splits_are_those_that_datasets_finds_by_the_names(
