@@ -66,7 +66,7 @@ def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Those that a call gives: without the receiver of a method that is not bound."""
+    """The parameters that a call gives: without the receiver of a method that is not bound."""
     parameters = list(inspect.signature(function).parameters.values())
     if (
         parameters
@@ -78,7 +78,8 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def _type_schema(hint: Any, where: str) -> dict[str, Any]:
-    origin, arguments = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    arguments = get_args(hint)
     known = SCALARS | CONTAINERS
     if hint is Any:
         return {}

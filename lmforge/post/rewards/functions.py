@@ -88,7 +88,9 @@ class RewardFunctions(AbstractContextManager["RewardFunctions"]):
     def __init__(
         self, workers: Sequence[RewardWorker], weights: dict[str, float], timeout_seconds: float
     ):
-        self._workers, self._weights, self._timeout_seconds = workers, weights, timeout_seconds
+        self._workers = workers
+        self._weights = weights
+        self._timeout_seconds = timeout_seconds
 
     def __call__(
         self,
@@ -288,7 +290,8 @@ class _RewardProcess:
         heartbeat: Callable[[], None],
         options: Mapping[str, str],
     ) -> None:
-        self._file, self._heartbeat = file, heartbeat
+        self._file = file
+        self._heartbeat = heartbeat
         plugins = (
             files_of([registry.get("reward", name) for name in functions])
             if file == REGISTERED

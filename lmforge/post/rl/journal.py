@@ -117,13 +117,14 @@ class RolloutJournal:
         `rank_and_size`: this data-parallel rank, and how many there are. `ensure_lock`:
         `Run.ensure_lock`. Every rank calls it.
         """
-        self._folder, self._key, self._dist_ctx, self._warn = folder, key, dist_ctx, warn
+        self._folder = folder
+        self._key = key
+        self._dist_ctx = dist_ctx
+        self._warn = warn
         self._ensure_lock = ensure_lock
-        self._num_iterations, self._sequence_length, self._rank_and_size = (
-            num_iterations,
-            sequence_length,
-            rank_and_size,
-        )
+        self._num_iterations = num_iterations
+        self._sequence_length = sequence_length
+        self._rank_and_size = rank_and_size
         self._attempt = dist_ctx.broadcast(uuid4().hex)
         # The parts of each set that was complete when the run was started, in the order of their
         # ranks.

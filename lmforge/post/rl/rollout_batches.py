@@ -130,7 +130,8 @@ def _completion_metrics(
     """Metrics of each completion, fp32 [completions], by name, from rewards [groups,
     num_generations].
     """
-    known, passed = ~rewards.isnan(), rewards >= pass_threshold
+    known = ~rewards.isnan()
+    passed = rewards >= pass_threshold
     passes = {f"pass@{k}": pass_at_k(k, passed, known) for k in pass_sizes(rewards.shape[1])}
     # A group in which some completions have no reward passes if one of the others passes.
     passes["pass@n"] = (passed & known).any(1).double()

@@ -37,9 +37,11 @@ from lmforge.post.rl.sampler import SamplingSettings
 RANK_VARIABLES = (
     "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT OMP_NUM_THREADS"
 )
-GRACE_SECONDS, POLL_SECONDS = 10, 0.2
+GRACE_SECONDS = 10
+POLL_SECONDS = 0.2
 # How often each server is started again. The folders that it then opens are called so.
-MAX_RESTARTS, RESTART_FOLDER = 3, "restart-"
+MAX_RESTARTS = 3
+RESTART_FOLDER = "restart-"
 # It is read as a whole before it runs, since what follows it on standard input is for `cat`. The
 # server has a process group of its own (set -m).
 SCRIPT = """
@@ -96,13 +98,12 @@ class ServerStarter:
         logs_folder: Path,
     ) -> None:
         """`dtype`: in which they compute."""
-        self._config, self._options, self._settings, self._tokenizer = (
-            config,
-            config.rollout,
-            settings,
-            tokenizer,
-        )
-        self._dtype, self._logs_folder = dtype, logs_folder
+        self._config = config
+        self._options = config.rollout
+        self._settings = settings
+        self._tokenizer = tokenizer
+        self._dtype = dtype
+        self._logs_folder = logs_folder
         self._servers: list[_Server] = []
         self._own_address = ""
         self._key = secrets.token_urlsafe(16)
@@ -178,7 +179,9 @@ class ServerStarter:
             warn(f"{what}; it cannot be started again: {problem}")
             return
         self._servers[number] = again
-        again.url, again.restarts, again.folder = server.url, server.restarts + 1, folder
+        again.url = server.url
+        again.restarts = server.restarts + 1
+        again.folder = folder
         warn(f"{what}; it is started again ({again.restarts} of {MAX_RESTARTS})")
 
     def _answers(self, server: _Server) -> bool:
@@ -189,8 +192,9 @@ class ServerStarter:
         return True
 
     def _start(self, number: int, model_folder: Path, port: str = "") -> _Server:
-        """With a port that is free where there is none."""
-        name, own_address = self._options.engine_start[number], self._own_address
+        """Start a server at a port; without one, at a port that is free on its host."""
+        name = self._options.engine_start[number]
+        own_address = self._own_address
         host, device = split_server(name)
         here = host is None and own_address == "127.0.0.1"
         command = self._command(model_folder, device, "127.0.0.1" if here else "0.0.0.0")
