@@ -272,9 +272,12 @@ def open_prompt_inputs(config: AlignConfig, world_size: int) -> RunInputs:
         options.num_iterations,
     ]
     fixed += [data.apply_chat_template, *data.fields]
-    fixed += [] if data.validation_files else [data.validation_ratio]
-    fixed += ["parsed"] if data.parse_special_tokens else []
-    fixed += [*identify(options.environment), options.max_turns] if options.environment else []
+    if not data.validation_files:
+        fixed.append(data.validation_ratio)
+    if data.parse_special_tokens:
+        fixed.append("parsed")
+    if options.environment:
+        fixed += [*identify(options.environment), options.max_turns]
     content = json.dumps([hash_files(data.files), fixed], sort_keys=True)
     dataset = PackedDataset(
         PromptPacking(prompts, validation_prompts, turns),

@@ -68,11 +68,14 @@ def reference_logprobs(
     logprobs: Tensor = model.lm_head(
         hidden, partial(token_logprobs, labels=batch.labels, temperature=temperature)
     )
-    return (
-        logprobs
-        if model.context_parallel is None
-        else model.context_parallel.all_gather_sequence(logprobs, 1)
-    )
+    return full_sequences(model, logprobs)
+
+
+def full_sequences(model: Any, values: Tensor) -> Tensor:
+    """Values [sequences, length, …] of full sequences, on every rank, from those of its tokens."""
+    if model.context_parallel is None:
+        return values
+    return model.context_parallel.all_gather_sequence(values, 1)
 
 
 @dataclass(frozen=True)
@@ -207,13 +210,10 @@ def precompute_reference_logprobs(
         "shape": to_config_json(inputs.model_config),
         "dtype": str(built.dtype),
         "masters": config.train.master_dtype,
-        **(
-            {"base": [config.lora.base_dtype, config.lora.double_quant]}
-            if config.lora.base_dtype
-            else {}
-        ),
         "float8": config.train.float8,
     }
+    if config.lora.base_dtype:
+        depends_on["base"] = [config.lora.base_dtype, config.lora.double_quant]
     key = json.dumps([dataset.plan_hash, dataset.sequence_length, depends_on], sort_keys=True)
     folder = Path(inputs.data_source) / f"reference-{xxhash.xxh3_64_hexdigest(key.encode())}"
     paths = write_chunks(

@@ -85,13 +85,15 @@ def find_problem(records: np.ndarray, vocab_size: int) -> str:
 def distilled_datasets(inputs: RunInputs) -> dict[str, PackedDataset]:
     """The datasets whose tokens a teacher scores, by the name of their folder."""
     train = inputs.train_dataset
-    validation = inputs.validation_dataset
-    of_train = {"train": train} if isinstance(train, PackedDataset) else {}
+    datasets = {}
+    if isinstance(train, PackedDataset):
+        datasets["train"] = train
     if isinstance(train, MixedDataset):
-        of_train = {
-            f"train-{number}": dataset for number, dataset in enumerate(train.phases[0].datasets)
-        }
-    return of_train | ({} if validation is None else {"validation": validation})
+        for number, dataset in enumerate(train.phases[0].datasets):
+            datasets[f"train-{number}"] = dataset
+    if inputs.validation_dataset is not None:
+        datasets["validation"] = inputs.validation_dataset
+    return datasets
 
 
 def describe_stored(

@@ -232,7 +232,11 @@ def _call(name: str, arguments: str, number: int, at: int) -> Message:
 
 
 def _described(message: Message) -> str:
-    calls = len(message.get("tool_calls", ()))
-    notes = [f"{calls} tool call{'s' * (calls > 1)}"] if calls else []
-    notes += ["that thinks"] if message["content"].startswith(THOUGHT) else []
-    return message["role"] + (f" ({', '.join(notes)})" if notes else "")
+    notes = []
+    if calls := len(message.get("tool_calls", ())):
+        notes.append(f"{calls} tool call{'s' * (calls > 1)}")
+    if message["content"].startswith(THOUGHT):
+        notes.append("that thinks")
+    if not notes:
+        return message["role"]
+    return f"{message['role']} ({', '.join(notes)})"

@@ -112,7 +112,8 @@ class OpenEnvironment(Environment):
                 result.observation["result"]["data"] if self._mcp else _describe(result.observation)
             )
             replies.append(tool_message(call, str(said)))
-            rewards += [] if result.reward is None else [float(result.reward)]
+            if result.reward is not None:
+                rewards.append(float(result.reward))
             done = done or result.done
         return Reply(replies, sum(rewards) if rewards else None, done or not calls)
 

@@ -52,10 +52,11 @@ def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
                 " Args:"
             )
         properties[parameter.name] = _described(schema, described[parameter.name], where)
-        required += [parameter.name] if parameter.default is parameter.empty else []
-    parameters = {"type": "object", "properties": properties} | (
-        {"required": required} if required else {}
-    )
+        if parameter.default is parameter.empty:
+            required.append(parameter.name)
+    parameters = {"type": "object", "properties": properties}
+    if required:
+        parameters["required"] = required
     written = {"name": name, "description": summary, "parameters": parameters}
     try:
         result = _type_schema(hints["return"], "")

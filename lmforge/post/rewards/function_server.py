@@ -104,6 +104,9 @@ def _open_functions(file: str, first: Any) -> tuple[dict[str, Any], Callable[[An
             for spec, name in names.items()
         }
     together = [spec for spec, function in functions.items() if function.is_async]
+    call_groups = [[spec] for spec in functions if spec not in together]
+    if together:
+        call_groups.append(together)
     description = {
         "required_columns": {
             spec: function.required_columns for spec, function in functions.items()
@@ -111,10 +114,7 @@ def _open_functions(file: str, first: Any) -> tuple[dict[str, Any], Callable[[An
         "accepted_columns": {
             spec: function.accepted_columns for spec, function in functions.items()
         },
-        "call_groups": (
-            [[spec] for spec in functions if spec not in together]
-            + ([together] if together else [])
-        ),
+        "call_groups": call_groups,
     }
     return description, lambda request: call_functions(
         {spec: functions[spec] for spec in request["functions"]}, request

@@ -245,7 +245,8 @@ def load_reward_functions(
             assert open_reward_model is not None
             workers.append(opened.enter_context(closing(open_reward_model(spec))))
         opened.pop_all()
-    workers += [] if environment is None else [environment]
+    if environment is not None:
+        workers.append(environment)
     return RewardFunctions(workers, dict(zip(specs, weights, strict=True)), timeout_seconds)
 
 

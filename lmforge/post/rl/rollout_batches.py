@@ -56,7 +56,9 @@ def lay_out(
         sequence.labels[labels] = np.where(sampled, completion.tokens, IGNORE_INDEX)
         old_logprobs[index, labels] = torch.tensor(completion.logprobs)
         versions[index, labels] = torch.tensor(completion.versions, dtype=torch.float32)
-    extras = {"versions": versions} if with_versions else {}
+    extras = {}
+    if with_versions:
+        extras["versions"] = versions
     if experts_shape is not None:
         extras["routed_experts"] = torch.full(
             (len(prompts), sequence_length, *experts_shape), -1, dtype=torch.int32

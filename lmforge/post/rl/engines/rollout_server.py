@@ -177,9 +177,9 @@ class TokenServer:
         body: dict[str, Any] | None = None,
         timeout: float = ANSWER_SECONDS,
     ) -> Any:
-        headers = {"content-type": "application/json"} | (
-            {"authorization": f"Bearer {self._api_key}"} if self._api_key else {}
-        )
+        headers = {"content-type": "application/json"}
+        if self._api_key:
+            headers["authorization"] = f"Bearer {self._api_key}"
         content = None if body is None else json.dumps(body).encode()
         try:
             answer = call(
@@ -267,9 +267,9 @@ class RolloutServer(TokenServer):
             "ignore_eos": True,  # it is one of the stop tokens
             "logprobs": 0,  # those of the sampled tokens alone
         }
-        body = {"token_ids": [*request.prompt_ids], "sampling_params": params} | (
-            {"starts_with": starts_with} if starts_with else {}
-        )
+        body: dict[str, Any] = {"token_ids": [*request.prompt_ids], "sampling_params": params}
+        if starts_with:
+            body["starts_with"] = starts_with
         answer = self._call("/inference/v1/generate", _Answer, body, self._timeout_seconds)
         try:
             return SampledTokens(answer.choices[0], request, self._settings)

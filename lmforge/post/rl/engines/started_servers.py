@@ -19,6 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -239,37 +240,25 @@ class ServerStarter:
         return _Server(name, shell, log, log_start)
 
     def _command(self, model_folder: Path, device: str, address: str) -> list[str]:
+        words: list[Any]
         if self._options.engine == "vllm":
-            sizes = [
-                "--max-model-len",
-                str(self._settings.max_length),
-                "--dtype",
-                str(self._dtype).removeprefix("torch."),
-            ]
-            modes = ["--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
-            modes += ["--enable-return-routed-experts"] if self._settings.replayed else []
-            return ["vllm", "serve", str(model_folder), "--host", address, *sizes, *modes]
-        plugins = ["--plugins", *self._config.plugins] if self._config.plugins else []
+            words = ["vllm", "serve", model_folder, "--host", address]
+            words += ["--max-model-len", self._settings.max_length]
+            words += ["--dtype", str(self._dtype).removeprefix("torch.")]
+            words += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
+            if self._settings.replayed:
+                words.append("--enable-return-routed-experts")
+            return [*map(str, words)]
         dtype = next(name for name, value in DTYPES.items() if value == self._dtype)
-        words = [
-            "serve",
-            model_folder,
-            "--weight_updates",
-            "--host",
-            address,
-            "--device",
-            device.partition(":")[0],
-            "--dtype",
-            dtype,
-        ]
-        words += ["--return_routed_experts"] if self._settings.replayed else []
-        words += [
-            "--max_length",
-            self._settings.max_length,
-            "--max_batch_size",
-            self._options.decode_batch_size,
-        ]
-        return [sys.executable, "-m", "lmforge", *map(str, words), *plugins]
+        words = [sys.executable, "-m", "lmforge", "serve", model_folder, "--weight_updates"]
+        words += ["--host", address, "--device", device.partition(":")[0], "--dtype", dtype]
+        if self._settings.replayed:
+            words.append("--return_routed_experts")
+        words += ["--max_length", self._settings.max_length]
+        words += ["--max_batch_size", self._options.decode_batch_size]
+        if self._config.plugins:
+            words += ["--plugins", *self._config.plugins]
+        return [*map(str, words)]
 
     def _await(self, server: _Server, deadline: float) -> None:
         """Wait until a server answers, and note its address."""
