@@ -151,11 +151,9 @@ def prepare_examples(config: TunedConfig, dist_ctx: DistributedContext) -> None:
 
 
 def _tokenize_examples(config: TunedConfig) -> None:
-    tokenizer, options, length = (
-        find_required_pretrained(config).tokenizer(),
-        config.data,
-        config.data.sequence_length,
-    )
+    tokenizer = find_required_pretrained(config).tokenizer()
+    options = config.data
+    length = config.data.sequence_length
     # An unpaired completion shares its sequence with another one of the same prompt.
     limit, half = (length // 2, "half of ") if config.kind == "unpaired" else (length, "")
 
@@ -168,7 +166,8 @@ def _tokenize_examples(config: TunedConfig) -> None:
 
     for source in options.file_sources:
         folder, plan = _folder_and_plan(config, source, tokenizer)
-        unusable.problems, unusable.with_special_text = [], 0
+        unusable.problems = []
+        unusable.with_special_text = 0
         write_examples(
             folder,
             partial(read, source),
@@ -201,7 +200,8 @@ def open_example_inputs(config: TunedConfig, world_size: int) -> RunInputs:
     if config.kind == "unpaired":
         assert isinstance(train, PackedDataset)
         assert isinstance(train.packing, ExamplePacking)
-        single, count = train.packing.num_single_example_sequences, train.sequences_per_epoch
+        single = train.packing.num_single_example_sequences
+        count = train.sequences_per_epoch
         length = config.data.sequence_length
         if 2 * single > count:
             raise UserError(
@@ -218,22 +218,20 @@ def open_example_inputs(config: TunedConfig, world_size: int) -> RunInputs:
         for name, folder in named.items()
         if folder.num_examples("validation")
     }
+    validation_dataset = next(iter(validation.values()), None)
+    if len(folders) > 1 and validation:
+        validation_dataset = join_datasets(validation)
+    source_folders = {name: str(folder.path) for name, folder in named.items()}
     return RunInputs(
         tokenizer,
         train,
-        (
-            (join_datasets(validation) if len(folders) > 1 else next(iter(validation.values())))
-            if validation
-            else None
-        ),
+        validation_dataset,
         model_config,
         batch_plan,
         data_source=", ".join(str(folder.path) for folder in folders),
         data_summary="; ".join(map(_describe_examples, config.data.file_sources, folders, splits)),
         load_weights=pretrained.load_weights,
-        source_folders=(
-            {name: str(folder.path) for name, folder in named.items()} if len(named) > 1 else {}
-        ),
+        source_folders=source_folders if len(named) > 1 else {},
     )
 
 
@@ -294,7 +292,8 @@ def example_folder_paths(config: TunedConfig, tokenizer: Tokenizer) -> list[Path
 
 
 def _open_split(config: TunedConfig, folder: ExampleFolder, split: str) -> PackedDataset:
-    length, pack = config.data.sequence_length, config.data.packing == "best-fit"
+    length = config.data.sequence_length
+    pack = config.data.packing == "best-fit"
     return example_dataset(
         folder,
         split,
@@ -308,8 +307,10 @@ def _open_split(config: TunedConfig, folder: ExampleFolder, split: str) -> Packe
 def _describe_examples(
     source: FileSourceOptions, folder: ExampleFolder, train: PackedDataset
 ) -> str:
-    counts, splits = folder.manifest["counts"], folder.manifest["splits"]
-    in_train, in_validation = splits["train"], splits["validation"]
+    counts = folder.manifest["counts"]
+    splits = folder.manifest["splits"]
+    in_train = splits["train"]
+    in_validation = splits["validation"]
     left_out = [
         f"; {counts[name]:,} {words}" for name, words in COUNT_LABELS.items() if counts.get(name)
     ]

@@ -93,7 +93,8 @@ def _check_prompts_and_rewards(config: AlignConfig) -> None:
         functions, options=reward_options(config.rollout), environment=environment
     ) as rewards:
         for files in filter(None, (_files_of(config, "train"), _files_of(config, "validation"))):
-            names, unusable = set[str](), UnusableRecords(config.data.skip_invalid)
+            names = set[str]()
+            unusable = UnusableRecords(config.data.skip_invalid)
             records = chain.from_iterable(
                 read_prompt_columns(path, config.data.renamed, unusable) for path in files
             )
@@ -109,7 +110,8 @@ def name_environment(options: RolloutOptions) -> EnvironmentPool | None:
     """The environment of a recipe, if it names one. It is not opened yet."""
     if options.environment is None:
         return None
-    processes, timeout_seconds = options.environment_processes, options.environment_timeout_seconds
+    processes = options.environment_processes
+    timeout_seconds = options.environment_timeout_seconds
     return EnvironmentPool(
         options.environment, processes=processes, timeout_seconds=timeout_seconds
     )
@@ -173,11 +175,9 @@ def _read_split(
 
     Raises UserError where there are files but no prompts.
     """
-    options, counts, unusable = (
-        config.data,
-        PromptCounts(),
-        UnusableRecords(config.data.skip_invalid),
-    )
+    options = config.data
+    counts = PromptCounts()
+    unusable = UnusableRecords(config.data.skip_invalid)
     reading: dict[str, Any] = {
         "apply_chat_template": options.apply_chat_template,
         "fields": options.renamed,
@@ -230,7 +230,9 @@ def _read_prompts(
 
 def open_prompt_inputs(config: AlignConfig, world_size: int) -> RunInputs:
     """Open prompts, tokenizer and model. Raises UserError where they do not fit together."""
-    options, data, batch_plan = config.rollout, config.data, plan_batches(config, world_size)
+    options = config.rollout
+    data = config.data
+    batch_plan = plan_batches(config, world_size)
     pretrained, tokenizer, model_config = open_tuned_model(config)
     check_model(config, model_config, batch_plan, tokenizer)
     if options.max_completion_length >= data.sequence_length:
@@ -270,9 +272,12 @@ def open_prompt_inputs(config: AlignConfig, world_size: int) -> RunInputs:
         options.num_iterations,
     ]
     fixed += [data.apply_chat_template, *data.fields]
-    fixed += [] if data.validation_files else [data.validation_ratio]
-    fixed += ["parsed"] if data.parse_special_tokens else []
-    fixed += [*identify(options.environment), options.max_turns] if options.environment else []
+    if not data.validation_files:
+        fixed.append(data.validation_ratio)
+    if data.parse_special_tokens:
+        fixed.append("parsed")
+    if options.environment:
+        fixed += [*identify(options.environment), options.max_turns]
     content = json.dumps([hash_files(data.files), fixed], sort_keys=True)
     dataset = PackedDataset(
         PromptPacking(prompts, validation_prompts, turns),

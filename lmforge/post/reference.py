@@ -68,11 +68,14 @@ def reference_logprobs(
     logprobs: Tensor = model.lm_head(
         hidden, partial(token_logprobs, labels=batch.labels, temperature=temperature)
     )
-    return (
-        logprobs
-        if model.context_parallel is None
-        else model.context_parallel.all_gather_sequence(logprobs, 1)
-    )
+    return full_sequences(model, logprobs)
+
+
+def full_sequences(model: Any, values: Tensor) -> Tensor:
+    """Values [sequences, length, …] of full sequences, on every rank, from those of its tokens."""
+    if model.context_parallel is None:
+        return values
+    return model.context_parallel.all_gather_sequence(values, 1)
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,8 @@ class PackingWithReference(Packing):
     """
 
     def __init__(self, packing: Packing, logprobs: np.ndarray) -> None:
-        self._packing, self._logprobs = packing, logprobs
+        self._packing = packing
+        self._logprobs = logprobs
 
     @property
     def num_sequences(self) -> int:
@@ -138,7 +142,8 @@ def build_reference(
 
     Where its log-probabilities are precomputed, the policy before its first update computes them.
     """
-    config, policy = ctx.config, built.parallel_model
+    config = ctx.config
+    policy = built.parallel_model
     assert isinstance(config, AlignConfig)
     precomputed = config.reference == "precomputed"
     if config.reference == "adapters-off" or (config.lora.rank is not None and precomputed):
@@ -158,10 +163,13 @@ def build_frozen_model(
     """A model that only scores batches, distributed like the one that is trained, with the given
     weights.
     """
-    config, dist_ctx, options = ctx.config, ctx.dist_ctx, ctx.config.parallel
+    config = ctx.config
+    dist_ctx = ctx.dist_ctx
+    options = ctx.config.parallel
     if choose_engine(options, dist_ctx.world_size, dist_ctx.device.type) in ("single", "ddp"):
         # There are no gradients to exchange.
-        options, dist_ctx = ParallelOptions(), DistributedContext(RankInfo(), dist_ctx.device, None)
+        options = ParallelOptions()
+        dist_ctx = DistributedContext(RankInfo(), dist_ctx.device, None)
 
     def fill(model: LanguageModel) -> None:
         with ctx.dist_ctx.raise_on_all():
@@ -202,13 +210,10 @@ def precompute_reference_logprobs(
         "shape": to_config_json(inputs.model_config),
         "dtype": str(built.dtype),
         "masters": config.train.master_dtype,
-        **(
-            {"base": [config.lora.base_dtype, config.lora.double_quant]}
-            if config.lora.base_dtype
-            else {}
-        ),
         "float8": config.train.float8,
     }
+    if config.lora.base_dtype:
+        depends_on["base"] = [config.lora.base_dtype, config.lora.double_quant]
     key = json.dumps([dataset.plan_hash, dataset.sequence_length, depends_on], sort_keys=True)
     folder = Path(inputs.data_source) / f"reference-{xxhash.xxh3_64_hexdigest(key.encode())}"
     paths = write_chunks(
@@ -225,7 +230,8 @@ def precompute_reference_logprobs(
 
 
 def _read_chunk(path: Path) -> bytes:
-    content, checksum = path.read_bytes(), chunk_checksum(path)
+    content = path.read_bytes()
+    checksum = chunk_checksum(path)
     checksum.update(content[:-CHECKSUM_BYTES])
     if checksum.digest() != content[-CHECKSUM_BYTES:]:
         raise UserError(
@@ -267,8 +273,10 @@ def write_chunks(
     computed, with its `chunk_checksum` at its end, so that an interrupted pass continues where it
     stopped, on any ranks. What `encode` raises is raised on every rank.
     """
-    config, dist_ctx = ctx.config, ctx.dist_ctx
-    in_order, count = replace(dataset, shuffle=False), dataset.packing.num_sequences
+    config = ctx.config
+    dist_ctx = ctx.dist_ctx
+    in_order = replace(dataset, shuffle=False)
+    count = dataset.packing.num_sequences
     if dist_ctx.rank_info.local_rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
     paths = chunk_paths(folder, dataset)

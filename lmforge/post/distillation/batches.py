@@ -41,7 +41,8 @@ DECODE_BATCH_SIZE = 64
 
 def build_distill_batches(ctx: RunContext, inputs: RunInputs, built: BuiltModel) -> BatchSource:
     """The batches, and what the objective has to know of the teacher. Every rank calls it."""
-    config, objective = ctx.config, built.objective
+    config = ctx.config
+    objective = built.objective
     assert isinstance(config, DistillConfig)
     if isinstance(objective, DistillationObjective):  # and not one of a plugin
         objective.config = replace(objective.config, vocab_size=inputs.tokenizer.vocab_size)
@@ -105,12 +106,11 @@ class DistillBatches(DatasetBatches):
         """The same prompts, up to the last answer of each, with what the student as it is now
         answers.
         """
-        step, device = batch_index - self._built.detector.batch_offset, self._ctx.dist_ctx.device
+        step = batch_index - self._built.detector.batch_offset
+        device = self._ctx.dist_ctx.device
         given = Batch.cat([batch.to("cpu") for batch in micro_batches])
-        first, length = (
-            batch_index * self.global_batch_size + self._loader.first,
-            given.sequence_length,
-        )
+        first = batch_index * self.global_batch_size + self._loader.first
+        length = given.sequence_length
         prompts = [
             _prompt_ids(tokens, labels)
             for tokens, labels in zip(given.tokens, given.labels, strict=True)

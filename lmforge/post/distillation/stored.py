@@ -43,7 +43,8 @@ LEAST_MASS = 0.9
 FORMAT = 2
 # What 0 may be rounded to; and with less than the other a token weighs nothing, and its id may be
 # any (`drawn_tokens`).
-MAX_LOGPROB, LEAST_LOGPROB = 1e-3, -600.0
+MAX_LOGPROB = 1e-3
+LEAST_LOGPROB = -600.0
 # What a manifest says, and how a message calls it.
 DESCRIBED = {
     "format": "a version of lmforge that stores no checksums",
@@ -70,7 +71,8 @@ def find_problem(records: np.ndarray, vocab_size: int) -> str:
     """What no teacher says, in records of `record_dtype`; empty where there is nothing of the
     kind.
     """
-    ids, logprobs = records["ids"], records["logprobs"]
+    ids = records["ids"]
+    logprobs = records["logprobs"]
     if not (logprobs <= MAX_LOGPROB).all():
         return "a log-probability that is above 0, or no number"
     weighs = logprobs[:, :-1] > LEAST_LOGPROB
@@ -82,13 +84,16 @@ def find_problem(records: np.ndarray, vocab_size: int) -> str:
 
 def distilled_datasets(inputs: RunInputs) -> dict[str, PackedDataset]:
     """The datasets whose tokens a teacher scores, by the name of their folder."""
-    train, validation = inputs.train_dataset, inputs.validation_dataset
-    of_train = {"train": train} if isinstance(train, PackedDataset) else {}
+    train = inputs.train_dataset
+    datasets = {}
+    if isinstance(train, PackedDataset):
+        datasets["train"] = train
     if isinstance(train, MixedDataset):
-        of_train = {
-            f"train-{number}": dataset for number, dataset in enumerate(train.phases[0].datasets)
-        }
-    return of_train | ({} if validation is None else {"validation": validation})
+        for number, dataset in enumerate(train.phases[0].datasets):
+            datasets[f"train-{number}"] = dataset
+    if inputs.validation_dataset is not None:
+        datasets["validation"] = inputs.validation_dataset
+    return datasets
 
 
 def describe_stored(
@@ -195,7 +200,8 @@ def read_stored(
         counts = np.zeros(CHUNK_SEQUENCES, COUNT_DTYPE)
         counts[: len(values)] = scored.sum(1)
         records = np.empty(int(scored.sum()), record_dtype(k))
-        records["ids"], records["logprobs"] = values[scored][:, :k], values[scored][:, k:]
+        records["ids"] = values[scored][:, :k]
+        records["logprobs"] = values[scored][:, k:]
         if problem := find_problem(records, vocab_size):
             raise UserError(f"distill.teacher: says {problem}")
         return counts.tobytes() + records.tobytes()
@@ -291,7 +297,9 @@ class StoredPacking(Packing):
 
         It has one sequence in memory.
         """
-        counts, checksum, problem = read_counts(file, path, self.k), chunk_checksum(path), ""
+        counts = read_counts(file, path, self.k)
+        checksum = chunk_checksum(path)
+        problem = ""
         checksum.update(counts.tobytes())
         for count in counts.tolist():
             content = file.read(count * record_dtype(self.k).itemsize)

@@ -32,7 +32,7 @@ from lmforge.post.distillation.teacher_server import TeacherServer
 from lmforge.post.examples import open_example_inputs, prepare_examples
 from lmforge.post.objectives.distillation import DistillationConfig, TeacherHead
 from lmforge.post.options.tuning import DistillConfig
-from lmforge.post.reference import build_frozen_model, with_extras
+from lmforge.post.reference import build_frozen_model, full_sequences, with_extras
 from lmforge.serve.decoding.model_loading import check_reward_head
 
 # Texts on which tokenizers differ: cases, digits, blanks, scripts, composed characters, code.
@@ -147,11 +147,7 @@ def _packed_top(model: Any, batch: Batch, k: int, config: DistillationConfig) ->
     packed: Tensor = model.lm_head(
         hidden, partial(_packed_top_of_head, k=k, config=config, rng_keys=batch.rng_keys)
     )
-    return (
-        packed
-        if model.context_parallel is None
-        else model.context_parallel.all_gather_sequence(packed, 1)
-    )
+    return full_sequences(model, packed)
 
 
 def _packed_top_of_head(
@@ -184,11 +180,7 @@ def _hidden(model: Any, batch: Batch) -> Tensor:
         batch.tokens, batch.positions, batch.document_ids, document_starts=batch.document_starts
     )
     states: Tensor = model.lm_head(hidden, _whole_hidden)
-    return (
-        states
-        if model.context_parallel is None
-        else model.context_parallel.all_gather_sequence(states, 1)
-    )
+    return full_sequences(model, states)
 
 
 def _whole_hidden(hidden: Tensor, weight: Tensor, head: HeadOptions) -> Tensor:

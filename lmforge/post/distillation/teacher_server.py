@@ -72,10 +72,8 @@ class TeacherServer(TokenServer):
         try:
             names = [each.id for each in self._call("/v1/models", _Models).data]
             for text in texts:
-                theirs, ours = (
-                    self._call("/tokenize", _Tokenized, _to_tokenize(text)).tokens,
-                    tokenizer.encode(text),
-                )
+                theirs = self._call("/tokenize", _Tokenized, _to_tokenize(text)).tokens
+                ours = tokenizer.encode(text)
                 if theirs != ours:
                     at = next(
                         (
@@ -145,7 +143,8 @@ class TeacherServer(TokenServer):
         def score(place: tuple[int, int]) -> None:
             row, document = place
             at = (batch.document_ids[row] == document).nonzero().flatten().cpu()
-            tokens, labels = batch.tokens[row].cpu()[at], batch.labels[row].cpu()[at]
+            tokens = batch.tokens[row].cpu()[at]
+            labels = batch.labels[row].cpu()[at]
             known = labels != IGNORE_INDEX
             if not known.any():
                 return

@@ -25,7 +25,8 @@ from lmforge.text.chat.tool_calls import ToolCall, marker_ids, tool_call_format
 
 # How many replies the longest conversations of the check have; of several kinds of replies, all
 # sequences are tried.
-MAX_REPLIES, MAX_MIXED_REPLIES = 4, 3
+MAX_REPLIES = 4
+MAX_MIXED_REPLIES = 3
 MAX_CALLS = 100  # in one answer: their ids have two digits
 THOUGHT = "<think>\nHm.\n</think>\n\n"
 
@@ -42,7 +43,8 @@ class TurnEncoder:
         """Raises UserError where there is no chat template, or one that knows no tools or calls
         them in an unknown form.
         """
-        self._tokenizer, self.tools = tokenizer, list(tools)
+        self._tokenizer = tokenizer
+        self.tools = list(tools)
         self._tools = self.tools or None
         self.template = ChatTemplate.from_tokenizer(tokenizer)
         template = self.template.chat_example([_user(), _answer()], tools=self._tools).template
@@ -61,7 +63,7 @@ class TurnEncoder:
 
     @cached_property
     def max_token_bytes(self) -> int:
-        """Of the text that one token stands for."""
+        """The longest text that one token stands for, in bytes of UTF-8."""
         return int(self._tokenizer.token_byte_lengths().max())
 
     @property
@@ -196,7 +198,8 @@ class TurnEncoder:
         [encoded] = encode_layouts(
             self._tokenizer, [self.template.layout_sampled(messages, self._tools)]
         )
-        ids, places = encoded.tokens.tolist(), encoded.loss_mask.nonzero()[0]
+        ids = encoded.tokens.tolist()
+        places = encoded.loss_mask.nonzero()[0]
         # Between two answers there is at least the header of the last.
         first = max((b for a, b in itertools.pairwise(places) if b > a + 1), default=places[0])
         return ids[:first], ids[first : places[-1] + 1], ids[places[-1] + 1 :]
@@ -229,7 +232,11 @@ def _call(name: str, arguments: str, number: int, at: int) -> Message:
 
 
 def _described(message: Message) -> str:
-    calls = len(message.get("tool_calls", ()))
-    notes = [f"{calls} tool call{'s' * (calls > 1)}"] if calls else []
-    notes += ["that thinks"] if message["content"].startswith(THOUGHT) else []
-    return message["role"] + (f" ({', '.join(notes)})" if notes else "")
+    notes = []
+    if calls := len(message.get("tool_calls", ())):
+        notes.append(f"{calls} tool call{'s' * (calls > 1)}")
+    if message["content"].startswith(THOUGHT):
+        notes.append("that thinks")
+    if not notes:
+        return message["role"]
+    return f"{message['role']} ({', '.join(notes)})"

@@ -60,7 +60,8 @@ def _evaluate(tree: ast.expr) -> int | float:
     if isinstance(tree, ast.UnaryOp) and type(tree.op) in OPERATORS:
         return _bounded(OPERATORS[type(tree.op)](_evaluate(tree.operand)))
     if isinstance(tree, ast.BinOp) and type(tree.op) in OPERATORS:
-        left, right = _evaluate(tree.left), _evaluate(tree.right)
+        left = _evaluate(tree.left)
+        right = _evaluate(tree.right)
         whole = isinstance(left, int) and isinstance(right, int)
         if (
             isinstance(tree.op, ast.Pow)

@@ -12,7 +12,8 @@ def read_message(message: dict[str, Any], names: dict[str, str]) -> Message:
     `names`: of tools by the ids of their calls, to which its own are added. Raises WrongReturn
     where it is not text.
     """
-    role, content = message["role"], message.get("content") or ""
+    role = message["role"]
+    content = message.get("content") or ""
     if isinstance(content, list):
         if any(part.get("type") != "text" for part in content):
             raise WrongReturn("its harness sent a message that is not text alone")

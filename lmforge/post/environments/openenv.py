@@ -19,7 +19,8 @@ from lmforge.serve import http_call
 # Fields of every observation that are no words for the model, and of every action that no model
 # fills in.
 OWN_FIELDS = ("done", "reward", "metadata")
-REQUEST_SECONDS, MAX_SCHEMA_BYTES = 30.0, 1 << 20
+REQUEST_SECONDS = 30.0
+MAX_SCHEMA_BYTES = 1 << 20
 
 
 class OpenEnvironment(Environment):
@@ -86,10 +87,14 @@ class OpenEnvironment(Environment):
         return messages
 
     def step(self, message: Message) -> Reply:
-        replies, rewards, done, self.failed_calls = list[Message](), list[float](), False, 0
+        replies = list[Message]()
+        rewards = list[float]()
+        done = False
+        self.failed_calls = 0
         calls = message.get("tool_calls", ())
         for call in calls:
-            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            name = call["function"]["name"]
+            arguments = call["function"]["arguments"]
             action = (
                 {"type": "call_tool", "tool_name": name, "arguments": arguments}
                 if self._mcp
@@ -107,7 +112,8 @@ class OpenEnvironment(Environment):
                 result.observation["result"]["data"] if self._mcp else _describe(result.observation)
             )
             replies.append(tool_message(call, str(said)))
-            rewards += [] if result.reward is None else [float(result.reward)]
+            if result.reward is not None:
+                rewards.append(float(result.reward))
             done = done or result.done
         return Reply(replies, sum(rewards) if rewards else None, done or not calls)
 
@@ -122,10 +128,8 @@ def _describe(observation: dict[str, Any]) -> str:
         for name, value in observation.items()
         if name not in OWN_FIELDS and value is not None
     }
-    return (
-        str(next(iter(fields.values())))
-        if len(fields) == 1
-        else json.dumps(fields, ensure_ascii=False)
-        if fields
-        else ""
-    )
+    if not fields:
+        return ""
+    if len(fields) == 1:
+        return str(next(iter(fields.values())))
+    return json.dumps(fields, ensure_ascii=False)

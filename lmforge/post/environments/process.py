@@ -100,7 +100,8 @@ def identify(spec: str) -> list[str]:
     Raises OSError.
     """
     file, name = split_spec(spec)
-    files, parts = [expand_home(file)] if file else [], [name]
+    files = [expand_home(file)] if file else []
+    parts = [name]
     if spec.startswith("verifiers:"):
         version, files = sources(spec.partition(":")[2])
         parts.append(version)
@@ -131,7 +132,8 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
                 " name"
             )
         plugins = [] if file or adapted(spec) else files_of([registry.get("environment", spec)])
-        self.spec, self._timeout_seconds = spec, timeout_seconds
+        self.spec = spec
+        self._timeout_seconds = timeout_seconds
         self.heartbeat: Callable[[], None] = lambda: None
         self._functions: dict[str, tuple[str, str]] = {}
         self._first = {
@@ -148,14 +150,15 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
         self._begins_early = False
         # Of episodes that have ended by a failure, why.
         self._failed: dict[int, str] = {}
-        self._num_episodes, self._ended = 0, True
+        self._num_episodes = 0
+        self._ended = True
         # A row begins an episode, with all its columns.
         self.required_columns: dict[str, list[str]] = {spec: []}
         self.accepted_columns: dict[str, list[str] | None] = {spec: None}
 
     @property
     def declarations(self) -> Mapping[str, Declaration]:
-        """Of each environment by its name; "" is the name of one alone."""
+        """The declaration of each environment by its name; "" is the name of one alone."""
         if not self._declarations:
             self._start(0)
         return self._declarations
@@ -188,7 +191,9 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
         Returns the first messages of each.
         """
         self.end_episodes()
-        self._failed, self._num_episodes, self._ended = {}, len(rows), False
+        self._failed = {}
+        self._num_episodes = len(rows)
+        self._ended = False
         begun = self._finish(
             self._begin({number: {"call": "reset", "row": row} for number, row in enumerate(rows)})
         )
@@ -224,9 +229,11 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
         ]
         if not self._ended:
             # One that fails while it is closed has its reward.
-            failed, self._failed = self._failed, dict(self._failed)
+            failed = self._failed
+            self._failed = dict(self._failed)
             self._request({number: {"call": "end", "episode": number} for number in running})
-            self._failed, self._ended = failed, True
+            self._failed = failed
+            self._ended = True
 
     def score(self, request: dict[str, Any], timeout_seconds: float) -> dict[str, FunctionResult]:
         """The rewards of all episodes, which it ends: of the environment itself, under its name,
@@ -419,7 +426,8 @@ class EnvironmentPool(AbstractContextManager["EnvironmentPool"]):
     def _start(self, worker: int) -> None:
         if not self.close.alive:
             raise UserError(f"environment {self.spec}: is closed")
-        module, what = "lmforge.post.environments.server", f"environment {self.spec}"
+        module = "lmforge.post.environments.server"
+        what = f"environment {self.spec}"
         self._workers[worker], description = start_server(
             module, self.spec, self._first, what, CLOSING_SECONDS
         )

@@ -67,12 +67,10 @@ class _Episodes:
     def open(self, spec: str, first: dict[str, Any]) -> tuple[dict[str, Any], Callable[[Any], Any]]:
         """What the environment declares, and what answers requests. Raises UserError."""
         file, name = split_spec(spec)
-        self._spec, self._timeout_seconds, self._file, self._module = (
-            spec,
-            first["timeout_seconds"],
-            file,
-            None,
-        )
+        self._spec = spec
+        self._timeout_seconds = first["timeout_seconds"]
+        self._file = file
+        self._module = None
         if file:
             self._module = import_file(expand_home(file).resolve(), "environment", "environment")
             found = _find_environments(self._module, spec, name)
@@ -166,11 +164,13 @@ class _Episodes:
             name = "" if "" in self._found else request["row"]["environment"]
             idle = self._idle[name]
             self._environments[number] = idle.pop(0) if idle else _build(self._found[name])
-            self._names[number], self._rewards[number] = name, []
+            self._names[number] = name
+            self._rewards[number] = []
         return self._environments[number]
 
     def _reset(self, request: dict[str, Any]) -> dict[str, Any]:
-        environment, row = self._environment(request), request["row"]
+        environment = self._environment(request)
+        row = request["row"]
         if "" not in self._found:
             del row["environment"]
         messages = _checked(environment.reset(**row), "reset")
@@ -190,10 +190,8 @@ class _Episodes:
         return {"messages": messages, "done": done, "failed_calls": int(environment.failed_calls)}
 
     def _reward(self, request: dict[str, Any]) -> dict[str, Any]:
-        environment, given = (
-            self._environments[request["episode"]],
-            self._rewards[request["episode"]],
-        )
+        environment = self._environments[request["episode"]]
+        given = self._rewards[request["episode"]]
         if (reward := environment.get_reward()) is not None:
             return {"reward": _checked_reward(reward, "get_reward")}
         return {"reward": math.fsum(given) if given else None}
@@ -263,7 +261,8 @@ def _describe(environment: Environment, name: str) -> dict[str, Any]:
 
     Raises UserError, which names the field, where it is not as Environment says.
     """
-    roles, declared = environment.reply_roles, environment.tools
+    roles = environment.reply_roles
+    declared = environment.tools
     if (
         not isinstance(roles, list | tuple)
         or not roles

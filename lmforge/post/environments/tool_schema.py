@@ -52,10 +52,11 @@ def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
                 " Args:"
             )
         properties[parameter.name] = _described(schema, described[parameter.name], where)
-        required += [parameter.name] if parameter.default is parameter.empty else []
-    parameters = {"type": "object", "properties": properties} | (
-        {"required": required} if required else {}
-    )
+        if parameter.default is parameter.empty:
+            required.append(parameter.name)
+    parameters = {"type": "object", "properties": properties}
+    if required:
+        parameters["required"] = required
     written = {"name": name, "description": summary, "parameters": parameters}
     try:
         result = _type_schema(hints["return"], "")
@@ -66,7 +67,7 @@ def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Those that a call gives: without the receiver of a method that is not bound."""
+    """The parameters that a call gives: without the receiver of a method that is not bound."""
     parameters = list(inspect.signature(function).parameters.values())
     if (
         parameters
@@ -78,7 +79,8 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def _type_schema(hint: Any, where: str) -> dict[str, Any]:
-    origin, arguments = get_origin(hint), get_args(hint)
+    origin = get_origin(hint)
+    arguments = get_args(hint)
     known = SCALARS | CONTAINERS
     if hint is Any:
         return {}

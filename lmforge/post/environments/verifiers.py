@@ -66,7 +66,8 @@ class _Host:
         first answer.
         """
         self.env = load(address)
-        self._tasks, self._loaded = iter(self.env.taskset), list[Any]()
+        self._tasks = iter(self.env.taskset)
+        self._loaded = list[Any]()
         self._problem: BaseException | None = None
         # By the id of a trace, which verifiers sends with each request.
         self.rollouts: dict[str, _Rollout] = {}
@@ -122,8 +123,10 @@ class _Host:
         from aiohttp import web
         from verifiers.v1.clients.client import SESSION_ID_HEADER
 
-        body, conversation = await request.json(), request.headers.get(SESSION_ID_HEADER, "")
-        message, rollout = None, self.rollouts.get(conversation)
+        body = await request.json()
+        conversation = request.headers.get(SESSION_ID_HEADER, "")
+        message = None
+        rollout = self.rollouts.get(conversation)
         if rollout is not None:
             message = await rollout.ask(conversation, body)
         if message is None:
@@ -179,11 +182,9 @@ class _Rollout:
     """A task that is being played in the host's loop."""
 
     def __init__(self, host: _Host, task: Any) -> None:
-        self._host, self._traces, self._responses = (
-            host,
-            list[Any](),
-            list[asyncio.Future[Message | None]](),
-        )
+        self._host = host
+        self._traces = list[Any]()
+        self._responses = list[asyncio.Future[Message | None]]()
         self._events = queue.SimpleQueue[_Asked | _Ended]()
         self._conversation = ""  # the id of the trace that asks first
         self._playing = asyncio.run_coroutine_threadsafe(self._play(task), host.loop)
@@ -203,10 +204,8 @@ class _Rollout:
             ] + episode.errors
             error = next((f"{each.type}: {each.message}" for each in failures if each), "")
             asked = [trace for trace in self._traces if trace.id == self._conversation]
-            reward, heard = (
-                sum(trace.reward for trace in asked),
-                sum(trace.num_turns for trace in asked),
-            )
+            reward = sum(trace.reward for trace in asked)
+            heard = sum(trace.num_turns for trace in asked)
             self._events.put(_Ended(reward, heard, error))
         except Exception as problem:
             self._events.put(_Ended(0.0, error=f"{type(problem).__name__}: {problem}"))
@@ -279,7 +278,9 @@ class VerifiersEnvironment(Environment):
 
     def __init__(self, address: str) -> None:
         """Raises UserError where there is no such environment here."""
-        self._host, self._known, self._answers = _host(address), list[Message](), 0
+        self._host = _host(address)
+        self._known = list[Message]()
+        self._answers = 0
         self._rollout: _Rollout | None = None
         # What the harness waits with, or its end; None while it works.
         self._event: _Asked | _Ended | None = None
@@ -319,7 +320,7 @@ class VerifiersEnvironment(Environment):
         return Reply(done=True)
 
     def get_reward(self) -> float:
-        """Of an episode that was cut that of what there is."""
+        """The reward of the episode; of one that was cut, that of what there is."""
         while not isinstance(self._event, _Ended):
             self.begin("reward", {})
             assert self._rollout is not None

@@ -21,7 +21,8 @@ def sources(address: str) -> tuple[str, list[Path]]:
     files: its own, and those of the modules that it names. What verifiers brings along is in its
     version. Raises OSError.
     """
-    files, names = list[Path](), [address]
+    files = list[Path]()
+    names = [address]
     if address.endswith(".toml"):
         files.append(expand_home(address))
         names = re.findall(r"""\bid\s*=\s*["']([^"']+)""", files[0].read_text(errors="replace"))

@@ -180,7 +180,8 @@ def divergence(
         if beta == 1
         else torch.logaddexp(student + math.log1p(-beta), teacher + math.log(beta))
     )
-    ratios, student_weight = student - mixture, 1 - beta or 1.0
+    ratios = student - mixture
+    student_weight = 1 - beta or 1.0
     of_student, of_teacher = shard.all_reduce_sum(
         (probs * ratios).sum(-1, keepdim=True),
         (teacher.exp() * (teacher - mixture)).sum(-1, keepdim=True),
@@ -204,11 +205,14 @@ class DistillationChunk(HeadChunk):
         teacher: Teacher,
         config: DistillationConfig,
     ) -> None:
-        self._teacher, self._config = teacher, config
+        self._teacher = teacher
+        self._config = config
         super().__init__(tokens, hidden, weight, bias, labels, scoring)
 
     def _score(self, logits: Tensor) -> Tensor:
-        scoring, config, shard = self._scoring, self._config, self._scoring.vocab_shard
+        scoring = self._scoring
+        config = self._config
+        shard = self._scoring.vocab_shard
         final = final_logits(logits, self._bias, scoring.softcap, config.temperature)
         # Which are read again for the cross-entropy.
         final = final.clone() if final is logits else final
@@ -257,7 +261,8 @@ class _ChunkedDistillation(torch.autograd.Function):
             del chunk  # and its logits, before there are those of the next
         if gradients is not None:
             ctx.save_for_backward(gradients.hidden, gradients.weight, gradients.bias)
-            ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
+            ctx.weight_dtype = weight.dtype
+            ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.mark_non_differentiable(sums)
         return config.kd_ratio * sums[0] + (1 - config.kd_ratio) * sums[1], sums
 

@@ -35,65 +35,60 @@ from lmforge.post.options.align import RolloutOptions
 # TRL's, so that the advantages of a group with almost no spread stay as small.
 STD_EPSILON = 1e-4
 # TRL's names. |log-probability of the trainer − of what sampled|, at the first use of a set.
-MEAN_DIFFERENCE, LARGEST_DIFFERENCE = (
-    "sampling_logp_difference/mean",
-    "sampling_logp_difference/max",
-)
+MEAN_DIFFERENCE = "sampling_logp_difference/mean"
+LARGEST_DIFFERENCE = "sampling_logp_difference/max"
 
 
 @dataclass(frozen=True)
 class PolicyLossConfig:
     """How the loss of completions is computed.
 
-    The fields are the options of the same names in `[rollout]`, which validate them.
+    The fields are the options of the same names in `[rollout]`, which validate them. Names are
+    those of TRL's `GRPOConfig`; values that TRL lacks, or calls otherwise, are marked.
 
-    Names are those of TRL's `GRPOConfig`; values that TRL lacks, or calls otherwise, are marked.
-
-    importance_sampling_level  the importance ratio: `token`; `sequence`, the geometric mean over
-                               the completion (GSPO, arXiv
-                               2507.18071); `product`, over the completion (not in GRPOConfig; what
-                               TRL's RLOOTrainer does)
-    epsilon, epsilon_high      a ratio gains nothing outside 1 − epsilon … 1 + epsilon_high;
-                               epsilon_high above epsilon is
-                               DAPO's clip-higher
-    loss_aggregation           `sequence`: mean over each completion's tokens, then over completions
-                               (TRL's loss_type `grpo`);
-                               `token`: mean over the tokens of the global batch (`dapo`; in one
-                               micro-batch `bnpo`);
-                               `constant`: sum over tokens ÷ (completions × max_completion_length)
-                               (`dr_grpo`)
-    max_completion_length      in tokens
-    baseline                   what a reward is compared with: the mean of its `group`, or of the
-                               others in it,
-                               `leave-one-out` (TRL: the RLOOTrainer)
-    scale_rewards              what the difference is divided by: `none`; `group`, the sample
-                               standard deviation of the group
-                               (÷ n − 1); `group-population` (÷ n; not in TRL). TRL's `batch` does
-                               not exist here
-    kl_estimator               KL divergence from the reference: `none`; `k1`, taken off the reward
-                               (TRL: the RLOOTrainer);
-                               `k2` (not in TRL) or `k3` (TRL's GRPOTrainer), Schulman's estimators,
-                               in the loss of each token
-    beta                       the weight of the KL divergence
-    use_bias_correction_kl     k2 and k3 are multiplied by the importance ratio, so that their
-                               gradient is that of the KL
-                               divergence off policy too (arXiv 2512.02556)
-    mask_truncated_completions completions that were cut at max_completion_length are neither
-    learned from nor counted
-    temperature                what logits are divided by, in sampling and in the loss
-    importance_sampling_mode   corrects for what sampled with other probabilities than the
-                               trainer's, by a kernel or by older
-                               weights: losses are multiplied by the ratio of the policy when a set
-                               is first used (the proximal policy) to what sampled it, and the
-                               ratios above are to the proximal policy (decoupled PPO, arXiv
-                               2505.24298). That ratio, of a token or product over the completion
-                               (`token_…`, `sequence_…`), is bounded by importance_sampling_clip_min
-                               and …_clip_max (`…_truncate`), or 0 outside of them (`…_mask`).
-                               `none`: ratios are to what sampled (TRL:
-                               vllm_importance_sampling_correction = False)
-    off_policy_mask_threshold  completions with a negative advantage do not contribute where the
-                               mean over tokens of log
-                               (what sampled ÷ policy) is larger (arXiv 2512.02556)
+    importance_sampling_level
+        the importance ratio: `token`; `sequence`, the geometric mean over the completion (GSPO,
+        arXiv 2507.18071); `product`, over the completion (not in GRPOConfig; what TRL's RLOOTrainer
+        does)
+    epsilon, epsilon_high
+        a ratio gains nothing outside 1 − epsilon … 1 + epsilon_high; epsilon_high above epsilon is
+        DAPO's clip-higher
+    loss_aggregation
+        `sequence`: mean over each completion's tokens, then over completions (TRL's loss_type
+        `grpo`); `token`: mean over the tokens of the global batch (`dapo`; in one micro-batch
+        `bnpo`); `constant`: sum over tokens ÷ (completions × max_completion_length) (`dr_grpo`)
+    max_completion_length
+        in tokens
+    baseline
+        what a reward is compared with: the mean of its `group`, or of the others in it,
+        `leave-one-out` (TRL: the RLOOTrainer)
+    scale_rewards
+        what the difference is divided by: `none`; `group`, the sample standard deviation of the
+        group (÷ n − 1); `group-population` (÷ n; not in TRL). TRL's `batch` does not exist here
+    kl_estimator
+        KL divergence from the reference: `none`; `k1`, taken off the reward (TRL: the RLOOTrainer);
+        `k2` (not in TRL) or `k3` (TRL's GRPOTrainer), Schulman's estimators, in the loss of each
+        token
+    beta
+        the weight of the KL divergence
+    use_bias_correction_kl
+        k2 and k3 are multiplied by the importance ratio, so that their gradient is that of the KL
+        divergence off policy too (arXiv 2512.02556)
+    mask_truncated_completions
+        completions that were cut at max_completion_length are neither learned from nor counted
+    temperature
+        what logits are divided by, in sampling and in the loss
+    importance_sampling_mode
+        corrects for what sampled with other probabilities than the trainer's, by a kernel or by
+        older weights: losses are multiplied by the ratio of the policy when a set is first used
+        (the proximal policy) to what sampled it, and the ratios above are to the proximal policy
+        (decoupled PPO, arXiv 2505.24298). That ratio, of a token or product over the completion
+        (`token_…`, `sequence_…`), is bounded by importance_sampling_clip_min and …_clip_max
+        (`…_truncate`), or 0 outside of them (`…_mask`). `none`: ratios are to what sampled (TRL:
+        vllm_importance_sampling_correction = False)
+    off_policy_mask_threshold
+        completions with a negative advantage do not contribute where the mean over tokens of log
+        (what sampled ÷ policy) is larger (arXiv 2512.02556)
     """
 
     importance_sampling_level: str = "token"
@@ -181,7 +176,8 @@ class PolicyObjective:
         """`metric_names`: extras that are metrics too, of batches with one completion in each
         sequence; NaN is not counted.
         """
-        self._config, self._metric_names = config, metric_names
+        self._config = config
+        self._metric_names = metric_names
 
     def _labels(self, batch: Batch) -> Tensor:
         """The batch's labels, without those of truncated completions where they are masked."""
@@ -212,14 +208,17 @@ class PolicyObjective:
         Metrics are by token, of ratios before clipping. With context parallelism the sum is that of
         this rank's tokens.
         """
-        config, labels, document_ids = self._config, self._labels(batch), batch.document_ids
+        config = self._config
+        labels = self._labels(batch)
+        document_ids = batch.document_ids
         context = model.context_parallel
         sums = partial(document_sums, document_ids=document_ids, context_parallel=context)
         head_fn = partial(token_logprobs_and_entropy, labels=labels, temperature=config.temperature)
         logprobs, entropy = apply_head(model, batch, head_fn)
         scored = labels != IGNORE_INDEX
         lengths = sums(scored.float())
-        old_logprobs, advantages = batch.extra("old_logprobs"), batch.extra("advantages")
+        old_logprobs = batch.extra("old_logprobs")
+        advantages = batch.extra("advantages")
         extras = batch.extras.tensors if batch.extras else {}
         proximal = extras.get("proximal_logprobs", logprobs.detach())
         corrects = config.importance_sampling_mode != "none"
@@ -269,7 +268,8 @@ class PolicyObjective:
             losses = losses + config.beta * values["kl"]
         if config.loss_aggregation == "sequence":
             losses = losses / broadcast_to_tokens(lengths, document_ids).clamp(min=1)
-        total, count = torch.where(scored, losses, 0.0).sum(), scored.sum().float()
+        total = torch.where(scored, losses, 0.0).sum()
+        count = scored.sum().float()
         metrics = {
             name: (torch.where(scored, value.detach(), 0.0).sum(), count)
             for name, value in values.items()
@@ -302,11 +302,9 @@ class PolicyObjective:
         level, _, bound = config.importance_sampling_mode.partition("_")
         if level == "sequence":
             log_ratio = broadcast_to_tokens(sums(log_ratio), document_ids)
-        ratio, low, high = (
-            log_ratio.exp(),
-            config.importance_sampling_clip_min,
-            config.importance_sampling_clip_max,
-        )
+        ratio = log_ratio.exp()
+        low = config.importance_sampling_clip_min
+        high = config.importance_sampling_clip_max
         bounded = ratio if low is None and high is None else ratio.clamp(low, high)
         return bounded if bound == "truncate" else torch.where(bounded == ratio, ratio, 0.0)
 
@@ -357,7 +355,8 @@ def pass_at_k(k: int, passed: Tensor, known: Tensor) -> Tensor:
     NaN where fewer than k have a reward. The unbiased estimate from n completions, of which c pass,
     is 1 − C(n − c, k) / C(n, k) (Chen et al., arXiv 2107.03374).
     """
-    count, passes = known.sum(1), (passed & known).sum(1)
+    count = known.sum(1)
+    passes = (passed & known).sum(1)
     estimates = [
         1 - math.comb(n - c, k) / math.comb(n, k) if n >= k else math.nan
         for n, c in zip(count.tolist(), passes.tolist(), strict=True)

@@ -135,10 +135,8 @@ def dpo(
     Only sigmoid, robust and exo read `label_smoothing`.
     """
     chosen, rejected = pairs.log_ratios()
-    preferred, dispreferred = (
-        logsigmoid(beta * (chosen - rejected)),
-        logsigmoid(-beta * (chosen - rejected)),
-    )
+    preferred = logsigmoid(beta * (chosen - rejected))
+    dispreferred = logsigmoid(-beta * (chosen - rejected))
     match loss_type:
         case "sigmoid":
             losses = -(1 - label_smoothing) * preferred - label_smoothing * dispreferred
@@ -201,7 +199,8 @@ def simpo(pairs: PairLogprobs, *, beta: float, gamma: float) -> tuple[Tensor, Me
     """−log σ(β(mean log-probability of chosen − of rejected) − γ), without a reference (arXiv
     2405.14734).
     """
-    chosen, rejected = beta * pairs.chosen_mean, beta * pairs.rejected_mean
+    chosen = beta * pairs.chosen_mean
+    rejected = beta * pairs.rejected_mean
     return _with_metrics(pairs, -logsigmoid(chosen - rejected - gamma), chosen, rejected)
 
 
@@ -228,7 +227,8 @@ def _with_metrics(
     pairs: PairLogprobs, losses: Tensor, chosen: Tensor, rejected: Tensor
 ) -> tuple[Tensor, Metrics]:
     """The sum of the losses, and metrics; `chosen` and `rejected` are the implied rewards."""
-    total, count = pairs.masked_sum(losses), pairs.num_pairs()
+    total = pairs.masked_sum(losses)
+    count = pairs.num_pairs()
     metrics = {"loss": (total.detach(), count), **reward_metrics(chosen, rejected, pairs.pair_mask)}
     for name in ("chosen", "rejected"):
         metrics[f"logps/{name}"] = pairs.masked_sum(getattr(pairs, name).detach()), count
@@ -244,7 +244,8 @@ class PreferenceObjective:
     """
 
     def __init__(self, loss_fn: PreferenceLoss, *, uses_reference: bool) -> None:
-        self._loss_fn, self._uses_reference = loss_fn, uses_reference
+        self._loss_fn = loss_fn
+        self._uses_reference = uses_reference
 
     def num_items(self, batch: Batch) -> Tensor:
         """Number of pairs, an fp32 scalar on the batch's device."""
@@ -260,9 +261,9 @@ class PreferenceObjective:
         total, metrics = self._loss_fn(
             pair_logprobs(batch, logprobs, reference, model.context_parallel)
         )
-        return total, metrics if reference is None else metrics | reference_gap(
-            batch, logprobs, reference
-        )
+        if reference is not None:
+            metrics |= reference_gap(batch, logprobs, reference)
+        return total, metrics
 
 
 def _pair_mask(batch: Batch) -> Tensor:
@@ -316,11 +317,9 @@ class KTOObjective:
     """
 
     def __init__(self, *, beta: float, desirable_weight: float, undesirable_weight: float) -> None:
-        self._beta, self._desirable_weight, self._undesirable_weight = (
-            beta,
-            desirable_weight,
-            undesirable_weight,
-        )
+        self._beta = beta
+        self._desirable_weight = desirable_weight
+        self._undesirable_weight = undesirable_weight
 
     def num_items(self, batch: Batch) -> Tensor:
         """Number of labelled completions, an fp32 scalar on the batch's device."""
@@ -345,11 +344,9 @@ class KTOObjective:
         log_ratios, mismatched = split_pairs(sums(logprobs - reference * scored))
         lengths, mismatched_lengths = split_pairs(sums(scored.float()))
         desirable_tokens, _ = split_pairs(sums(batch.extra("kto_labels") * scored))
-        completion_mask, desirable, kl_mask = (
-            lengths > 0,
-            desirable_tokens > 0,
-            mismatched_lengths > 0,
-        )
+        completion_mask = lengths > 0
+        desirable = desirable_tokens > 0
+        kl_mask = mismatched_lengths > 0
         kl_sum = torch.where(kl_mask, mismatched.detach(), 0.0).sum(1, keepdim=True)
         kl = kl_sum / kl_mask.sum(1, keepdim=True).clamp(min=1)
         gain = self._beta * (log_ratios - kl.clamp(min=0))
@@ -403,7 +400,8 @@ class RewardModelObjective:
         losses = -logsigmoid(chosen - rejected - margins)
         losses = losses + self._center_rewards_coefficient * (chosen + rejected).square()
         pair_mask = _pair_mask(batch)
-        total, count = torch.where(pair_mask, losses, 0.0).sum(), pair_mask.sum().to(chosen.dtype)
+        total = torch.where(pair_mask, losses, 0.0).sum()
+        count = pair_mask.sum().to(chosen.dtype)
         return total, {
             "loss": (total.detach(), count),
             **reward_metrics(chosen, rejected, pair_mask),

@@ -294,7 +294,8 @@ class RolloutOptions(Options):
                     f"rollout.engine_start: {name}: expected cpu or cuda:NUMBER, or a host before"
                     " it, as node2:cuda:0"
                 )
-        low, high = self.importance_sampling_clip_min, self.importance_sampling_clip_max
+        low = self.importance_sampling_clip_min
+        high = self.importance_sampling_clip_max
         if self.importance_sampling_mode == "none":
             for name in {"importance_sampling_clip_min", "importance_sampling_clip_max"} & {
                 *self.changed()
@@ -417,7 +418,8 @@ class AlignConfig(TunedConfig):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        method, reference = self.align.method, self.align.reference
+        method = self.align.method
+        reference = self.align.reference
         for name in self.align.changed():
             readers = METHODS_THAT_READ.get(name, (method,))
             if method not in readers:

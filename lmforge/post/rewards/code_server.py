@@ -29,7 +29,8 @@ ONLY_SYNTAX_TREE = 0x400
 # The descriptor on which a child reports its progress, and the one on which it says why it could
 # not be confined. The second is closed before the program is compiled. By writing to the first, a
 # program can only falsify its own result.
-REPORT_FD, FAILURE_FD = 3, 4
+REPORT_FD = 3
+FAILURE_FD = 4
 STAGES = ("parses", "compiles", "runs")
 # The limit of what a program prints, and of its report.
 MAX_OUTPUT_BYTES = 1 << 16
@@ -65,7 +66,9 @@ def _run_program(job: dict[str, Any], scratch: str, landlock: bool) -> dict[str,
     Returns the fields of sandbox.ProgramResult.
     """
     folder = os.path.realpath(tempfile.mkdtemp(prefix="lmforge-code-", dir=scratch))
-    output, report, failure = os.pipe(), os.pipe(), os.pipe()
+    output = os.pipe()
+    report = os.pipe()
+    failure = os.pipe()
     parent = os.getpid()
     began = time.monotonic()
     # Every line of the report begins with this. The program does not know it, though it could find
@@ -209,7 +212,9 @@ def _watch(
     start no processes, so when it is dead only files are left.
     """
     received = {output: bytearray(), report: bytearray()}
-    killed_for, ended, next_look = "", False, time.monotonic() + POLL_SECONDS
+    killed_for = ""
+    ended = False
+    next_look = time.monotonic() + POLL_SECONDS
     poll = select.poll()
     pidfd = os.pidfd_open(pid)
     for descriptor in (pidfd, output, report, 0):
@@ -319,7 +324,8 @@ def _read_progress(reported: str, secret: str, num_checks: int) -> _Progress:
         if event in STAGES[len(progress.stages) :][:1]:
             progress.stages.append(event)
         elif event in ("memory", "exit", "error") and len(progress.stages) < len(STAGES):
-            progress.ending, progress.error = event, _read_detail(detail)
+            progress.ending = event
+            progress.error = _read_detail(detail)
         elif (
             event in ("passed", "failed")
             and len(progress.stages) == len(STAGES)

@@ -20,7 +20,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 NOBODY = 65534
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP = 1, 4, 38, 22
+PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
+PR_SET_NO_NEW_PRIVS = 38
+PR_SET_SECCOMP = 22
 MAX_FILE_BYTES = 8 << 20
 MAX_OPEN_FILES = 64
 MAX_PENDING_SIGNALS = 64
@@ -197,15 +200,17 @@ WRITE_CALLS = {
     "mknod": (133, -1),
     "mknodat": (259, 33),
 }
-KILL, TKILL, TGKILL, PRLIMIT, FCNTL = (62, 129), (200, 130), (234, 131), (302, 261), (72, 25)
-CLONE, SOCKETPAIR, OPEN, OPENAT, IOCTL, CLOSE_RANGE = (
-    (56, 220),
-    (53, 199),
-    (2, -1),
-    (257, 56),
-    (16, 29),
-    (436, 436),
-)
+KILL = (62, 129)
+TKILL = (200, 130)
+TGKILL = (234, 131)
+PRLIMIT = (302, 261)
+FCNTL = (72, 25)
+CLONE = (56, 220)
+SOCKETPAIR = (53, 199)
+OPEN = (2, -1)
+OPENAT = (257, 56)
+IOCTL = (16, 29)
+CLOSE_RANGE = (436, 436)
 # The commands of ioctl that only tell about a descriptor, or change its own flags: TCGETS,
 # TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX, TCGETS2. Others name a process to be signalled,
 # write to terminals, or allocate disk.
@@ -214,7 +219,8 @@ IOCTL_COMMANDS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451, 0x802C542A)
 # description versions, and F_DUPFD_CLOEXEC; F_SETFL without O_ASYNC. Others have signals sent, hold
 # up those who open a file, or enlarge pipes.
 FCNTL_COMMANDS = (0, 1, 2, 3, 5, 6, 7, 36, 37, 38, 1030)
-F_SETFL, O_ASYNC = 4, 0o20000
+F_SETFL = 4
+O_ASYNC = 0o20000
 # Flags of clone: a thread must share all of these, so that all threads have one table of
 # descriptors; other flags are harmless.
 THREAD_FLAGS = 0x100 | 0x200 | 0x400 | 0x800 | 0x10000  # VM, FS, FILES, SIGHAND, THREAD
@@ -228,7 +234,9 @@ SECCOMP_ARCHITECTURE = (0xC000003E, 0xC00000B7)
 FIRST_COMMON_CALL = 424
 # faccessat2, epoll_pwait2, futex_waitv; close_range without flags too.
 ALLOWED_NEW_CALLS = (439, 441, 449)
-LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
+LANDLOCK_CREATE = 444
+LANDLOCK_ADD = 445
+LANDLOCK_RESTRICT = 446
 
 # What Python reads while it runs: its standard library and shared libraries. Determined at import,
 # so that child processes need not.
@@ -351,8 +359,13 @@ def restrict_files_to(folder: str) -> None:
     Landlock.
     """
     version = landlock_version()
-    execute, write, read, list_folder = 1, 2, 4, 8
-    make_char, make_socket, make_block = 1 << 6, 1 << 9, 1 << 11
+    execute = 1
+    write = 2
+    read = 4
+    list_folder = 8
+    make_char = 1 << 6
+    make_socket = 1 << 9
+    make_block = 1 << 11
     every = (1 << 13) - 1
     # Linking across folders, truncating, ioctl on devices.
     for added_in, bit in ((2, 13), (3, 14), (5, 15)):
@@ -397,9 +410,16 @@ def _bpf_program(column: int, pid: int, allow_writes: bool) -> list[bytes]:
     """Classic BPF over struct seccomp_data: number at 0, architecture at 4, argument n at 16 + 8n
     (its lower half).
     """
-    load, equal, at_least, any_bit, return_, mask = 0x20, 0x15, 0x35, 0x45, 0x06, 0x54
-    allow, kill = 0x7FFF0000, 0x80000000
-    not_permitted, no_such_call = 0x00050000 | 1, 0x00050000 | 38
+    load = 0x20
+    equal = 0x15
+    at_least = 0x35
+    any_bit = 0x45
+    return_ = 0x06
+    mask = 0x54
+    allow = 0x7FFF0000
+    kill = 0x80000000
+    not_permitted = 0x00050000 | 1
+    no_such_call = 0x00050000 | 38
 
     def step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
         return struct.pack("HBBI", code, if_true, if_false, value & 0xFFFFFFFF)
@@ -471,7 +491,8 @@ def _bpf_program(column: int, pid: int, allow_writes: bool) -> list[bytes]:
     if allow_writes:
         # Truncating while opening to read, or to neither read nor write (both bits): Landlock
         # before its third version does not count that as writing.
-        truncate, both = os.O_TRUNC, os.O_WRONLY | os.O_RDWR
+        truncate = os.O_TRUNC
+        both = os.O_WRONLY | os.O_RDWR
         changes = [
             step(mask, truncate | both),
             step(equal, truncate, 1, 0),

@@ -92,7 +92,8 @@ def serve_requests(
 
 
 def _open_functions(file: str, first: Any) -> tuple[dict[str, Any], Callable[[Any], Any]]:
-    names, options = first["functions"], first["options"]
+    names = first["functions"]
+    options = first["options"]
     if file == REGISTERED:
         load_plugins(first["plugins"])
         functions = {spec: _get_registered(spec, options.get(spec, "{}")) for spec in names}
@@ -103,6 +104,9 @@ def _open_functions(file: str, first: Any) -> tuple[dict[str, Any], Callable[[An
             for spec, name in names.items()
         }
     together = [spec for spec, function in functions.items() if function.is_async]
+    call_groups = [[spec] for spec in functions if spec not in together]
+    if together:
+        call_groups.append(together)
     description = {
         "required_columns": {
             spec: function.required_columns for spec, function in functions.items()
@@ -110,10 +114,7 @@ def _open_functions(file: str, first: Any) -> tuple[dict[str, Any], Callable[[An
         "accepted_columns": {
             spec: function.accepted_columns for spec, function in functions.items()
         },
-        "call_groups": (
-            [[spec] for spec in functions if spec not in together]
-            + ([together] if together else [])
-        ),
+        "call_groups": call_groups,
     }
     return description, lambda request: call_functions(
         {spec: functions[spec] for spec in request["functions"]}, request
@@ -129,7 +130,8 @@ class RewardFunction:
 
     def __init__(self, function: Callable[..., Any], spec: str) -> None:
         """Raises UserError where it cannot be called with prompts and completions by name."""
-        self.function, self.is_async = function, inspect.iscoroutinefunction(function)
+        self.function = function
+        self.is_async = inspect.iscoroutinefunction(function)
         signature = inspect.signature(function)
         parameters = signature.parameters.values()
         self._options = getattr(function, "keywords", {})  # which it has been given
@@ -230,7 +232,8 @@ def call_functions(
     """
 
     def failed(error: BaseException) -> dict[str, Any]:
-        response, completions = error_response(error), request["completions"]
+        response = error_response(error)
+        completions = request["completions"]
         if (
             isinstance(error, TypeError)
             and str(error).startswith("string indices must be")

@@ -88,7 +88,9 @@ class RewardFunctions(AbstractContextManager["RewardFunctions"]):
     def __init__(
         self, workers: Sequence[RewardWorker], weights: dict[str, float], timeout_seconds: float
     ):
-        self._workers, self._weights, self._timeout_seconds = workers, weights, timeout_seconds
+        self._workers = workers
+        self._weights = weights
+        self._timeout_seconds = timeout_seconds
 
     def __call__(
         self,
@@ -243,7 +245,8 @@ def load_reward_functions(
             assert open_reward_model is not None
             workers.append(opened.enter_context(closing(open_reward_model(spec))))
         opened.pop_all()
-    workers += [] if environment is None else [environment]
+    if environment is not None:
+        workers.append(environment)
     return RewardFunctions(workers, dict(zip(specs, weights, strict=True)), timeout_seconds)
 
 
@@ -288,7 +291,8 @@ class _RewardProcess:
         heartbeat: Callable[[], None],
         options: Mapping[str, str],
     ) -> None:
-        self._file, self._heartbeat = file, heartbeat
+        self._file = file
+        self._heartbeat = heartbeat
         plugins = (
             files_of([registry.get("reward", name) for name in functions])
             if file == REGISTERED

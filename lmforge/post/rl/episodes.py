@@ -25,15 +25,16 @@ from lmforge.text.chat.preferences import TokenizedPrompt
 
 
 class Turns(NamedTuple):
-    """An environment, and how turns with it become ids; of several environments, by their names."""
+    """An environment, and the encoders by which turns with it become ids: of several environments
+    by their names, of one by the empty name.
+    """
 
     pool: EnvironmentPool
     encoders: Mapping[str, TurnEncoder]
 
     def encoder(self, columns: Mapping[str, Any]) -> TurnEncoder:
-        """Of the environment that a row names in its column `environment`, where there are several.
-
-        Raises UserError.
+        """The encoder of the environment that a row names in its column `environment`, where there
+        are several. Raises UserError.
         """
         name = "" if "" in self.encoders else columns.get("environment")
         if not isinstance(name, str) or name not in self.encoders:
@@ -98,8 +99,11 @@ class EpisodePlayer:
     """
 
     def __init__(self, turns: Turns, *, max_turns: int, max_tokens: int, max_length: int) -> None:
-        self._turns, self._pool = turns, turns.pool
-        self._max_turns, self._max_tokens, self._max_length = max_turns, max_tokens, max_length
+        self._turns = turns
+        self._pool = turns.pool
+        self._max_turns = max_turns
+        self._max_tokens = max_tokens
+        self._max_length = max_length
 
     def play(
         self,
@@ -146,7 +150,7 @@ class EpisodePlayer:
         return episodes
 
     def _request(self, episode: Episode, at: int, seed: int, turn: int) -> SampleRequest:
-        """For an answer.
+        """The request for an answer.
 
         Another seed for each turn; the first is that of a completion without an environment.
         """
@@ -222,8 +226,8 @@ class EpisodePlayer:
     @staticmethod
     @contextmanager
     def _ends_on_error(episode: Episode) -> Iterator[None]:
-        """What the environment said cannot be used: that is the end of the episode, and not of the
-        run.
+        """A context in which a UserError, since what the environment said cannot be used, ends the
+        episode and not the run.
         """
         try:
             yield
@@ -239,7 +243,9 @@ class EpisodePlayer:
 
     def _goes_on(self, episode: Episode, reply: EpisodeReply, turn: int) -> bool:
         """Append a reply, if another answer follows it."""
-        completion, answer, encoder = episode.completion, episode.turns[-1], episode.encoder
+        completion = episode.completion
+        answer = episode.turns[-1]
+        encoder = episode.encoder
         episode.error = reply.error
         episode.failed_calls += reply.failed_calls
         if reply.error or reply.done or turn + 1 == self._max_turns:

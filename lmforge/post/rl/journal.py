@@ -6,7 +6,7 @@ complete here, and samples only others. A set can be read on another number of r
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,6 @@ from safetensors.torch import save
 from torch import Tensor
 
 from lmforge.core.data.batch import Batch, Extras
-from lmforge.core.distributed.distributed import DistributedContext
 from lmforge.core.errors import UserError
 from lmforge.core.files.atomic_files import atomic_write
 from lmforge.core.files.checksums import hash_json
@@ -46,34 +45,40 @@ FORMAT = 1  # of the tensors in a file: another where a set has others
 # Options with which a journal may be read that was written with others: how the run is operated,
 # and what other facts cover.
 OPERATION = {
-    *(
-        "plugins",
-        "run",
-        "data",
-        "parallel",
-        "validation",
-        "sample",
-        "checkpoint",
-        "log",
-        "watch",
-        "launch",
-    ),
+    "plugins",
+    "run",
+    "data",
+    "parallel",
+    "validation",
+    "sample",
+    "checkpoint",
+    "log",
+    "watch",
+    "launch",
 }
 OF_THE_LOOP = {
-    *("steps", "epochs", "global_batch_size", "global_batch_tokens", "micro_batch_size"),
-    *("device", "compile", "deterministic", "threads", "callbacks"),
+    "steps",
+    "epochs",
+    "global_batch_size",
+    "global_batch_tokens",
+    "micro_batch_size",
+    "device",
+    "compile",
+    "deterministic",
+    "threads",
+    "callbacks",
 }
 DO_NOT_CHANGE_COMPLETIONS = {
-    *(
-        "engine",
-        "engine_urls",
-        "engine_start",
-        "engine_timeout_seconds",
-        "weights_folder",
-        "decode_batch_size",
-        "log_completions_every",
-    ),
-    *("reward_timeout_seconds", "environment_timeout_seconds", "environment_processes"),
+    "engine",
+    "engine_urls",
+    "engine_start",
+    "engine_timeout_seconds",
+    "weights_folder",
+    "decode_batch_size",
+    "log_completions_every",
+    "reward_timeout_seconds",
+    "environment_timeout_seconds",
+    "environment_processes",
 }
 
 
@@ -100,38 +105,27 @@ class RolloutJournal:
     Every rank has one.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        key: str,
-        dist_ctx: DistributedContext,
-        *,
-        num_iterations: int,
-        sequence_length: int,
-        rank_and_size: tuple[int, int],
-        warn: Callable[[str], None],
-        ensure_lock: Callable[[], None],
-    ) -> None:
-        """`key`: sets with another one, of other options or data, do not count.
-
-        `rank_and_size`: this data-parallel rank, and how many there are. `ensure_lock`:
-        `Run.ensure_lock`. Every rank calls it.
-        """
-        self._folder, self._key, self._dist_ctx, self._warn = folder, key, dist_ctx, warn
-        self._ensure_lock = ensure_lock
-        self._num_iterations, self._sequence_length, self._rank_and_size = (
-            num_iterations,
-            sequence_length,
-            rank_and_size,
+    def __init__(self, ctx: RunContext, inputs: RunInputs, first_batch: int) -> None:
+        """The journal of a run that goes on with a batch. Every rank calls it."""
+        config = ctx.config
+        assert isinstance(config, AlignConfig)
+        dist_ctx = ctx.dist_ctx
+        self._folder = ctx.run.path / JOURNAL_FOLDER
+        self._ensure_lock = ctx.run.ensure_lock
+        self._warn = ctx.console.warn
+        self._num_iterations = config.rollout.num_iterations
+        self._sequence_length = inputs.batch_plan.sequence_length
+        self._rank_and_size = data_parallel_rank_and_size(
+            config.parallel, dist_ctx.rank_info.rank, dist_ctx.world_size
         )
+        # Sets with another key, of other options or data, do not count.
+        self._key = dist_ctx.decide_on_rank0(partial(_key, config, inputs))
         self._attempt = dist_ctx.broadcast(uuid4().hex)
         # The parts of each set that was complete when the run was started, in the order of their
         # ranks.
-        self._known: dict[int, list[Path]] = {}
-
-    def find(self, first_set: int) -> None:
-        """Look for sets from the first that the run needs on. Every rank calls it."""
-        self._known = self._dist_ctx.decide_on_rank0(partial(self._find, first_set))
+        self._known: dict[int, list[Path]] = dist_ctx.decide_on_rank0(
+            partial(self._find, first_batch // self._num_iterations)
+        )
 
     def __contains__(self, set_index: object) -> bool:
         return set_index in self._known
@@ -217,26 +211,6 @@ class RolloutJournal:
             for (set_index, ranks, _), paths in by_set.items()
             if set(paths) == set(range(ranks))
         }
-
-
-def open_journal(
-    ctx: RunContext, config: AlignConfig, inputs: RunInputs, first_batch: int
-) -> RolloutJournal:
-    """The journal of a run that goes on with a batch. Every rank calls it."""
-    journal = RolloutJournal(
-        ctx.run.path / JOURNAL_FOLDER,
-        ctx.dist_ctx.decide_on_rank0(partial(_key, config, inputs)),
-        ctx.dist_ctx,
-        num_iterations=config.rollout.num_iterations,
-        sequence_length=inputs.batch_plan.sequence_length,
-        rank_and_size=data_parallel_rank_and_size(
-            config.parallel, ctx.dist_ctx.rank_info.rank, ctx.dist_ctx.world_size
-        ),
-        warn=ctx.console.warn,
-        ensure_lock=ctx.run.ensure_lock,
-    )
-    journal.find(first_batch // config.rollout.num_iterations)
-    return journal
 
 
 def _key(config: AlignConfig, inputs: RunInputs) -> str:

@@ -56,7 +56,9 @@ def lay_out(
         sequence.labels[labels] = np.where(sampled, completion.tokens, IGNORE_INDEX)
         old_logprobs[index, labels] = torch.tensor(completion.logprobs)
         versions[index, labels] = torch.tensor(completion.versions, dtype=torch.float32)
-    extras = {"versions": versions} if with_versions else {}
+    extras = {}
+    if with_versions:
+        extras["versions"] = versions
     if experts_shape is not None:
         extras["routed_experts"] = torch.full(
             (len(prompts), sequence_length, *experts_shape), -1, dtype=torch.int32
@@ -130,7 +132,8 @@ def _completion_metrics(
     """Metrics of each completion, fp32 [completions], by name, from rewards [groups,
     num_generations].
     """
-    known, passed = ~rewards.isnan(), rewards >= pass_threshold
+    known = ~rewards.isnan()
+    passed = rewards >= pass_threshold
     passes = {f"pass@{k}": pass_at_k(k, passed, known) for k in pass_sizes(rewards.shape[1])}
     # A group in which some completions have no reward passes if one of the others passes.
     passes["pass@n"] = (passed & known).any(1).double()

@@ -37,7 +37,7 @@ from lmforge.post.objectives.policy import (
 from lmforge.post.options.align import AlignConfig
 from lmforge.post.prompts import PromptPacking
 from lmforge.post.reference import ReferenceModel, build_reference, with_extras
-from lmforge.post.rl.journal import SEQUENCE_TENSORS, RolloutJournal, open_journal
+from lmforge.post.rl.journal import SEQUENCE_TENSORS, RolloutJournal
 from lmforge.post.rl.rollout_batches import (
     add_advantages,
     add_staleness,
@@ -46,7 +46,7 @@ from lmforge.post.rl.rollout_batches import (
     trim_padding,
 )
 from lmforge.post.rl.scoring import locate_completions
-from lmforge.post.rl.sets import SampledSet, SetSampler
+from lmforge.post.rl.sets import SetSampler
 
 # Mean |log-probability of the trainer − of what sampled|, in nats. bf16 kernels differ by some
 # 0.01, other weights by more.
@@ -104,7 +104,7 @@ class Rollouts:
         self._journal: RolloutJournal | None = None
         if options.max_staleness:
             first_batch = built.point.step + built.detector.batch_offset
-            self._journal = open_journal(ctx, ctx.config, inputs, first_batch)
+            self._journal = RolloutJournal(ctx, inputs, first_batch)
         self._loss_config = build_policy_loss_config(options)
         self._proximal: ReferenceModel | None = None
         self._reference: ReferenceModel | None = None
@@ -157,28 +157,18 @@ class Rollouts:
         )
 
     def _make_set(self, set_index: int, step: int) -> Batch:
+        """This rank's part of a set: read from the journal, or sampled and laid out."""
         if self._journal is not None and set_index in self._journal:
             with self._dist_ctx.raise_on_all():
                 first = self._first_group * self._options.num_generations
                 return self._journal.read(set_index, first, self._local_batch_size)
-        batch = self._to_batch(self._share(self._sets.take(set_index, step)))
-        if self._journal is not None:
-            with self._dist_ctx.raise_on_all():
-                if self._samples:
-                    self._journal.write(set_index, batch)
-        return batch
-
-    def _share(self, sampled: SampledSet) -> SampledSet:
-        """What the first rank of those that share sequences has sampled, on all of them."""
-        if not self._shares:
-            return sampled
-        ids = [prompt._replace(prompt="", columns={}) for prompt in sampled.prompts]
-        own = replace(sampled, prompts=ids, episodes=None) if self._samples else None
-        # In the order of data-parallel ranks.
-        sets = [each for each in self._dist_ctx.all_gather(own) if each is not None]
-        return sets[self._rank]
-
-    def _to_batch(self, sampled: SampledSet) -> Batch:
+        sampled = self._sets.take(set_index, step)
+        if self._shares:  # what the first rank of those that share sequences has sampled
+            ids = [prompt._replace(prompt="", columns={}) for prompt in sampled.prompts]
+            own = replace(sampled, prompts=ids, episodes=None) if self._samples else None
+            # In the order of data-parallel ranks.
+            sets = [each for each in self._dist_ctx.all_gather(own) if each is not None]
+            sampled = sets[self._rank]
         assert sampled.rewards is not None
         assert sampled.failures is not None
         batch = lay_out(
@@ -192,7 +182,7 @@ class Rollouts:
         batch = with_extras(
             batch, **{name: self._logprobs(batch, model) for name, model in models.items() if model}
         )
-        return add_advantages(
+        batch = add_advantages(
             batch,
             sampled.completions,
             sampled.rewards,
@@ -201,6 +191,11 @@ class Rollouts:
             self._options,
             self._loss_config,
         )
+        if self._journal is not None:
+            with self._dist_ctx.raise_on_all():
+                if self._samples:
+                    self._journal.write(set_index, batch)
+        return batch
 
     def _places(self, set_index: int) -> list[range]:
         """The places in the order of the data of the groups that this rank samples."""

@@ -128,7 +128,8 @@ class InProcessSampler:
     """Samples from the policy in this process."""
 
     def __init__(self, parallel_model: ParallelModel, settings: SamplingSettings) -> None:
-        self._parallel_model, self._settings = parallel_model, settings
+        self._parallel_model = parallel_model
+        self._settings = settings
 
     @contextmanager
     def session(
@@ -163,8 +164,10 @@ class _EngineSession:
     def __init__(
         self, engine: Engine | None, settings: SamplingSettings, version: int, greedy: bool
     ) -> None:
-        self._engine, self._version = engine, version
-        self._params, self._stop_token_ids = settings.params(greedy), settings.stop_token_ids
+        self._engine = engine
+        self._version = version
+        self._params = settings.params(greedy)
+        self._stop_token_ids = settings.stop_token_ids
         self._waiting: list[SampleRequest] = []
         self._running: dict[int, tuple[SampleRequest, SampledCompletion]] = {}
         self._experts: dict[int, list[Tensor]] = {}

@@ -56,13 +56,12 @@ class CompletionScorer:
 
         Every rank calls it.
         """
-        self._ctx, self._tokenizer, self._environment, self._spec = (
-            ctx,
-            tokenizer,
-            environment,
-            options.environment,
-        )
-        rank, world_size = ctx.dist_ctx.rank_info.rank, ctx.dist_ctx.world_size
+        self._ctx = ctx
+        self._tokenizer = tokenizer
+        self._environment = environment
+        self._spec = options.environment
+        rank = ctx.dist_ctx.rank_info.rank
+        world_size = ctx.dist_ctx.world_size
         self._rank, _ = data_parallel_rank_and_size(ctx.config.parallel, rank, world_size)
         self._named_errors: set[str] = set()
         self._warned_of_no_reward = False
@@ -221,7 +220,9 @@ class RewardModelScorer:
         dtype: torch.dtype,
         on_batch: Callable[[], None] = lambda: None,
     ) -> None:
-        self._spec, self._device, self._on_batch = spec, device, on_batch
+        self._spec = spec
+        self._device = device
+        self._on_batch = on_batch
         self._lock = threading.Lock()
         self._loaded = load_model(Path(spec), device, dtype, reward_model=True)
         self.required_columns: dict[str, list[str]] = {spec: []}

@@ -302,7 +302,8 @@ class Servers:
 
     def _follow(self, index: int) -> None:
         """Keep a server at the newest weights."""
-        server, state = self.servers[index], self._states[index]
+        server = self.servers[index]
+        state = self._states[index]
         while True:
             with self._changed:
                 # Only rank 0 can give a server its weights again, and others may be the only ones

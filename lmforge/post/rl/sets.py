@@ -14,7 +14,7 @@ How completions are sampled is in sampler.py and servers.py, how they are scored
 
 import threading
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -130,84 +130,6 @@ class SampledSet:
 
 # (prompts, seeds, table of completions) → a set with rewards.
 Sample = Callable[[list[TokenizedPrompt], list[int], str | None], SampledSet]
-
-
-class GroupPrompts:
-    """The prompts and seeds of groups: each prompt `num_generations` times in a row.
-
-    The place of a group in the order of the data decides, and neither ranks and restarts, nor what
-    was sampled before.
-    """
-
-    def __init__(
-        self,
-        prompts: Sequence[TokenizedPrompt],
-        indices: Callable[[int, int], Iterable[int]],
-        options: RolloutOptions,
-        seed: int,
-        warn: Callable[[str], None],
-    ) -> None:
-        """`indices(start, stop)`: those of the prompts at these places in the order of the data."""
-        self._prompts = prompts
-        self._indices = indices
-        self._options = options
-        self._seed = seed
-        self._warn = warn
-        self._has_given_up = False
-
-    def sample_set(
-        self, set_index: int, places: Sequence[range], sample: Sample, add_up: Callable[[int], int]
-    ) -> SampledSet:
-        """The groups at these places, sampled; those whose rewards are all equal give way to groups
-        of other prompts (dynamic sampling: DAPO, arXiv 2503.14476).
-
-        `places`: those in the order of the data, of each step of the set, of the groups that this
-        rank samples. `add_up` sums over the ranks that sample together. After
-        `dynamic_sampling_rounds` what is left stays, and a line says so once.
-        """
-        rounds = self._options.dynamic_sampling_rounds
-        count = self._options.num_generations
-        in_order = [place for part in places for place in part]
-        table = completions_table_name(set_index, self._options)
-        indices = [index for part in places for index in self._indices(part.start, part.stop)]
-        prompts = [self._prompts[index] for index in indices for _ in range(count)]
-        seeds = [
-            derive_key(self._seed, "rollout", place, number)
-            for place in in_order
-            for number in range(count)
-        ]
-        sampled = sample(prompts, seeds, table)
-
-        def find_even() -> list[int]:
-            differs = sampled.differing_groups(count).tolist()
-            return [group for group, each in enumerate(differs) if not each]
-
-        for number in range(1, rounds + 1):
-            even = find_even()
-            if not add_up(len(even)):
-                return sampled
-            keys = [
-                derive_key(self._seed, "replacement", in_order[group], number) for group in even
-            ]
-            prompts = [
-                self._prompts[key % len(self._prompts)] for key in keys for _ in range(count)
-            ]
-            seeds = [derive_key(key, "rollout", index) for key in keys for index in range(count)]
-            others = sample(prompts, seeds, table and f"{table}-round-{number}")
-            sampled.replace(
-                [group * count + index for group in even for index in range(count)], others
-            )
-        if not rounds:
-            return sampled
-        left = add_up(len(find_even()))
-        if left and not self._has_given_up:
-            self._has_given_up = True
-            self._warn(
-                f"set {set_index}: the rewards of {format_count(left, 'group')} are still all equal"
-                f" after {format_count(rounds, 'round')} of further prompts, and nothing is learned"
-                " from them (from here on see the metric frac_reward_zero_std)"
-            )
-        return sampled
 
 
 class RolloutWorker:
@@ -415,7 +337,8 @@ class SetSampler:
         places: Callable[[int], list[range]],
         samples: bool,
     ) -> None:
-        """`places(set)`: those of its groups (GroupPrompts).
+        """`places(set)`: the places in the order of the data of the groups that this rank samples,
+        a range for each step of the set.
 
         `samples`: whether this rank does. Raises UserError where a server does not start.
         """
@@ -429,13 +352,9 @@ class SetSampler:
         self._batch_offset = built.detector.batch_offset
         self._options = options
         self._places = places
-        self._group_prompts = GroupPrompts(
-            packing.prompts,
-            inputs.packed_dataset.indices,
-            options,
-            ctx.config.train.seed,
-            ctx.console.warn,
-        )
+        self._prompts = packing.prompts
+        self._indices = inputs.packed_dataset.indices
+        self._has_given_up = False  # dynamic sampling, on some set
         self._schedule = SetSchedule(
             self._sample_ahead,
             lambda version: self._servers.publish(version),
@@ -508,8 +427,8 @@ class SetSampler:
                 self.wait_seconds = time.perf_counter() - began
             self._report(sampled, step, completions_table_name(set_index, self._options))
         else:
-            sampled = self._group_prompts.sample_set(
-                set_index, self._places(set_index), partial(self.sample, step), self._sum_over_ranks
+            sampled = self._sample_groups(
+                set_index, partial(self.sample, step), self._sum_over_ranks
             )
         self._check_rewards(sampled, step)
         self._log_dropped(sampled, set_index, step)
@@ -560,9 +479,62 @@ class SetSampler:
                 worker.score(sampled, table, on_step)
                 return sampled
 
-            return self._group_prompts.sample_set(
-                set_index, self._places(set_index), sample, add_up=int
+            return self._sample_groups(set_index, sample, add_up=int)
+
+    def _sample_groups(
+        self, set_index: int, sample: Sample, add_up: Callable[[int], int]
+    ) -> SampledSet:
+        """The groups of a set, each `num_generations` completions of one prompt; those whose
+        rewards are all equal give way to groups of other prompts (dynamic sampling: DAPO, arXiv
+        2503.14476).
+
+        The place of a group in the order of the data decides on prompts and seeds, and neither
+        ranks and restarts, nor what was sampled before. `add_up` sums over the ranks that sample
+        together. After `dynamic_sampling_rounds` what is left stays, and a line says so once.
+        """
+        rounds = self._options.dynamic_sampling_rounds
+        count = self._options.num_generations
+        seed = self._ctx.config.train.seed
+        places = self._places(set_index)
+        in_order = [place for part in places for place in part]
+        table = completions_table_name(set_index, self._options)
+        indices = [index for part in places for index in self._indices(part.start, part.stop)]
+        prompts = [self._prompts[index] for index in indices for _ in range(count)]
+        seeds = [
+            derive_key(seed, "rollout", place, number)
+            for place in in_order
+            for number in range(count)
+        ]
+        sampled = sample(prompts, seeds, table)
+
+        def find_even() -> list[int]:
+            differs = sampled.differing_groups(count).tolist()
+            return [group for group, each in enumerate(differs) if not each]
+
+        for number in range(1, rounds + 1):
+            even = find_even()
+            if not add_up(len(even)):
+                return sampled
+            keys = [derive_key(seed, "replacement", in_order[group], number) for group in even]
+            prompts = [
+                self._prompts[key % len(self._prompts)] for key in keys for _ in range(count)
+            ]
+            seeds = [derive_key(key, "rollout", index) for key in keys for index in range(count)]
+            others = sample(prompts, seeds, table and f"{table}-round-{number}")
+            sampled.replace(
+                [group * count + index for group in even for index in range(count)], others
             )
+        if not rounds:
+            return sampled
+        left = add_up(len(find_even()))
+        if left and not self._has_given_up:
+            self._has_given_up = True
+            self._ctx.console.warn(
+                f"set {set_index}: the rewards of {format_count(left, 'group')} are still all equal"
+                f" after {format_count(rounds, 'round')} of further prompts, and nothing is learned"
+                " from them (from here on see the metric frac_reward_zero_std)"
+            )
+        return sampled
 
     @contextmanager
     def _free_worker(self) -> Iterator[RolloutWorker]:

@@ -106,9 +106,11 @@ class SampledTokens:
         """Raises ValueError where the parts of the answer do not fit together, or are not what was
         requested.
         """
-        self.token_ids, self.stopped = choice.token_ids, choice.finish_reason == "stop"
+        self.token_ids = choice.token_ids
+        self.stopped = choice.finish_reason == "stop"
         self.logprobs = [token.logprob for token in choice.logprobs.content]
-        count, stop_ids = len(self.token_ids), settings.stop_token_ids
+        count = len(self.token_ids)
+        stop_ids = settings.stop_token_ids
         if choice.finish_reason not in ("stop", "length"):
             raise ValueError(f"the request ended with {cut(choice.finish_reason)!r}")
         if count > request.max_tokens:
@@ -163,12 +165,10 @@ class TokenServer:
 
     def __init__(self, url: str, flags: Flags, timeout_seconds: float, api_key: str | None) -> None:
         """`timeout_seconds`: of an answer that has to be computed."""
-        self.url, self._flags, self._timeout_seconds, self._api_key = (
-            url.rstrip("/"),
-            flags,
-            timeout_seconds,
-            api_key,
-        )
+        self.url = url.rstrip("/")
+        self._flags = flags
+        self._timeout_seconds = timeout_seconds
+        self._api_key = api_key
 
     def _call(
         self,
@@ -177,9 +177,9 @@ class TokenServer:
         body: dict[str, Any] | None = None,
         timeout: float = ANSWER_SECONDS,
     ) -> Any:
-        headers = {"content-type": "application/json"} | (
-            {"authorization": f"Bearer {self._api_key}"} if self._api_key else {}
-        )
+        headers = {"content-type": "application/json"}
+        if self._api_key:
+            headers["authorization"] = f"Bearer {self._api_key}"
         content = None if body is None else json.dumps(body).encode()
         try:
             answer = call(
@@ -201,7 +201,8 @@ class TokenServer:
             raise ServerProblem(str(problem)) from None
 
     def _refusal(self, path: str, answer: HttpAnswer) -> ServerProblem:
-        route, status = path.partition("?")[0], answer.status
+        route = path.partition("?")[0]
+        status = answer.status
         if status < 400:
             where = f"redirects to {cut(answer.location)}"
             return ServerProblem(
@@ -245,7 +246,9 @@ class RolloutServer(TokenServer):
         `timeout_seconds`: of an answer with sampled tokens, and of loading weights.
         """
         super().__init__(url, FLAGS[kind], timeout_seconds, api_key)
-        self.kind, self._settings, self._may_be_paused = kind, settings, False
+        self.kind = kind
+        self._settings = settings
+        self._may_be_paused = False
 
     def sample(
         self,
@@ -264,9 +267,9 @@ class RolloutServer(TokenServer):
             "ignore_eos": True,  # it is one of the stop tokens
             "logprobs": 0,  # those of the sampled tokens alone
         }
-        body = {"token_ids": [*request.prompt_ids], "sampling_params": params} | (
-            {"starts_with": starts_with} if starts_with else {}
-        )
+        body: dict[str, Any] = {"token_ids": [*request.prompt_ids], "sampling_params": params}
+        if starts_with:
+            body["starts_with"] = starts_with
         answer = self._call("/inference/v1/generate", _Answer, body, self._timeout_seconds)
         try:
             return SampledTokens(answer.choices[0], request, self._settings)
@@ -314,7 +317,8 @@ class RolloutServer(TokenServer):
         Of the rows of its embedding the tokenizer uses `num_token_ids`; a server may refuse the
         others.
         """
-        info, expected = self._call("/weight_info", _WeightInfo), to_config_json(config)
+        info = self._call("/weight_info", _WeightInfo)
+        expected = to_config_json(config)
         for name, value in info.model.items():
             if value != expected.get(name):
                 words = (

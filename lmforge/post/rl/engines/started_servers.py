@@ -19,6 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -36,9 +37,11 @@ from lmforge.post.rl.sampler import SamplingSettings
 RANK_VARIABLES = (
     "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT OMP_NUM_THREADS"
 )
-GRACE_SECONDS, POLL_SECONDS = 10, 0.2
+GRACE_SECONDS = 10
+POLL_SECONDS = 0.2
 # How often each server is started again. The folders that it then opens are called so.
-MAX_RESTARTS, RESTART_FOLDER = 3, "restart-"
+MAX_RESTARTS = 3
+RESTART_FOLDER = "restart-"
 # It is read as a whole before it runs, since what follows it on standard input is for `cat`. The
 # server has a process group of its own (set -m).
 SCRIPT = """
@@ -95,13 +98,12 @@ class ServerStarter:
         logs_folder: Path,
     ) -> None:
         """`dtype`: in which they compute."""
-        self._config, self._options, self._settings, self._tokenizer = (
-            config,
-            config.rollout,
-            settings,
-            tokenizer,
-        )
-        self._dtype, self._logs_folder = dtype, logs_folder
+        self._config = config
+        self._options = config.rollout
+        self._settings = settings
+        self._tokenizer = tokenizer
+        self._dtype = dtype
+        self._logs_folder = logs_folder
         self._servers: list[_Server] = []
         self._own_address = ""
         self._key = secrets.token_urlsafe(16)
@@ -177,7 +179,9 @@ class ServerStarter:
             warn(f"{what}; it cannot be started again: {problem}")
             return
         self._servers[number] = again
-        again.url, again.restarts, again.folder = server.url, server.restarts + 1, folder
+        again.url = server.url
+        again.restarts = server.restarts + 1
+        again.folder = folder
         warn(f"{what}; it is started again ({again.restarts} of {MAX_RESTARTS})")
 
     def _answers(self, server: _Server) -> bool:
@@ -188,8 +192,9 @@ class ServerStarter:
         return True
 
     def _start(self, number: int, model_folder: Path, port: str = "") -> _Server:
-        """With a port that is free where there is none."""
-        name, own_address = self._options.engine_start[number], self._own_address
+        """Start a server at a port; without one, at a port that is free on its host."""
+        name = self._options.engine_start[number]
+        own_address = self._own_address
         host, device = split_server(name)
         here = host is None and own_address == "127.0.0.1"
         command = self._command(model_folder, device, "127.0.0.1" if here else "0.0.0.0")
@@ -232,37 +237,25 @@ class ServerStarter:
         return _Server(name, shell, log, log_start)
 
     def _command(self, model_folder: Path, device: str, address: str) -> list[str]:
+        words: list[Any]
         if self._options.engine == "vllm":
-            sizes = [
-                "--max-model-len",
-                str(self._settings.max_length),
-                "--dtype",
-                str(self._dtype).removeprefix("torch."),
-            ]
-            modes = ["--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
-            modes += ["--enable-return-routed-experts"] if self._settings.replayed else []
-            return ["vllm", "serve", str(model_folder), "--host", address, *sizes, *modes]
-        plugins = ["--plugins", *self._config.plugins] if self._config.plugins else []
+            words = ["vllm", "serve", model_folder, "--host", address]
+            words += ["--max-model-len", self._settings.max_length]
+            words += ["--dtype", str(self._dtype).removeprefix("torch.")]
+            words += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
+            if self._settings.replayed:
+                words.append("--enable-return-routed-experts")
+            return [*map(str, words)]
         dtype = next(name for name, value in DTYPES.items() if value == self._dtype)
-        words = [
-            "serve",
-            model_folder,
-            "--weight_updates",
-            "--host",
-            address,
-            "--device",
-            device.partition(":")[0],
-            "--dtype",
-            dtype,
-        ]
-        words += ["--return_routed_experts"] if self._settings.replayed else []
-        words += [
-            "--max_length",
-            self._settings.max_length,
-            "--max_batch_size",
-            self._options.decode_batch_size,
-        ]
-        return [sys.executable, "-m", "lmforge", *map(str, words), *plugins]
+        words = [sys.executable, "-m", "lmforge", "serve", model_folder, "--weight_updates"]
+        words += ["--host", address, "--device", device.partition(":")[0], "--dtype", dtype]
+        if self._settings.replayed:
+            words.append("--return_routed_experts")
+        words += ["--max_length", self._settings.max_length]
+        words += ["--max_batch_size", self._options.decode_batch_size]
+        if self._config.plugins:
+            words += ["--plugins", *self._config.plugins]
+        return [*map(str, words)]
 
     def _await(self, server: _Server, deadline: float) -> None:
         """Wait until a server answers, and note its address."""
