@@ -7,7 +7,7 @@ call that cannot be read is text.
 import ast
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -209,21 +209,17 @@ def _read_llama(text: str) -> list[ToolCall]:
 
     A call is {"name": …, "parameters": {…}}.
     """
-    return [
-        _call(value, "parameters", "arguments")
-        for value in _json_values(text.removeprefix("<|python_tag|>"))
-    ]
-
-
-def _json_values(text: str) -> Iterator[Any]:
+    text = text.removeprefix("<|python_tag|>")
     decoder = json.JSONDecoder()
+    calls = []
     at = 0
     while found := NEXT_VALUE.match(text, at):
         try:
             _, at = decoder.raw_decode(text, found.end())
         except (ValueError, RecursionError) as problem:
             raise UnreadableCall from problem
-        yield _json(text[found.end() : at])
+        calls.append(_call(_json(text[found.end() : at]), "parameters", "arguments"))
+    return calls
 
 
 def _read_pythonic(text: str) -> list[ToolCall]:
