@@ -221,7 +221,7 @@ def _write_shards(
         max_shard_size=max_shard_bytes,
     )
     for file, names in split.filename_to_tensors.items():
-        write_safetensors(folder / file, {name: tensors[name] for name in names}, read_tensor, None)
+        write_safetensors(folder / file, {name: tensors[name] for name in names}, read_tensor)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(

@@ -140,7 +140,7 @@ def save_peft_folder(
         for name, text in files.items():
             (partial / name).write_text(text, encoding="utf-8")
         renamed = dict(_as_peft_has_it(name, tensor, tensors) for name, tensor in tensors.items())
-        write_safetensors(partial / ADAPTER_WEIGHTS_FILE, renamed, renamed.__getitem__, None)
+        write_safetensors(partial / ADAPTER_WEIGHTS_FILE, renamed, renamed.__getitem__)
 
 
 def base_model_of(folder: Path) -> Path:

@@ -113,7 +113,6 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
     }
     embedding = f"{model.embedding_names[0]}.weight"  # type: ignore[index]
     ends = {embedding, LM_HEAD_WEIGHT}
-    # And the model does not.
     if ends <= expected.keys() and not ends <= stored.keys() and _ties(folder, model.config):
         if embedding in stored:
             stored[LM_HEAD_WEIGHT] = stored[embedding]
