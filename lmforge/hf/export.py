@@ -104,8 +104,16 @@ def export_folder(
         tensors[CLASSIFIER_HEAD_WEIGHT] = tensors.pop(LM_HEAD_WEIGHT)
         name_of[CLASSIFIER_HEAD_WEIGHT] = LM_HEAD_WEIGHT
     with new_folder(folder, overwrite, marker="config.json", content="a model") as partial:
-        for path in _tokenizer_files(tokenizer_folder):
-            shutil.copyfile(path, partial / path.name)
+        if tokenizer_folder is not None:
+            paths = [Path(tokenizer_folder) / name for name in _TOKENIZER_FILES]
+            copied = [path for path in paths if path.is_file()]
+            if not copied:
+                raise UserError(
+                    f"{tokenizer_folder}: holds no tokenizer.json; give the folder of the run's"
+                    " tokenizer"
+                )
+            for path in copied:
+                shutil.copyfile(path, partial / path.name)
         stated_dtype = dtype or next(iter(tensors.values())).dtype
         for file, content in _described(config, stated_dtype, extra_files or {}).items():
             if not (partial / file).exists():
@@ -193,17 +201,6 @@ def new_folder(folder: Path, overwrite: bool, *, marker: str, content: str) -> I
         raise UserError(
             f"{folder}: could not be written ({error}); choose another folder"
         ) from None
-
-
-def _tokenizer_files(folder: str | Path | None) -> list[Path]:
-    if folder is None:
-        return []
-    paths = [Path(folder) / name for name in _TOKENIZER_FILES if (Path(folder) / name).is_file()]
-    if not paths:
-        raise UserError(
-            f"{folder}: holds no tokenizer.json; give the folder of the run's tokenizer"
-        )
-    return paths
 
 
 def _write_shards(

@@ -220,6 +220,11 @@ def build_step_config(
     Raises UserError for an impossible engine.
     """
     engine = choose_engine(config.parallel, world_size, "cuda" if on_gpu else "cpu")
+    loss: LossKind = "tokens"
+    reference: Literal["none", "copy", "policy"] = "none"
+    if isinstance(config, AlignConfig):
+        loss = "rewards" if config.align.method == "reward" else "logprobs"
+        reference = _reference(config)
     return StepConfig(
         model=model,
         options=config.parallel.model_copy(update={"engine": engine}),
@@ -235,25 +240,19 @@ def build_step_config(
         float8=config.train.float8,
         on_gpu=on_gpu,
         lora=block_adapters(model, get_lora_config(config)),
-        loss=_loss_kind(config),
-        reference=_reference(config),
+        loss=loss,
+        reference=reference,
         has_dropout=config.model.dropout > 0,
         distillation=Distillation.of_recipe(config, teacher),
     )
 
 
-def _loss_kind(config: StageConfig) -> LossKind:
-    if not isinstance(config, AlignConfig):
-        return "tokens"
-    return "rewards" if config.align.method == "reward" else "logprobs"
-
-
-def _reference(config: StageConfig) -> Literal["none", "copy", "policy"]:
+def _reference(config: AlignConfig) -> Literal["none", "copy", "policy"]:
     """The reference that scores batches while a recipe trains.
 
     It is "none" where the reference's log-probabilities were computed before.
     """
-    if not isinstance(config, AlignConfig) or config.reference in (None, "precomputed"):
+    if config.reference in (None, "precomputed"):
         return "none"
     is_grpo = config.align.method == "grpo"
     if is_grpo and build_policy_loss_config(config.rollout).kl_estimator == "none":
