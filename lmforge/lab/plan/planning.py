@@ -1,4 +1,4 @@
-"""From a recipe to a prediction, with the options of `lmforge plan` or on the ranks of a run.
+"""Predictions of a recipe, with the options of `lmforge plan` or on the ranks of a run.
 
 A run logs the memory and the speed that `lmforge plan` predicts before its first step, and later
 the measured values with them. There is no speed for unknown hardware.
@@ -66,7 +66,9 @@ class Machine:
 
     def rates(self, dtype: str) -> Rates:
         rates = Rates.of_data_sheets(self.gpu, self.network, self.gpus_per_host, dtype)
-        return rates if self.calibration is None else rates.calibrate(self.calibration, dtype)
+        if self.calibration is None:
+            return rates
+        return rates.calibrate(self.calibration, dtype)
 
     def describe_constants(self, dtype: str) -> str:
         """A phrase that says which constants were measured and which are from a data sheet."""
@@ -311,7 +313,8 @@ def make_step_config(
         )
     plan = plan_batches(config, gpus)
     check_parallel(config.parallel, model, plan)
-    if (lora := get_lora_config(config)) is not None:
+    lora = get_lora_config(config)
+    if lora is not None:
         check_lora(config.parallel, config.train.float8, lora.base_dtype)
     model.check_length(config.data.sequence_length)
     dtype, compiled = choose_dtypes(config, machine.gpu, machine.calibration)
