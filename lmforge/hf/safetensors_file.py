@@ -119,7 +119,7 @@ class SafetensorsFile:
         return full
 
     def read_parts(self, requests: list[tuple[str, Tensor, tuple[slice, ...]]]) -> None:
-        """For each (name, target, part), fill the target with a part of a tensor.
+        """Fill the target of each (name, target, part) with a part of a tensor.
 
         Targets may have any float dtype and device. All slices of a part have both bounds. The
         tensors are read in the order of their offsets.
