@@ -104,8 +104,16 @@ def export_folder(
         tensors[CLASSIFIER_HEAD_WEIGHT] = tensors.pop(LM_HEAD_WEIGHT)
         name_of[CLASSIFIER_HEAD_WEIGHT] = LM_HEAD_WEIGHT
     with new_folder(folder, overwrite, marker="config.json", content="a model") as partial:
-        for path in _tokenizer_files(tokenizer_folder):
-            shutil.copyfile(path, partial / path.name)
+        if tokenizer_folder is not None:
+            paths = [Path(tokenizer_folder) / name for name in _TOKENIZER_FILES]
+            copied = [path for path in paths if path.is_file()]
+            if not copied:
+                raise UserError(
+                    f"{tokenizer_folder}: holds no tokenizer.json; give the folder of the run's"
+                    " tokenizer"
+                )
+            for path in copied:
+                shutil.copyfile(path, partial / path.name)
         stated_dtype = dtype or next(iter(tensors.values())).dtype
         for file, content in _described(config, stated_dtype, extra_files or {}).items():
             if not (partial / file).exists():
@@ -195,17 +203,6 @@ def new_folder(folder: Path, overwrite: bool, *, marker: str, content: str) -> I
         ) from None
 
 
-def _tokenizer_files(folder: str | Path | None) -> list[Path]:
-    if folder is None:
-        return []
-    paths = [Path(folder) / name for name in _TOKENIZER_FILES if (Path(folder) / name).is_file()]
-    if not paths:
-        raise UserError(
-            f"{folder}: holds no tokenizer.json; give the folder of the run's tokenizer"
-        )
-    return paths
-
-
 def _write_shards(
     folder: Path,
     tensors: dict[str, torch.Tensor],
@@ -221,7 +218,7 @@ def _write_shards(
         max_shard_size=max_shard_bytes,
     )
     for file, names in split.filename_to_tensors.items():
-        write_safetensors(folder / file, {name: tensors[name] for name in names}, read_tensor, None)
+        write_safetensors(folder / file, {name: tensors[name] for name in names}, read_tensor)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(

@@ -203,7 +203,7 @@ def download(
     )
 
 
-def download_command(name: str, revision: str, kind: Kind = "model") -> str:
+def download_command(name: str, revision: str, kind: Kind) -> str:
     """The command to run where there is a network."""
     at = "" if revision == "main" else f"@{revision}"
     option = " --dataset" if kind == "dataset" else ""

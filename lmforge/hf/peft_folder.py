@@ -115,7 +115,9 @@ def save_peft_folder(
     """
     layers = _layer_names(tensors)
     modules = [layer for layer in layers if ".adapters." not in layer]
-    plain = all(target == ALL_LINEAR or target.isidentifier() for target in config.target_modules)
+    targets = modules
+    if all(each == ALL_LINEAR or each.isidentifier() for each in config.target_modules):
+        targets = sorted({name.rpartition(".")[2] for name in modules})
     content = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -125,7 +127,7 @@ def save_peft_folder(
         "lora_dropout": config.dropout,
         "use_rslora": config.use_rslora,
         # A regular expression of ours may match other layers there; full names match themselves.
-        "target_modules": _module_names(modules) if plain else modules,
+        "target_modules": targets,
         "target_parameters": [adapted_name(layer) for layer in layers if layer not in modules],
         "bias": "none",
         "fan_in_fan_out": any(name.startswith("transformer.h.") for name in layers),
@@ -140,7 +142,7 @@ def save_peft_folder(
         for name, text in files.items():
             (partial / name).write_text(text, encoding="utf-8")
         renamed = dict(_as_peft_has_it(name, tensor, tensors) for name, tensor in tensors.items())
-        write_safetensors(partial / ADAPTER_WEIGHTS_FILE, renamed, renamed.__getitem__, None)
+        write_safetensors(partial / ADAPTER_WEIGHTS_FILE, renamed, renamed.__getitem__)
 
 
 def base_model_of(folder: Path) -> Path:
@@ -383,7 +385,3 @@ def _layer_names(tensors: Mapping[str, Tensor]) -> list[str]:
     return [
         name.removesuffix(LORA_SUFFIXES[0]) for name in tensors if name.endswith(LORA_SUFFIXES[0])
     ]
-
-
-def _module_names(layers: list[str]) -> list[str]:
-    return sorted({name.rpartition(".")[2] for name in layers})

@@ -119,7 +119,7 @@ class SafetensorsFile:
         return full
 
     def read_parts(self, requests: list[tuple[str, Tensor, tuple[slice, ...]]]) -> None:
-        """For each (name, target, part), fill the target with a part of a tensor.
+        """Fill the target of each (name, target, part) with a part of a tensor.
 
         Targets may have any float dtype and device. All slices of a part have both bounds. The
         tensors are read in the order of their offsets.
@@ -215,21 +215,19 @@ def write_safetensors(
     path: Path,
     tensors: Mapping[str, Tensor],
     read_tensor: Callable[[str], Tensor],
-    dtype: torch.dtype | None,
 ) -> None:
     """Write one safetensors file, a tensor at a time.
 
     The library's own writer needs all of them in memory. `tensors` may be on the meta device: each
-    one's value is `read_tensor(name)`. `dtype` None keeps each one's own.
+    one's value is `read_tensor(name)`.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():
         begin = end
-        stored = dtype or tensor.dtype
-        end += tensor.numel() * stored.itemsize
+        end += tensor.nbytes
         header[name] = {
-            "dtype": NAME_BY_DTYPE[stored],
+            "dtype": NAME_BY_DTYPE[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [begin, end],
         }
@@ -238,5 +236,5 @@ def write_safetensors(
     with path.open("wb") as file:
         file.write(len(content).to_bytes(8, "little") + content)
         for name, tensor in tensors.items():
-            value = read_tensor(name).detach().to("cpu", dtype or tensor.dtype).contiguous()
+            value = read_tensor(name).detach().to("cpu", tensor.dtype).contiguous()
             file.write(value.flatten().view(torch.uint8).numpy().data)

@@ -47,28 +47,20 @@ def open_tensor_source(path: Path) -> TensorSource:
     Raises UserError where it is neither.
     """
     if (path / METADATA_FILE).is_file():
-        return _open_dcp(path)
-    if path.is_file():
-        return _open_torch_save(path)
-    what = "holds no .metadata, so it is not a Distributed Checkpoint"
-    if not path.exists():
-        what = "no such file or folder"
-    raise UserError(f"{path}: {what}; give a checkpoint's folder or file")
+        reader = SafeReader(path)
 
+        def read(name: str) -> Tensor:
+            with opened_safely(f"{path}: {name}"):
+                value = torch.empty_like(reader.tensors[name], device="cpu")
+            reader.load({name: value}, name)
+            return value
 
-def _open_dcp(folder: Path) -> TensorSource:
-    reader = SafeReader(folder)
-
-    def read(name: str) -> Tensor:
-        with opened_safely(f"{folder}: {name}"):
-            value = torch.empty_like(reader.tensors[name], device="cpu")
-        reader.load({name: value}, name)
-        return value
-
-    return TensorSource(reader.tensors, read, {})
-
-
-def _open_torch_save(path: Path) -> TensorSource:
+        return TensorSource(reader.tensors, read, {})
+    if not path.is_file():
+        what = "holds no .metadata, so it is not a Distributed Checkpoint"
+        if not path.exists():
+            what = "no such file or folder"
+        raise UserError(f"{path}: {what}; give a checkpoint's folder or file")
     with opened_safely(f"{path}:"):
         content = torch.load(
             path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)

@@ -82,8 +82,10 @@ def read_pretrained_config(content: dict[str, Any], source: str) -> Any:
         fields = {name: value for name, value in content.items() if name != "generation_config"}
         config = transformers.CONFIG_MAPPING[model_type].from_dict(fields)
     except Exception as error:  # whatever a family's own checks raise
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        problem = f"{type(error).__name__}: {' '.join(lines)}"[:200]
         raise UserError(
-            f"{source}: transformers cannot read it ({_one_line(error)}); copy the file again"
+            f"{source}: transformers cannot read it ({problem}); copy the file again"
         ) from None
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(
@@ -363,8 +365,3 @@ def to_stored_tensors(content: dict[str, Any], tensors: Mapping[str, Tensor]) ->
     from transformers.core_model_loading import revert_weight_conversion
 
     return dict(revert_weight_conversion(build_causal_lm(content), dict(tensors)))
-
-
-def _one_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {' '.join(lines)}"[:200]

@@ -70,27 +70,17 @@ def family_initial_values(
         drawn: dict[str, Tensor] = {}
         for short, parameter in own.items():
             calls = recorded.calls.get(parameter.untyped_storage()._cdata, [])
-            value: InitialValue | Tensor | None = _value_of(calls, parameter.shape)
+            value: InitialValue | Tensor | None = None
+            if calls:
+                operator, written, arguments = calls[-1]
+                # Only a call that overwrites all of it says what it becomes.
+                if operator in _VALUES and written == parameter.shape:
+                    value = _VALUES[operator](*arguments)
             if value is None:
                 if not drawn:
                     drawn = _drawn_in_full(causal, name, module, seed)
                 value = drawn[short]
             yield f"{name}.{short}", value
-
-
-def _value_of(
-    calls: list[tuple[Any, torch.Size, tuple[Any, ...]]], shape: torch.Size
-) -> InitialValue | None:
-    """The first value of a parameter of this shape after these calls.
-
-    None where the last one does not overwrite all of it.
-    """
-    if not calls:
-        return None
-    operator, written, arguments = calls[-1]
-    if operator not in _VALUES or written != shape:
-        return None
-    return _VALUES[operator](*arguments)
 
 
 def _drawn_in_full(causal: Any, name: str, module: nn.Module, seed: int) -> dict[str, Tensor]:

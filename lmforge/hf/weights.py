@@ -114,12 +114,12 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
     }
     embedding = f"{model.embedding_names[0]}.weight"  # type: ignore[index]
     ends = {embedding, LM_HEAD_WEIGHT}
-    # And the model does not.
-    if ends <= expected.keys() and not ends <= stored.keys() and _ties(folder, model.config):
-        if embedding in stored:
-            stored[LM_HEAD_WEIGHT] = stored[embedding]
-        elif LM_HEAD_WEIGHT in stored:
-            stored[embedding] = stored[LM_HEAD_WEIGHT]
+    if ends <= expected.keys() and not ends <= stored.keys():
+        stated = resolve_model_config(folder, {}, implementation=config.implementation)
+        if stated.tie_word_embeddings:
+            for name, other in ((LM_HEAD_WEIGHT, embedding), (embedding, LM_HEAD_WEIGHT)):
+                if other in stored:
+                    stored[name] = stored[other]
     tied, head = _resolve_tied_head(full_model, expected, stored)
     for conversion in conversions:
         converted = conversion.convert(lambda name: file_of[name].entries[name].meta)
@@ -254,12 +254,6 @@ def _local_parts(
             if cut is not None:
                 parts[piece.name] = cut
     return parts
-
-
-def _ties(folder: Path, config: Any) -> bool:
-    """Return True where a folder's config.json says that embedding and head are one matrix."""
-    stated = resolve_model_config(folder, {}, implementation=config.implementation)
-    return stated.tie_word_embeddings
 
 
 def _rows_to_resize(folder: Path, model: Any) -> dict[str, int]:

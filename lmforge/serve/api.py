@@ -40,7 +40,6 @@ from lmforge.serve.protocol import (
     ApiError,
     ChatCompletionRequest,
     CompletionRequest,
-    TokenLogprob,
     choice_object,
     no_such_model,
     parse_request,
@@ -343,14 +342,10 @@ class _Reply:
         )
         if not getattr(self._body, "parallel_tool_calls", True):
             calls = calls[:1]
-        return choice_object(
-            self._chat, index, text, self._logprobs(deltas), ends, calls, delta=delta
-        )
-
-    def _logprobs(self, deltas: list[TextDelta]) -> list[TokenLogprob] | None:
-        if self._body.num_top_logprobs is None:
-            return None
-        return [each for delta in deltas for each in delta.logprobs]
+        logprobs = None
+        if self._body.num_top_logprobs is not None:
+            logprobs = [each for part in deltas for each in part.logprobs]
+        return choice_object(self._chat, index, text, logprobs, ends, calls, delta=delta)
 
     async def collect_deltas(self) -> list[list[TextDelta]]:
         """The parts of each choice."""
@@ -416,10 +411,8 @@ def _engine_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, torch.OutOfMemoryError):
         message = "out of memory; serve with a smaller --max_batch_size or --max_length"
-        return ApiError(503, message, error_type="server_error", code="memory")
-    return ApiError(
-        500, "generation failed; the server's stderr says why", error_type="server_error"
-    )
+        return ApiError(503, message, code="memory")
+    return ApiError(500, "generation failed; the server's stderr says why")
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
@@ -441,9 +434,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
             message = "no such route" if status == 404 else "method not allowed"
             refusal = ApiError(status, f"{cut(request.method)} {cut(request.url.path)}: {message}")
         case _:
-            refusal = ApiError(
-                500, "internal error; the server's stderr says why", error_type="server_error"
-            )
+            refusal = ApiError(500, "internal error; the server's stderr says why")
     headers = {"retry-after": "1"} if refusal.status in (429, 503) else {}
     return JSONResponse(refusal.body, refusal.status, headers)
 

@@ -244,14 +244,13 @@ class ContinuousBatcher:
             return True
 
     def _post(self, events: Sequence[tuple[QueuedRequest, GeneratedToken | Exception]]) -> None:
+        def deliver() -> None:
+            for queued, event in events:
+                queued.token_queue.put_nowait((queued.choice_index, event))
+
         if events:
             with suppress(RuntimeError):  # the loop is closed: there are no readers left
-                self._loop.call_soon_threadsafe(_deliver, events)
-
-
-def _deliver(events: Sequence[tuple[QueuedRequest, GeneratedToken | Exception]]) -> None:
-    for queued, event in events:
-        queued.token_queue.put_nowait((queued.choice_index, event))
+                self._loop.call_soon_threadsafe(deliver)
 
 
 @dataclass(frozen=True)

@@ -50,18 +50,14 @@ def call(
         connection.request(method, path, body, {"connection": "close", **headers})
         answer = connection.getresponse()
         stream = cast(BinaryIO, answer)
-        if answer.status >= 400:
-            content = _read_refusal(stream)
-        else:
+        if answer.status < 400:
             content = read_stream(stream, url, max_bytes)
+        else:
+            try:
+                content = stream.read(MAX_REFUSAL_BYTES)
+            except (OSError, HTTPException, ValueError):
+                content = b"its answer broke off"
         return HttpAnswer(answer.status, content, answer.getheader("location", ""))
-
-
-def _read_refusal(answer: BinaryIO) -> bytes:
-    try:
-        return answer.read(MAX_REFUSAL_BYTES)
-    except (OSError, HTTPException, ValueError):
-        return b"its answer broke off"
 
 
 class _UntilDeadline(io.RawIOBase):

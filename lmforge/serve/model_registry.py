@@ -162,7 +162,7 @@ class ModelRegistry:
                     f"{name}: not loaded, and all {len(self._served)} loaded models are busy; try"
                     " again later"
                 )
-                raise ApiError(503, message, error_type="server_error", code="models_busy")
+                raise ApiError(503, message, code="models_busy")
             unloaded = self._served.pop(idle[0])
             unloaded.batcher.stop()
             await asyncio.to_thread(unloaded.batcher.join)

@@ -22,71 +22,50 @@ _LAST_SAMPLERS = ["top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"]
 # Ollama) have no effect or are as if they were not given, and the names of these parameters; they
 # are not supported with other values. None: all values.
 _NEUTRAL_VALUES: list[tuple[tuple[Any, ...] | None, str]] = [
+    # Some change something only beside others that are not supported.
     (
         None,
-        (
-            "cache_prompt cache_salt id_slot keep_alive metadata n_keep prompt_cache_key"
-            " prompt_cache_retention"
-        ),
-    ),
-    (None, "num_keep safety_identifier service_tier store user"),
-    # These change something only beside others that are not supported.
-    (
-        None,
-        (
-            "dry_allowed_length dry_base dry_penalty_last_n dry_sequence_breakers dynatemp_exponent"
-            " mirostat_eta"
-        ),
-    ),
-    (None, "mirostat_tau penalize_nl repeat_last_n smoothing_curve tool_prompt xtc_threshold"),
-    (
-        (0,),
-        (
-            "dry_multiplier dynatemp_range frequency_penalty min_keep min_new_tokens min_tokens"
-            " mirostat mirostat_mode n_probs"
-        ),
+        """
+        cache_prompt cache_salt id_slot keep_alive metadata n_keep prompt_cache_key
+        prompt_cache_retention num_keep safety_identifier service_tier store user
+        dry_allowed_length dry_base dry_penalty_last_n dry_sequence_breakers dynatemp_exponent
+        mirostat_eta mirostat_tau penalize_nl repeat_last_n smoothing_curve tool_prompt
+        xtc_threshold
+        """,
     ),
     (
         (0,),
-        (
-            "no_repeat_ngram_size presence_penalty priority smoothing_factor top_a top_n_tokens"
-            " xtc_probability"
-        ),
+        """
+        dry_multiplier dynatemp_range frequency_penalty min_keep min_new_tokens min_tokens
+        mirostat mirostat_mode n_probs no_repeat_ngram_size presence_penalty priority
+        smoothing_factor top_a top_n_tokens xtc_probability
+        """,
     ),
     ((1,), "best_of guidance_scale length_penalty repeat_penalty tfs tfs_z typical typical_p"),
     ((0, -1), "t_max_predict_ms t_max_prompt_ms top_n_sigma"),
     (
         (False,),
-        (
-            "add_special_tokens decoder_input_details details early_stopping echo ignore_eos"
-            " include_stop_str_in_output"
-        ),
-    ),
-    (
-        (False,),
-        (
-            "no_stop_trim post_sampling_probs raw return_full_text return_hidden_states"
-            " return_progress return_token_ids"
-        ),
-    ),
-    (
-        (False,),
-        "return_tokens return_tokens_as_token_ids timings_per_token use_beam_search watermark",
+        """
+        add_special_tokens decoder_input_details details early_stopping echo ignore_eos
+        include_stop_str_in_output no_stop_trim post_sampling_probs raw return_full_text
+        return_hidden_states return_progress return_token_ids return_tokens
+        return_tokens_as_token_ids timings_per_token use_beam_search watermark
+        """,
     ),
     (
         (True,),
-        (
-            "detokenize include_reasoning skip_special_tokens spaces_between_special_tokens"
-            " stream_reasoning"
-        ),
+        """
+        detokenize include_reasoning skip_special_tokens spaces_between_special_tokens
+        stream_reasoning
+        """,
     ),
     ((True, False), "parse_tool_calls separate_reasoning"),
     (
         ([],),
-        (
-            "bad_words documents functions image_data logits_processors lora response_fields"
-            " stop_token_ids"
-        ),
+        """
+        bad_words documents functions image_data logits_processors lora response_fields
+        stop_token_ids
+        """,
     ),
     (({}, []), "logit_bias mm_processor_kwargs options"),
     (("",), "format grammar negative_prompt suffix"),
@@ -98,17 +77,11 @@ _NEUTRAL_VALUES: list[tuple[tuple[Any, ...] | None, str]] = [
     ((["dry", *_LAST_SAMPLERS], ["penalties", "dry", "top_n_sigma", *_LAST_SAMPLERS]), "samplers"),
     (
         (),
-        (
-            "allowed_token_ids audio chat_template ebnf guided_choice guided_grammar guided_json"
-            " guided_regex json_schema"
-        ),
-    ),
-    (
-        (),
-        (
-            "prediction prompt_logprobs regex structured_outputs truncate_prompt_tokens"
-            " web_search_options"
-        ),
+        """
+        allowed_token_ids audio chat_template ebnf guided_choice guided_grammar guided_json
+        guided_regex json_schema prediction prompt_logprobs regex structured_outputs
+        truncate_prompt_tokens web_search_options
+        """,
     ),
 ]
 UNSUPPORTED_UNLESS = {name: values for values, names in _NEUTRAL_VALUES for name in names.split()}
@@ -150,12 +123,14 @@ class ApiError(Exception):
         status: int,
         message: str,
         *,
-        error_type: str = "invalid_request_error",
         param: str | None = None,
         code: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
+        error_type = "server_error" if status >= 500 else "invalid_request_error"
+        if status == 429:
+            error_type = "rate_limit_error"
         self.body = {
             "error": {"message": message, "type": error_type, "param": param, "code": code}
         }
@@ -166,7 +141,7 @@ class QueueFull(ApiError):
 
     def __init__(self) -> None:
         message = "too many requests: the batch and the queue are full; try again later"
-        super().__init__(429, message, error_type="rate_limit_error", code="too_many_requests")
+        super().__init__(429, message, code="too_many_requests")
 
 
 class EngineStopped(ApiError):
@@ -174,7 +149,7 @@ class EngineStopped(ApiError):
 
     def __init__(self) -> None:
         message = "the server is stopping, or unloaded this model; try again"
-        super().__init__(503, message, error_type="server_error", code="stopping")
+        super().__init__(503, message, code="stopping")
 
 
 def no_such_model(name: str) -> ApiError:

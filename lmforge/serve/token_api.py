@@ -121,8 +121,8 @@ def token_routes(registry: ModelRegistry, read_body: ReadBody, weight_updates: b
         parsed: Body = await read_body(request, check)
         return parsed
 
-    async def batcher() -> ContinuousBatcher:
-        return (await registry.get(registry.default_model)).batcher
+    async def get_model() -> ServedModel:
+        return await registry.get(registry.default_model)
 
     def release(
         batcher: ContinuousBatcher, group: tuple[str, int], waiting: dict[int, QueuedRequest]
@@ -138,7 +138,7 @@ def token_routes(registry: ModelRegistry, read_body: ReadBody, weight_updates: b
 
     async def generate(request: Request) -> Response:
         body = await parse(GenerateRequest, request)
-        served = await registry.get(registry.default_model)
+        served = await get_model()
         params = body.sampling_params
         together = body.starts_with
         total = len(body.token_ids) + params.max_tokens
@@ -203,7 +203,7 @@ def token_routes(registry: ModelRegistry, read_body: ReadBody, weight_updates: b
 
     async def tokenize(request: Request) -> Response:
         body = await parse(TokenizeRequest, request)
-        served = await registry.get(registry.default_model)
+        served = await get_model()
 
         def answer() -> Response:
             ids = served.loaded.tokenizer.encode(body.prompt)
@@ -216,16 +216,16 @@ def token_routes(registry: ModelRegistry, read_body: ReadBody, weight_updates: b
         mode = request.query_params.get("mode") or "abort"
         if mode != "keep":
             raise ApiError(400, f"mode: {cut(mode)} is not supported; use ?mode=keep", param="mode")
-        (await batcher()).pause()
+        (await get_model()).batcher.pause()
         return JSONResponse({"status": "paused"})
 
     async def resume(request: Request) -> Response:
-        (await batcher()).resume()
+        (await get_model()).batcher.resume()
         return JSONResponse({"status": "resumed"})
 
     async def call_workers(request: Request) -> Response:
         folder = Path((await parse(WorkerCall, request)).kwargs.weights_path)
-        served = await registry.get(registry.default_model)
+        served = await get_model()
 
         def load() -> None:
             try:
@@ -243,11 +243,11 @@ def token_routes(registry: ModelRegistry, read_body: ReadBody, weight_updates: b
 
     async def update_version(request: Request) -> Response:
         version = (await parse(NewVersion, request)).new_version
-        (await batcher()).weight_version = version
+        (await get_model()).batcher.weight_version = version
         return JSONResponse({"success": True, "new_version": version})
 
     async def weight_info(request: Request) -> Response:
-        served = await registry.get(registry.default_model)
+        served = await get_model()
         config = to_config_json(served.loaded.config)
         model = {name: config[name] for name in DESCRIBED if name in config}
         return JSONResponse({"weight_version": served.batcher.weight_version, "model": model})

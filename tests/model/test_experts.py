@@ -348,7 +348,7 @@ def test_a_folder_that_lacks_an_expert_is_refused_with_its_layer(
     file = SafetensorsFile(tmp_path / "out" / "model.safetensors")
     lost = next(name for name in file.entries if ".1." in name and ".experts.3." in name)
     tensors = {name: file.read(name) for name in file.entries if name != lost}
-    write_safetensors(file.path, tensors, tensors.__getitem__, None)
+    write_safetensors(file.path, tensors, tensors.__getitem__)
     with pytest.raises(UserError, match=f"missing {lost}"):
         load_folder(tmp_path / "out", build_model(config))
 

@@ -152,7 +152,8 @@ def _summary_line(row: dict[str, Any]) -> str:
     step = row["step_seconds"]["median"]
     mfu = f", MFU {row['mfu']:.0%}" if row["mfu"] else ""
     beside = ""
-    if speeds := row["predicted"].get("tokens_per_second_interval"):
+    speeds = row["predicted"].get("tokens_per_second_interval")
+    if speeds:
         beside = f" (predicted {_interval(speeds)})"
     rates = (
         f"{row['tokens_per_second']:,.0f} tokens/s{beside}, {1e3 * step:.0f} ms per step{mfu},"
@@ -212,7 +213,9 @@ def _print_table(console: Console, rows: list[dict[str, Any]]) -> None:
     """The rows as a table; in a terminal that is too narrow for it, as lines."""
     swept = list(rows[0].get("swept", {}))
     short = {name: name.rpartition(".")[2] for name in swept}
-    options = list(short.values()) if len(set(short.values())) == len(swept) else swept
+    options = swept
+    if len(set(short.values())) == len(swept):
+        options = list(short.values())
     rates = ("tokens/s", "predicted", "ms per step", "TFLOP/s", "MFU", "GiB", "predicted")
     titles = [*options, *rates, *TIMED_PHASES, "comm."]
     table = Table()
@@ -252,16 +255,18 @@ def _cells(row: dict[str, Any]) -> list[str]:
     predicted_speed = "?"
     if speed and speeds:
         predicted_speed = f"{_interval(speeds)} ({speed / row['tokens_per_second']:.2f})"
-    phases = [row["phase_seconds"][phase] for phase in TIMED_PHASES]
-    return [
+    cells = [
         f"{row['tokens_per_second']:,.0f}",
         predicted_speed,
         f"{1e3 * step['median']:.0f} ({1e3 * step['min']:.0f}–{1e3 * step['max']:.0f})",
         f"{row['tflops_a_rank']:.3g}",
         f"{row['mfu']:.0%}" if row["mfu"] else "?",
         f"{row['memory_gib']:.2f}",
-        "–".join(f"{each:.2f}" for each in memory) if memory else "?",
-        # A pipeline's schedule mixes the passes: all of it counts as forward.
-        *(f"{1e3 * seconds:.0f}" if seconds else "–" for seconds in phases),
-        f"{1e3 * row['communication_seconds']:.0f}",
     ]
+    cells.append("–".join(f"{each:.2f}" for each in memory or ()) or "?")
+    for phase in TIMED_PHASES:
+        # A pipeline's schedule mixes the passes: all of it counts as forward.
+        seconds = row["phase_seconds"][phase]
+        cells.append(f"{1e3 * seconds:.0f}" if seconds else "–")
+    cells.append(f"{1e3 * row['communication_seconds']:.0f}")
+    return cells

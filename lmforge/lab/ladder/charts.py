@@ -89,7 +89,6 @@ def chart(
     x_name: str,
     *,
     width: int = 560,
-    x_log: bool = True,
     y_log: bool = False,
 ) -> str:
     """A box with a heading, a legend and a drawing of the curves that have points."""
@@ -98,7 +97,7 @@ def chart(
         return ""
     xs = [point[0] for curve in curves for point in curve.points]
     ys = [value for curve in curves for point in curve.points for value in point[1:]]
-    x = Axis(*_bounds(xs, x_log), LEFT, width - RIGHT, x_log)
+    x = Axis(*_bounds(xs, True), LEFT, width - RIGHT, True)
     y = Axis(*_bounds(ys, y_log), HEIGHT - BOTTOM, TOP, y_log)
     drawn = []
     for tick in y.ticks(6):
@@ -110,9 +109,10 @@ def chart(
             f'<text x="{LEFT - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{short(tick)}</text>'
         )
     for tick in x.ticks(width // 80):
+        # FLOPs as a power of ten, other numbers with a unit.
+        label = f"{tick:.0e}".replace("e+", "e") if "FLOPs" in x_name else short(tick)
         drawn.append(
-            f'<text x="{x(tick):.1f}" y="{HEIGHT - 20}"'
-            f' text-anchor="middle">{_label(x_name, tick)}</text>'
+            f'<text x="{x(tick):.1f}" y="{HEIGHT - 20}" text-anchor="middle">{label}</text>'
         )
     drawn.append(
         f'<text x="{(LEFT + width) / 2:.0f}" y="{HEIGHT - 5}"'
@@ -135,11 +135,6 @@ def chart(
         f'<div class="chart{wide}"><h3>{html.escape(heading)}</h3><div'
         f' class="legend">{legend}</div>{picture}</div>'
     )
-
-
-def _label(x_name: str, value: float) -> str:
-    """A tick's label: FLOPs as a power of ten, other numbers with a unit."""
-    return f"{value:.0e}".replace("e+", "e") if "FLOPs" in x_name else short(value)
 
 
 def _bounds(values: Sequence[float], logarithmic: bool) -> tuple[float, float]:

@@ -27,7 +27,7 @@ OF_ANSWERS = "bits_per_byte"  # of run_task
 
 
 def predict_scores(
-    fit: Fit, scores: Mapping[str, Mapping[str, float]], target: Target, seed: int = 0
+    fit: Fit, scores: Mapping[str, Mapping[str, float]], target: Target
 ) -> list[dict[str, Any]]:
     """The predicted scores of the target, for each score of tasks that the runs have.
 
@@ -43,34 +43,32 @@ def predict_scores(
     for name in names:
         task, _, metric = name.rpartition("/")
         if task not in of_answers:
-            of_answers[task] = _fit_answers(fit, scores, f"{task}/{OF_ANSWERS}", seed)
+            of_answers[task] = _fit_answers(fit, scores, f"{task}/{OF_ANSWERS}")
         law = of_answers[task]
         if law and metric == OF_ANSWERS:
             bits = estimate(law, lambda each: each.loss(target.parameters, target.tokens))
             found.append({"name": name, "score": asdict(bits), "caution": ""})
         elif metric != OF_ANSWERS:
-            score = _predict(law or fit, scores, name, target, seed)
+            score = _predict(law or fit, scores, name, target)
             if score:
                 found.append({"name": name, **score})
     return found
 
 
-def _fit_answers(
-    fit: Fit, scores: Mapping[str, Mapping[str, float]], name: str, seed: int
-) -> Fit | None:
+def _fit_answers(fit: Fit, scores: Mapping[str, Mapping[str, float]], name: str) -> Fit | None:
     """The law of the bits per byte of a task's answers; None where too few runs have them."""
     having = [each for each in fit.points if name in scores.get(each.name, {})]
     try:
         points = [replace(each, loss=scores[each.name][name]) for each in having]
         # The answers of few questions are noisy: one that is above those of a smaller run has not
         # diverged.
-        return fit_points(points, draws=len(fit.draws), seed=seed, diverged_ratio=inf)
+        return fit_points(points, draws=len(fit.draws), diverged_ratio=inf)
     except UserError:
         return None
 
 
 def _predict(
-    fit: Fit, scores: Mapping[str, Mapping[str, float]], name: str, target: Target, seed: int
+    fit: Fit, scores: Mapping[str, Mapping[str, float]], name: str, target: Target
 ) -> dict[str, Any] | None:
     """One score; None where too few runs have it."""
     having = [each for each in fit.points if name in scores.get(each.name, {})]
@@ -78,7 +76,7 @@ def _predict(
     if len(having) < MIN_POINTS or not np.ptp(losses):
         return None
     values = np.array([scores[each.name][name] for each in having])
-    chance = np.random.default_rng(seed)
+    chance = np.random.default_rng(0)
     laws = (fit.law, *fit.draws)
     reached = np.array([law.loss(target.parameters, target.tokens) for law in laws])
     # The first is the best fit; the others are of runs drawn with repetition.

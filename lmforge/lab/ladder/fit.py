@@ -36,7 +36,7 @@ class Fit:
         return interval([value_of(law) for law in self.draws], level)
 
     def residuals(self) -> list[float]:
-        """For each point, the logarithm of its loss over that of the law."""
+        """The logarithm of each point's loss over that of the law."""
         return [
             log(each.loss / self.law.loss(each.parameters, each.tokens)) for each in self.points
         ]

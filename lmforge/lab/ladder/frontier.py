@@ -223,7 +223,7 @@ def conclusions(fit: Fit, target: Target) -> dict[str, Any]:
 
 
 def compare(fits: Mapping[str, Fit], target: Target) -> list[dict[str, Any]]:
-    """For each pair of mixtures, the loss of the first less that of the second at the target.
+    """The loss at the target of each mixture less that of every later one.
 
     "decided" says that its interval leaves out 0. Their losses must be of the same held-out text.
     """

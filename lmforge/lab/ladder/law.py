@@ -67,7 +67,7 @@ class Law:
         return float(self.E + self.A * parameters**-self.alpha + self.B * tokens**-self.beta)
 
 
-def diverged(points: Sequence[Point], ratio: float = DIVERGED_RATIO) -> list[tuple[str, str]]:
+def diverged(points: Sequence[Point], ratio: float) -> list[tuple[str, str]]:
     """The names of the points that a fit leaves out, each with the reason.
 
     ratio: the most over the loss of a smaller run.

@@ -119,9 +119,7 @@ def _ladder(ladder: Mapping[str, Any]) -> str:
         _cost(ladder),
     )
     return (
-        _section(
-            f"Prediction{name}", _verdict(ladder), _check(ladder), _cautions(ladder), _tiles(ladder)
-        )
+        _section(f"Prediction{name}", *_verdict(ladder), _tiles(ladder))
         + _section(f"Charts{name}", f'<div class="charts">{"".join(charts)}</div>')
         + _section(f"Other sizes for the same FLOPs{name}", _sizes(ladder))
         + _tasks(ladder, name)
@@ -130,20 +128,18 @@ def _ladder(ladder: Mapping[str, Any]) -> str:
     )
 
 
-def _verdict(ladder: Mapping[str, Any]) -> str:
+def _verdict(ladder: Mapping[str, Any]) -> list[str]:
     target = ladder["target"]
     text = (
         f"A run of {short(target['parameters'])} parameters and {short(target['tokens'])} tokens"
         f" will reach a loss of {interval_text(target['loss'])}, with a probability of"
         f" {ladder['level']:.0%} that it is in the interval."
     )
-    return f'<p class="verdict">{html.escape(text)}</p>'
-
-
-def _check(ladder: Mapping[str, Any]) -> str:
-    if not ladder["check"]:
-        return ""
-    return f"<p>Check: {html.escape(check_text(ladder['check']))}.</p>"
+    lines = [f'<p class="verdict">{html.escape(text)}</p>']
+    if ladder["check"]:
+        lines.append(f"<p>Check: {html.escape(check_text(ladder['check']))}.</p>")
+    lines += [f'<p class="alarm">{html.escape(line)}</p>' for line in ladder["cautions"]]
+    return lines
 
 
 def _tiles(ladder: Mapping[str, Any]) -> str:
@@ -165,10 +161,6 @@ def _tiles(ladder: Mapping[str, Any]) -> str:
         for name, fact in facts.items()
     )
     return f'<div class="tiles">{"".join(tiles)}</div>'
-
-
-def _cautions(ladder: Mapping[str, Any]) -> str:
-    return "".join(f'<p class="alarm">{html.escape(line)}</p>' for line in ladder["cautions"])
 
 
 def _losses(ladder: Mapping[str, Any], law: Law) -> str:

@@ -318,7 +318,8 @@ def _visible_gpus(slot: int, count: int) -> dict[str, str]:
     import torch
 
     names = [str(each) for each in range(torch.cuda.device_count())]
-    if given := os.environ.get("CUDA_VISIBLE_DEVICES"):
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given:
         names = given.split(",")
     chosen = []
     if names:

@@ -35,9 +35,10 @@ def parse_budget(value: Any, shares: bool = True) -> Budget:
     Raises an error of pydantic's for any other, and for a share where these are not allowed.
     """
     match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]{1,2})?([%h$]?)", str(value))
-    if match and (amount := float(f"{match[1]}{match[2] or ''}")):
+    if match:
+        amount = float(f"{match[1]}{match[2] or ''}")
         unit = "share" if not match[3] and amount <= 1 else SUFFIXES[match[3]]
-        if shares or unit != "share":
+        if amount and (shares or unit != "share"):
             return Budget(amount / 100 if match[3] == "%" else amount, unit)
     share = "a share such as 0.1, " if shares else ""
     raise PydanticCustomError(

@@ -256,7 +256,8 @@ def _fused_bytes(cheap: list[torch.fx.Node], level: dict[torch.fx.Node, int]) ->
         kernel = _Kernel(
             level[node], {each for each in reads[node] if _is_tensor(each)}, set(), {node}
         )
-        if _sums_tokens(node):
+        shape = node.meta["val"].shape
+        if shape and node.meta["val"].numel() == shape[-1]:  # a sum over tokens
             kernel.level = -1
         elif _reduces_long_rows(node):
             kernel.again = set(kernel.read)
@@ -291,11 +292,6 @@ def _is_written(node: torch.fx.Node, members: set[torch.fx.Node]) -> bool:
     return node.meta["val"].numel() * 8 <= largest or any(
         user not in members for user in _users(node)
     )
-
-
-def _sums_tokens(node: torch.fx.Node) -> bool:
-    shape = node.meta["val"].shape
-    return bool(shape) and node.meta["val"].numel() == shape[-1]
 
 
 def _is_tensor(node: torch.fx.Node) -> bool:

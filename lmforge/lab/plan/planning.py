@@ -1,4 +1,4 @@
-"""From a recipe to a prediction, with the options of `lmforge plan` or on the ranks of a run.
+"""Predictions of a recipe, with the options of `lmforge plan` or on the ranks of a run.
 
 A run logs the memory and the speed that `lmforge plan` predicts before its first step, and later
 the measured values with them. There is no speed for unknown hardware.
@@ -68,7 +68,9 @@ class Machine:
 
     def rates(self, dtype: str) -> Rates:
         rates = Rates.of_data_sheets(self.gpu, self.network, self.gpus_per_host, dtype)
-        return rates if self.calibration is None else rates.calibrate(self.calibration, dtype)
+        if self.calibration is None:
+            return rates
+        return rates.calibrate(self.calibration, dtype)
 
     def describe_constants(self, dtype: str) -> str:
         """A phrase that says which constants were measured and which are from a data sheet."""
@@ -221,6 +223,11 @@ def build_step_config(
     Raises UserError for an impossible engine.
     """
     engine = choose_engine(config.parallel, world_size, "cuda" if on_gpu else "cpu")
+    loss: LossKind = "tokens"
+    reference: Literal["none", "copy", "policy"] = "none"
+    if isinstance(config, AlignConfig):
+        loss = "rewards" if config.align.method == "reward" else "logprobs"
+        reference = _reference(config)
     return StepConfig(
         model=model,
         options=config.parallel.model_copy(update={"engine": engine}),
@@ -236,25 +243,19 @@ def build_step_config(
         float8=config.train.float8,
         on_gpu=on_gpu,
         lora=block_adapters(model, get_lora_config(config)),
-        loss=_loss_kind(config),
-        reference=_reference(config),
+        loss=loss,
+        reference=reference,
         has_dropout=config.model.dropout > 0,
         distillation=Distillation.of_recipe(config, teacher),
     )
 
 
-def _loss_kind(config: StageConfig) -> LossKind:
-    if not isinstance(config, AlignConfig):
-        return "tokens"
-    return "rewards" if config.align.method == "reward" else "logprobs"
-
-
-def _reference(config: StageConfig) -> Literal["none", "copy", "policy"]:
+def _reference(config: AlignConfig) -> Literal["none", "copy", "policy"]:
     """The reference that scores batches while a recipe trains.
 
     It is "none" where the reference's log-probabilities were computed before.
     """
-    if not isinstance(config, AlignConfig) or config.reference in (None, "precomputed"):
+    if config.reference in (None, "precomputed"):
         return "none"
     is_grpo = config.align.method == "grpo"
     if is_grpo and build_policy_loss_config(config.rollout).kl_estimator == "none":
@@ -313,7 +314,8 @@ def make_step_config(
         )
     plan = plan_batches(config, gpus)
     check_parallel(config.parallel, model, plan)
-    if (lora := get_lora_config(config)) is not None:
+    lora = get_lora_config(config)
+    if lora is not None:
         check_lora(config.parallel, config.train.float8, lora.base_dtype)
     model.check_length(config.data.sequence_length)
     dtype, compiled = choose_dtypes(config, machine.gpu, machine.calibration)

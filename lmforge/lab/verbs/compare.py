@@ -249,7 +249,8 @@ def _choose_bound(
         ignored += OF_LR
     if not unlike_plan and first.checkpoints.keys() & other.checkpoints.keys():
         ignored += OF_PLAN
-    if names := [name for name in differs if not name.startswith(ignored)]:
+    names = [name for name in differs if not name.startswith(ignored)]
+    if names:
         return None, f"they do not compute the same ({_name_differences(differs, names)})"
     options = first.options
     if "auto" in (options["train.dtype"], other.options["train.dtype"]):

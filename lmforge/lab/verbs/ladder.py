@@ -97,7 +97,11 @@ def run_ladder(config: LadderConfig) -> int:
     for ladder in ladders:
         planned = (as_planned(rung, ladder.sources, rung.name) for rung in ladder.rungs)
         check_same_text([as_planned(ladder.target, ladder.sources), *planned, *adopted])
-        _check_choice(ladder)
+        if ladder.flops is not None:
+            # The smallest and the largest run that ladder.target may choose.
+            choices = candidates(ladder.target, ladder.flops)
+            for choice in (choices[0], choices[-1]):
+                most_epochs(ladder.resized(*choice), ladder.sources)
         _print_plan(ladder, config, costs)
     if config.ladder.dry_run:
         return 0
@@ -113,7 +117,15 @@ def run_ladder(config: LadderConfig) -> int:
             print(f"stopped by signal {stopped_by}; to go on, repeat the command", flush=True)
             return 128 + stopped_by
         fitted = [_finish(ladder, adopted, folder) for ladder in ladders]
-        table = {"command": typed_command(), "ladders": [_planned(ladder) for ladder in ladders]}
+        planned_ladders = [
+            {
+                "mixture": each.mixture,
+                "target": _trial_as_json(each.target),
+                "rungs": [_trial_as_json(rung) for rung in each.rungs],
+            }
+            for each in ladders
+        ]
+        table = {"command": typed_command(), "ladders": planned_ladders}
         atomic_write_json(folder / RECORD, table)
         _write_page(fitted, config, folder)
     return 0
@@ -155,7 +167,8 @@ def _plan(
     big = costs.of(target, config.plan.gpus)
     flops = _flops_paid(options.target, costs, big)
     paid = replace(big, flops=flops or big.flops)
-    if (budget := options.budget) is not None:
+    budget = options.budget
+    if budget is not None:
 
         def cost(rung: Trial) -> float:
             return costs.amount(costs.of(rung, config.launch.processes), budget, paid)
@@ -186,14 +199,6 @@ def _flops_paid(target: Budget | None, costs: Costs, big: Cost) -> float | None:
             " nearer to it"
         )
     return flops
-
-
-def _check_choice(ladder: Ladder) -> None:
-    """Raise UserError where the smallest or largest run of ladder.target's choice is no run."""
-    if ladder.flops is not None:
-        choices = candidates(ladder.target, ladder.flops)
-        for choice in (choices[0], choices[-1]):
-            most_epochs(ladder.resized(*choice), ladder.sources)
 
 
 def _check_held_out_text(ladders: Sequence[Ladder]) -> None:
@@ -232,7 +237,8 @@ def _choose_rate(
 ) -> tuple[int, list[Ladder]]:
     """(the signal that interrupted it, or 0; the ladder with the best of the learning rates)."""
     trials = rate_trials(ladder.rungs, rates)
-    if stopped_by := runner.run(trials):
+    stopped_by = runner.run(trials)
+    if stopped_by:
         return stopped_by, [ladder]
     rate, is_outer = best_rate(rates, [read_rung(each).loss for each in trials])
     hint = ", the outermost: try others beyond it" if is_outer else ""
@@ -255,19 +261,21 @@ def _print_plan(ladder: Ladder, config: LadderConfig, costs: Costs) -> None:
     print(f"target     {_describe(target)}: {costs.describe(big)} ({costs.source})")
     if ladder.flops is not None:
         print(f"           its budget pays {ladder.flops:.3g} FLOPs: the best run for that follows")
+
+    def total_cost(trials: Sequence[Trial]) -> Cost:
+        return sum((costs.of(each, config.launch.processes) for each in trials), Cost())
+
     if rungs:
-        total = sum((costs.of(rung, config.launch.processes) for rung in rungs), Cost())
+        total = total_cost(rungs)
         share = f"{total.flops / flops:.2%} of the target's FLOPs"
         print(f"ladder     {format_count(len(rungs), 'rung')}, {costs.describe(total)}: {share}")
         for rung in rungs:
             print(f"           {rung.name}: {_describe(rung)}, {rung.config.train.steps:,} steps")
         if ladder.unused:
             print(f"unused     {ladder.unused}")
-        if rates := config.ladder.learning_rates:
-            tried = sum(
-                (costs.of(each, config.launch.processes) for each in rate_trials(rungs, rates)),
-                Cost(),
-            )
+        rates = config.ladder.learning_rates
+        if rates:
+            tried = total_cost(rate_trials(rungs, rates))
             print(f"rates      {len(rates)} are tried first: {costs.describe(tried)} more")
         largest = max(rung.flops for rung in rungs)
         if flops > FAR * largest:
@@ -305,11 +313,6 @@ def _locked(folder: Path) -> Iterator[None]:
                     " --run.name"
                 )
             yield
-
-
-def _planned(ladder: Ladder) -> dict[str, Any]:
-    rungs = [_trial_as_json(rung) for rung in ladder.rungs]
-    return {"mixture": ladder.mixture, "target": _trial_as_json(ladder.target), "rungs": rungs}
 
 
 def _trial_as_json(trial: Trial) -> dict[str, Any]:

@@ -155,7 +155,8 @@ def run_plan(config: AnyPlanConfig) -> int:
         f" time: {prediction.bottleneck}\n",
         soft_wrap=True,
     )
-    if faster := suggest_reduction(prediction, machine, config.plan.usable):
+    faster = suggest_reduction(prediction, machine, config.plan.usable)
+    if faster:
         console.print(f"gradients  {faster}\n", soft_wrap=True)
     if host_bytes:
         console.print(f"host       {on_host}")
@@ -408,8 +409,10 @@ def run_search(config: AnyPlanConfig) -> int:
                 f" {base.sequence_length:,} tokens"
             )
         _print_search(result, config, budget)
-        if result.best and (bits := result.best[0].step_config.bits) != base.bits:
-            print(f"with {' and '.join(bits)} as it is nothing fits; this changes results")
+        if result.best:
+            bits = result.best[0].step_config.bits
+            if bits != base.bits:
+                print(f"with {' and '.join(bits)} as it is nothing fits; this changes results")
         if not config.train.float8 and machine.gpu.peak_flops("fp8") is not None:
             print("float8 changes results and is tried only with --train.float8 true")
     if not result.best:
@@ -481,8 +484,9 @@ def other_choices(result: SearchResult) -> list[tuple[str, Candidate, str]]:
             if (name, value) in seen or value is None:
                 continue
             seen.add((name, value))
-            fits = each in result.fitting
-            reason = why_slower(each, winner) if fits else f"does not fit: {each.needs} at least"
+            reason = f"does not fit: {each.needs} at least"
+            if each in result.fitting:
+                reason = why_slower(each, winner)
             rows.append((f"{name} = {value}", each, reason))
     return sorted(rows, key=lambda row: row[0])
 

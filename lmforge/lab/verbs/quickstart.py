@@ -115,8 +115,13 @@ def quickstart(options: QuickstartOptions) -> int:
         number += 1
 
     base, _, last = runs
-    sequences = TRIAL_SEQUENCES if _is_trial(options) else None
-    words = [] if sequences is None else ["--sequences", str(sequences)]
+    sequences = None
+    max_tokens = 160
+    words = []
+    if _is_trial(options):
+        sequences = TRIAL_SEQUENCES
+        max_tokens = TRIAL_MAX_TOKENS
+        words = ["--sequences", str(sequences)]
     _print_title(
         "7 of 7  the first model: its loss on validation files, and what it generates",
         "evaluate",
@@ -127,7 +132,6 @@ def quickstart(options: QuickstartOptions) -> int:
     from lmforge.serve.verbs.generate import run_generate
 
     run_evaluate(EvaluateOptions(model=base, sequences=sequences))
-    max_tokens = TRIAL_MAX_TOKENS if _is_trial(options) else 160
     generated = GenerateOptions(
         model=base, prompts=(options.prompt,), max_tokens=max_tokens, temperature=0.7, seed=0
     )
@@ -280,13 +284,15 @@ def _results_table(runs: list[Path]) -> Table:
         ]
         before = values[0]
         after = values[-1]
-        improved = after < before if stage.direction == "lower" else after > before
+        improvement = after - before
+        if stage.direction == "lower":
+            improvement = before - after
         table.add_row(
             stage.verb,
             stage.description,
             f"{before:.3f}",
             f"{after:.3f}",
-            "better" if improved else "not better",
+            "better" if improvement > 0 else "not better",
         )
     return table
 

@@ -1,4 +1,4 @@
-"""From logits to tokens: greedy, temperature, top-k, top-p, min-p.
+"""Sampling of tokens from logits: greedy, temperature, top-k, top-p, min-p.
 
 They are as asked for, or as the model says. One uniform number per sequence decides what is drawn.
 """

@@ -1,5 +1,4 @@
-"""Measuring a model: loss, perplexity and bits per byte of text; multiple choice and written
-answers; lm-evaluation-harness.
+"""Measurements of a model: losses of text, scores of tasks, and lm-evaluation-harness.
 
 Begin with measure_loss.py (of a model, and the data by name) and tasks.py (`load_task`,
 `run_task`). likelihood.py scores continuations, lm_eval_model.py is the model that the harness

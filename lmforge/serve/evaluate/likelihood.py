@@ -28,8 +28,9 @@ Result = TypeVar("Result")
 
 
 class Likelihood(NamedTuple):
-    """logprob: of the whole continuation, in nats. is_greedy: whether each of its tokens is the
-    likeliest.
+    """The likelihood of a continuation.
+
+    logprob: of all of it, in nats. is_greedy: whether each of its tokens is the likeliest.
     """
 
     logprob: float
@@ -39,22 +40,19 @@ class Likelihood(NamedTuple):
 def encode_pair(
     tokenizer: Tokenizer, prefix_ids: list[int], context: str, continuation: str
 ) -> TokenPair:
-    """The ids of a context, which is never empty and begins with `prefix_ids`, and of its
-    continuation.
+    """The ids of a context and of its continuation.
 
-    Both are encoded together and split where the context alone would end. Spaces at the end of the
-    context belong to the continuation, as tokenizers have them. lm-evaluation-harness does the
-    same.
+    The context is never empty and begins with `prefix_ids`. Both are encoded together and split
+    where the context alone would end. Spaces at the end of the context belong to the continuation,
+    as tokenizers have them. lm-evaluation-harness does the same.
     """
     stripped = context.rstrip()
     context_ids = tokenizer.encode(stripped, parse_special_tokens=True)
-    continuation_ids = tokenizer.encode(context + continuation, parse_special_tokens=True)[
-        len(context_ids) :
-    ]
+    ids = tokenizer.encode(context + continuation, parse_special_tokens=True)
+    continuation_ids = ids[len(context_ids) :]
     if not continuation_ids:  # the end of the context and the continuation are one token
-        continuation_ids = tokenizer.encode(
-            context[len(stripped) :] + continuation, parse_special_tokens=True
-        )
+        spaces = context[len(stripped) :]
+        continuation_ids = tokenizer.encode(spaces + continuation, parse_special_tokens=True)
     return encode_prompt(tokenizer, context_ids, prefix_ids), continuation_ids
 
 
@@ -80,7 +78,7 @@ def loglikelihoods(
         raise UserError(
             f"a choice has {longest} tokens, and the model reads at most {limit}; shorten it"
         )
-    say_what_is_cut(
+    report_truncation(
         [len(context) + len(continuation) - 1 for context, continuation in pairs], limit, dist_ctx
     )
     for tokens in chain.from_iterable(pairs):
@@ -93,21 +91,17 @@ def loglikelihoods(
     def score(numbers: list[int]) -> list[Likelihood]:
         return _score_batch(loaded.model, [truncated[number] for number in numbers])
 
-    return run_in_batches(
-        [len(tokens) for tokens, _ in truncated], batch_size, dist_ctx, score, on_batch
-    )
+    lengths = [len(tokens) for tokens, _ in truncated]
+    return run_in_batches(lengths, batch_size, dist_ctx, score, on_batch)
 
 
-def say_what_is_cut(lengths: Sequence[int], limit: int, dist_ctx: DistributedContext) -> None:
-    """Rank 0 prints how many prompts with their answers are longer than the `limit` of the model,
-    if any.
-    """
-    if (count := sum(length > limit for length in lengths)) and dist_ctx.is_rank0:
-        reason = (
-            f"are longer than the {limit:,} tokens that the model reads: the beginning was cut off"
-        )
+def report_truncation(lengths: Sequence[int], limit: int, dist_ctx: DistributedContext) -> None:
+    """Print on rank 0 how many prompts with their answers are longer than `limit`, if any."""
+    count = sum(length > limit for length in lengths)
+    if count and dist_ctx.is_rank0:
         print(
-            f"lmforge: {count:,} of {len(lengths):,} prompts with an answer {reason}",
+            f"lmforge: {count:,} of {len(lengths):,} prompts with an answer are longer than the"
+            f" {limit:,} tokens that the model reads: the beginning was cut off",
             file=sys.stderr,
         )
 
@@ -141,16 +135,19 @@ def run_in_batches(
 def _score_batch(
     model: LanguageModel, sequences: Sequence[tuple[list[int], int]]
 ) -> list[Likelihood]:
-    """Each sequence: its tokens, and how many of the last ones are scored."""
+    """The likelihoods of the ends of sequences.
+
+    A sequence is its tokens and the number of the last ones that are scored.
+    """
     logprobs = []
     is_greedy = []
     for logits, ids in scored_logits(model, sequences):
         logprobs.append(logits.log_softmax(-1).gather(1, ids[:, None])[:, 0])
         is_greedy.append(logits.argmax(-1) == ids)
     counts = [count for _, count in sequences]
-    each = zip(
-        torch.cat(logprobs).cpu().split(counts),
-        torch.cat(is_greedy).cpu().split(counts),
-        strict=True,
-    )
-    return [Likelihood(float(values.double().sum()), bool(greedy.all())) for values, greedy in each]
+    logprobs_of = torch.cat(logprobs).cpu().split(counts)
+    is_greedy_of = torch.cat(is_greedy).cpu().split(counts)
+    return [
+        Likelihood(float(values.double().sum()), bool(greedy.all()))
+        for values, greedy in zip(logprobs_of, is_greedy_of, strict=True)
+    ]

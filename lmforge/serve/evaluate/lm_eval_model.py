@@ -36,11 +36,11 @@ DEFAULT_MAX_GEN_TOKENS = 256  # of tasks that set none
 
 
 class LMEvalModel(TemplateLM):
-    """The harness's interface of a model: likelihoods of continuations and of whole texts, and
-    generated texts.
+    """The harness's interface of a model.
 
-    Its `world_size` stays 1 on any number of ranks. Otherwise the harness would divide the
-    questions itself, and each rank would have the scores of its own part.
+    It gives likelihoods of continuations and of whole texts, and generated texts. Its `world_size`
+    stays 1 on any number of ranks. Otherwise the harness would divide the questions itself, and
+    each rank would have the scores of its own part.
     """
 
     def __init__(self, loaded: LoadedModel, dist_ctx: DistributedContext, batch_size: int) -> None:
@@ -65,7 +65,9 @@ class LMEvalModel(TemplateLM):
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
         ids = self._loaded.tokenizer.encode(string, parse_special_tokens=True)
-        return ids if add_special_tokens is False else with_prefix(ids, self._loaded.prefix_ids)
+        if add_special_tokens is False:
+            return ids
+        return with_prefix(ids, self._loaded.prefix_ids)
 
     @property
     def tokenizer_name(self) -> str:
@@ -93,22 +95,21 @@ class LMEvalModel(TemplateLM):
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        texts = [
-            [
-                make_disjoint_window(window)
-                for window in get_rolling_token_windows(
-                    self.tok_encode(text),
-                    prefix_token=self.prefix_token_id,
-                    max_seq_len=self.max_length,
-                    context_len=1,
-                )
-            ]
-            for (text,) in (request.args for request in requests)
-        ]
-        scored = iter(
-            self._loglikelihood_tokens([(None, *window) for windows in texts for window in windows])
-        )
-        return [sum(next(scored)[0] for _ in windows) for windows in texts]
+        pairs = []
+        counts = []
+        for request in requests:
+            (text,) = request.args
+            windows = get_rolling_token_windows(
+                self.tok_encode(text),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            pairs_of_text = [(None, *make_disjoint_window(window)) for window in windows]
+            pairs += pairs_of_text
+            counts.append(len(pairs_of_text))
+        scored = iter(self._loglikelihood_tokens(pairs))
+        return [sum(next(scored)[0] for _ in range(count)) for count in counts]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         self._check_same_on_all_ranks([request.args for request in requests])
@@ -120,14 +121,15 @@ class LMEvalModel(TemplateLM):
             options: dict[str, Any] = dict(
                 normalize_gen_kwargs(requests[numbers[0]].args[1], DEFAULT_MAX_GEN_TOKENS)
             )
-            temperature = options.get("temperature", 1.0) if options.get("do_sample") else 0.0
+            stop_strings = handle_stop_sequences(options.get("until"), eos=None)
             settings = TaskSettings(
                 batch_size=self._batch_size,
                 max_tokens=options["max_gen_toks"],
-                stop_strings=[
-                    stop for stop in handle_stop_sequences(options.get("until"), eos=None) if stop
-                ],
+                stop_strings=[stop for stop in stop_strings if stop],
             )
+            temperature = 0.0
+            if options.get("do_sample"):
+                temperature = options.get("temperature", 1.0)
             sampling = SamplingParams(
                 temperature, options.get("top_k") or 0, options.get("top_p", 1.0)
             )
@@ -137,13 +139,12 @@ class LMEvalModel(TemplateLM):
         return [generated[number] for number in range(len(requests))]
 
     def _check_same_on_all_ranks(self, requests: Sequence[Any]) -> None:
-        """Raise UserError on every rank where the requests differ: results are matched to requests
-        by number.
+        """Raise UserError on every rank where the requests differ.
+
+        Results are matched to requests by number.
         """
-        if (
-            len(set(self._dist_ctx.all_gather(xxhash.xxh3_128_hexdigest(repr(requests).encode()))))
-            > 1
-        ):
+        digest = xxhash.xxh3_128_hexdigest(repr(requests).encode())
+        if len(set(self._dist_ctx.all_gather(digest))) > 1:
             raise UserError(
                 "the ranks' tasks of lm-evaluation-harness differ; install the same version and"
                 " data on every host"
@@ -179,21 +180,20 @@ def run_lm_eval(
     batch_size: int,
     apply_chat_template: bool = False,
 ) -> dict[str, dict[str, Any]]:
-    """The metrics of the harness's tasks by name: those it comes with, and those of the YAML files
-    in `include_path`.
+    """The metrics of the harness's tasks by name.
 
-    Every rank calls it with the full model. Rank 0 gets the metrics, the same for any number of
-    ranks; the others get an empty dict and print nothing. `num_fewshot` None leaves the number of
-    examples to the task. With `apply_chat_template` a question is a user's message, and each
-    example a turn before it. Raises UserError for an unknown task, and for a model without a chat
-    template.
+    The tasks are those it comes with and those of the YAML files in `include_path`. Every rank
+    calls it with the full model. Rank 0 gets the metrics, the same for any number of ranks; the
+    others get an empty dict and print nothing. `num_fewshot` None leaves the number of examples to
+    the task. With `apply_chat_template` a question is a user's message, and each example a turn
+    before it. Raises UserError for an unknown task, and for a model without a chat template.
     """
     with dist_ctx.raise_on_all():
         if apply_chat_template:
             loaded.chat_template  # noqa: B018 - raises where it has none
         manager = _task_manager(tasks, dist_ctx, include_path)
     with ExitStack() as stack:
-        if not dist_ctx.is_rank0:  # whose progress bars and messages are enough
+        if not dist_ctx.is_rank0:  # rank 0 shows progress bars and messages
             null = stack.enter_context(open(os.devnull, "w"))
             stack.enter_context(redirect_stdout(null))
             stack.enter_context(redirect_stderr(null))

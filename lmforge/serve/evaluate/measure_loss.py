@@ -1,5 +1,6 @@
-"""The loss of a loaded model on documents given by name: token shards, tokenized examples, files of
-text or conversations.
+"""The loss of a loaded model on documents given by name.
+
+They are token shards, tokenized examples, or files of text or conversations.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -58,8 +59,10 @@ def measure_loss(
     reading: Mapping[str, bool] | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
-    """loss (nats per token), perplexity, bits_per_byte, tokens, bytes, and what was measured on
-    what. Every rank calls it.
+    """The loss of a model, and what it was measured on. Every rank calls it.
+
+    Returns loss (nats per token), perplexity, bits_per_byte, tokens and bytes, and of several
+    sources those of each, such as `loss/NAME`. Raises UserError for data that cannot be used.
 
     data             token shards, or files of text or conversations; None: what the model was
                      trained on
@@ -70,9 +73,6 @@ def measure_loss(
     batch_size       sequences in one forward pass
     reading          of files of conversations: `split_turns`, `ignore_media` and `skip_invalid`, as
                      in a recipe
-
-    Of several sources, each has its own, such as `loss/NAME`. Raises UserError for data that cannot
-    be used.
     """
     sources = {str(data): data} if data else loaded.training_data
     if not sources:
@@ -80,19 +80,15 @@ def measure_loss(
             f"{loaded.path}: does not say what it was trained on; name files or token shards with"
             " --data"
         )
-    length = (
-        sequence_length
-        or (loaded.recipe or {}).get("data", {}).get("sequence_length")
-        or DEFAULT_SEQUENCE_LENGTH
-    )
+    trained_on = (loaded.recipe or {}).get("data", {})
+    length = sequence_length or trained_on.get("sequence_length") or DEFAULT_SEQUENCE_LENGTH
     if loaded.config.max_sequence_length is not None:
         length = min(length, loaded.config.max_sequence_length)
     with dist_ctx.raise_on_all():
         dataset, measured = open_evaluation_dataset(loaded, sources, split, length, reading or {})
     # Sequences beyond the data would be padding.
-    batch_size = min(
-        batch_size, max(MIN_BATCH_LIMIT, -(-dataset.sequences_per_epoch // dist_ctx.world_size))
-    )
+    sequences_per_rank = -(-dataset.sequences_per_epoch // dist_ctx.world_size)
+    batch_size = min(batch_size, max(MIN_BATCH_LIMIT, sequences_per_rank))
     with dist_ctx.raise_on_all():
         # A lower bound: the batch, the residual stream and a block's output.
         bytes_per_token = 64 + 2 * 4 * loaded.config.hidden_size
@@ -100,10 +96,9 @@ def measure_loss(
         way = "give a smaller --batch_size or --sequence_length"
         check_fits(batch_size * length * bytes_per_token, dist_ctx.device, what, way)
     if loaded.tokenizer.vocab_size > loaded.config.vocab_size:
+        share = (dist_ctx.rank_info.rank, dist_ctx.world_size)
         with dist_ctx.raise_on_all():
-            for batch in local_batches(
-                dataset, (dist_ctx.rank_info.rank, dist_ctx.world_size), sequences, batch_size
-            ):
+            for batch in local_batches(dataset, share, sequences, batch_size):
                 ids = torch.stack([batch.tokens, batch.labels.clamp(min=0)]).unique().tolist()
                 check_token_ids(ids, loaded.config.vocab_size, "the data")
     token_bytes = torch.from_numpy(loaded.tokenizer.token_byte_lengths()).to(dist_ctx.device)
@@ -115,13 +110,12 @@ def measure_loss(
         batch_size=batch_size,
         on_progress=on_progress,
     )
-    where = ", ".join(map(str, sources.values()))
     counts = {
         name: int(value) for name, value in result.items() if name.startswith(("tokens", "bytes"))
     }
     return {
         "model": str(loaded.path),
-        "data": where,
+        "data": ", ".join(map(str, sources.values())),
         "split": measured,
         "sequence_length": length,
         **result,
@@ -136,8 +130,7 @@ def open_evaluation_dataset(
     sequence_length: int,
     reading: Mapping[str, bool],
 ) -> tuple[PackedDataset, str]:
-    """Sequences of `sequence_length` tokens of one or more sources, by name, and the name of the
-    split. Raises UserError.
+    """Sequences of the tokens of sources by name, and the name of the split. Raises UserError.
 
     A token folder gives `split`. Several folders are joined, without those that lack it. Files give
     all of their content (split "all", with what is left out of a folder), tokenized with the
@@ -145,27 +138,25 @@ def open_evaluation_dataset(
     """
     if len(sources) == 1:
         data = next(iter(sources.values()))
-        if folder := _open_prepared(loaded, data):
-            return _open_split(folder, split, sequence_length), split
-        return _open_files(loaded, data, split, sequence_length, reading)
+        folder = _open_prepared(loaded, data)
+        if folder is None:
+            return _open_files(loaded, data, split, sequence_length, reading)
+        return _open_split(folder, split, sequence_length), split
     # Opening raises where a folder is no longer there.
     folders = {
         name: _open_prepared(loaded, data) or TokenFolder.open(data)
         for name, data in sources.items()
     }
-    with_split = {
-        name: folder for name, folder in folders.items() if _has_split(folder, split)
-    } or folders
-    return (
-        join_datasets(
-            {name: _open_split(each, split, sequence_length) for name, each in with_split.items()}
-        ),
-        split,
-    )
+    with_split = {name: each for name, each in folders.items() if _has_split(each, split)}
+    datasets = {
+        name: _open_split(each, split, sequence_length)
+        for name, each in (with_split or folders).items()
+    }
+    return join_datasets(datasets), split
 
 
 def _open_prepared(loaded: LoadedModel, data: Path) -> ExampleFolder | TokenFolder | None:
-    """A token folder, whose tokenizer is the model's; None for files."""
+    """A folder of tokens or examples by the model's tokenizer; None for files."""
     folder: ExampleFolder | TokenFolder
     kind = kind_of(data)
     if kind == Kind.EXAMPLES:
@@ -223,11 +214,10 @@ def _open_files(
             " --split out"
         )
     packing: ExamplePacking | ConcatPacking
-    if files := _find_conversations(data, split):
-        unusable = UnusableRecords(reading.get("skip_invalid", False))
-        chosen: dict[str, Any] = {
-            name: value for name, value in reading.items() if name != "skip_invalid"
-        }
+    files = _find_conversations(data, split)
+    if files:
+        chosen: dict[str, Any] = dict(reading)
+        unusable = UnusableRecords(chosen.pop("skip_invalid", False))
         read = (
             read_conversations(file, loaded.tokenizer, unusable=unusable, **chosen)
             for file in files
@@ -237,7 +227,9 @@ def _open_files(
     else:
         source = open_text_source(str(data), split=split)
         packing = ConcatPacking(_TokenizedTexts(loaded, source), sequence_length)
-        notes = f"; leaves out {describe_left_out(source.left_out)}" if source.left_out else ""
+        notes = ""
+        if source.left_out:
+            notes = f"; leaves out {describe_left_out(source.left_out)}"
     if not packing.num_sequences:
         raise UserError(f"{data}: holds nothing that can be scored; name other data with --data")
     dataset = PackedDataset(
@@ -252,17 +244,18 @@ def _open_files(
 
 
 def _find_conversations(data: Path, split: FileSplit) -> Sequence[Path]:
-    """The files of conversations that `data` is or holds, by its first record; none if it is
-    text.
-    """
-    known = find_files(data, RECORD_SUFFIXES, split).paths if data.is_dir() else [data]
-    files = [path for path in known if content_suffix(path.name) in RECORD_SUFFIXES]
-    if data.is_dir():  # of texts, where a .json is more often a settings file
+    """The files of conversations that `data` is or holds; none if its first record is text."""
+    if data.is_dir():
+        # A .json in a folder of texts is more often a settings file.
         files = [
             path
-            for path in files
+            for path in find_files(data, RECORD_SUFFIXES, split).paths
             if content_suffix(path.name) != ".json" or _holds_conversations(path)
         ]
+    elif content_suffix(data.name) in RECORD_SUFFIXES:
+        files = [data]
+    else:
+        return []
     readable = UnusableRecords(skip=True)  # what cannot be read is refused, or left out, later
     records = (record for path in files for record in read_records(path, unusable=readable))
     record, first = next(records, ("", {"text": ""}))
@@ -286,7 +279,8 @@ def _pack_conversations(
     loaded: LoadedModel, data: Path, read: Iterable[TokenizedExample], sequence_length: int
 ) -> ExamplePacking:
     examples = [each for each in read if each.loss_mask[1:].any()]
-    if overlong := sum(len(each.tokens) - 1 > sequence_length for each in examples):
+    overlong = sum(len(each.tokens) - 1 > sequence_length for each in examples)
+    if overlong:
         limit = loaded.config.max_sequence_length
         most = "" if limit is None else f" of at most {limit}, which the model reads"
         raise UserError(
@@ -302,19 +296,19 @@ def _pack_conversations(
 
 
 class _TokenizedTexts:
-    """The tokens of all documents in memory, each after the model's prefix ids and before its
-    end-of-text token.
+    """The tokens of all documents, in memory.
+
+    Each document is after the model's prefix ids and before its end-of-text token.
     """
 
     def __init__(self, loaded: LoadedModel, source: TextSource) -> None:
         tokenizer = loaded.tokenizer
         documents = [np.zeros(0, np.int32)]
         texts = (text for unit in source.units() for text in unit.read() if text.strip())
-        while batch := [
-            list(tokenizer.split_long_text(text)) for text in islice(texts, ENCODE_BATCH_TEXTS)
-        ]:
-            encoded = iter(tokenizer.encode_batch([piece for pieces in batch for piece in pieces]))
-            for pieces in batch:
+        while batch := list(islice(texts, ENCODE_BATCH_TEXTS)):
+            pieces_of = [list(tokenizer.split_long_text(text)) for text in batch]
+            encoded = iter(tokenizer.encode_batch(list(chain.from_iterable(pieces_of))))
+            for pieces in pieces_of:
                 ids = [id for _ in pieces for id in next(encoded)]
                 documents.append(
                     np.array([*loaded.prefix_ids, *ids, tokenizer.eos_token_id], np.int32)

@@ -22,8 +22,8 @@ from lmforge.serve.evaluate.likelihood import (
     TokenPair,
     encode_pair,
     loglikelihoods,
+    report_truncation,
     run_in_batches,
-    say_what_is_cut,
 )
 from lmforge.text.questions import Question, QuestionTask
 
@@ -32,7 +32,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass(frozen=True)
 class TaskSettings:
-    """How questions are put to a model.
+    """Settings of a task: the examples before each question, and the limits of answers.
 
     num_fewshot: examples before each question: the first of `fewshot_task`, or of the task itself
     without the question.
@@ -76,14 +76,17 @@ def run_task(
     errors = {}
     for name in dict.fromkeys(name for answer in answers for name in answer["scores"]):
         scores = [float(answer["scores"][name]) for answer in answers if name in answer["scores"]]
-        mean = metrics[name] = sum(scores) / len(scores)
+        mean = sum(scores) / len(scores)
+        metrics[name] = mean
         errors[name] = math.sqrt(statistics.pvariance(scores, mean) / max(1, len(scores) - 1))
-    described = {
+    return {
         "task": task.name,
         "questions": len(questions),
         "num_fewshot": settings.num_fewshot,
+        "metrics": metrics,
+        "standard_errors": errors,
+        "answers": answers,
     }
-    return {**described, "metrics": metrics, "standard_errors": errors, "answers": answers}
 
 
 def check_task(
@@ -103,11 +106,9 @@ def check_task(
     for question in task.questions[: settings.limit]:
         prompt = _build_prompt(task, question, settings)
         if question.choices:
+            pairs = _choice_pairs(tokenizer, prefix_ids, question, prompt)
             # The last token is not an input.
-            tokens = max(
-                sum(map(len, pair)) - 1
-                for pair in _choice_pairs(tokenizer, prefix_ids, question, prompt)
-            )
+            tokens = max(len(context) + len(choice) - 1 for context, choice in pairs)
         else:
             tokens = len(encode_prompt(tokenizer, prompt, prefix_ids)) + settings.max_tokens
         if tokens > limit:
@@ -123,9 +124,8 @@ def _build_prompt(task: QuestionTask, question: Question, settings: TaskSettings
     """The prompt of a question after its few-shot examples, each followed by an empty line."""
     source = settings.fewshot_task or task
     count = settings.num_fewshot
-    examples = [each for each in source.questions if source is not task or each is not question][
-        :count
-    ]
+    others = [each for each in source.questions if each is not question]
+    examples = others[:count]
     if len(examples) < count:
         raise UserError(
             f"{source.path}: {len(examples)} questions to show as examples, and {count} were"
@@ -138,15 +138,16 @@ def _build_prompt(task: QuestionTask, question: Question, settings: TaskSettings
                 f"{source.path}, record {each.record}: an example needs an answer, and this has"
                 " only a pattern"
             )
-        shown.append(
-            f"{each.prompt}{_separator(each.prompt, each.example_answer)}{each.example_answer}\n\n"
-        )
+        separator = _separator(each.prompt, each.example_answer)
+        shown.append(f"{each.prompt}{separator}{each.example_answer}\n\n")
     return "".join(shown) + question.prompt
 
 
 def _separator(prompt: str, answer: str) -> str:
     """The separator between a prompt and its answer: a space, unless one of them has it."""
-    return "" if not prompt or prompt[-1].isspace() or answer[:1].isspace() else " "
+    if not prompt or prompt[-1].isspace() or answer[:1].isspace():
+        return ""
+    return " "
 
 
 def _choice_pairs(
@@ -181,19 +182,21 @@ def _score_choices(
         choice_norm = _argmax(
             [logprob / len(text) for logprob, text in zip(logprobs, question.choices, strict=True)]
         )
-        answer = {
-            "choice": choice,
-            "choice_norm": choice_norm,
-            "correct_choice": correct,
-            "logprobs": logprobs,
-        }
-        bits_per_byte = -logprobs[correct] / math.log(2) / len(question.choices[correct].encode())
-        scores = {
-            "acc": choice == correct,
-            "acc_norm": choice_norm == correct,
-            "bits_per_byte": bits_per_byte,
-        }
-        answers.append({"record": question.record, **answer, "scores": scores})
+        num_bytes = len(question.choices[correct].encode())
+        answers.append(
+            {
+                "record": question.record,
+                "choice": choice,
+                "choice_norm": choice_norm,
+                "correct_choice": correct,
+                "logprobs": logprobs,
+                "scores": {
+                    "acc": choice == correct,
+                    "acc_norm": choice_norm == correct,
+                    "bits_per_byte": -logprobs[correct] / math.log(2) / num_bytes,
+                },
+            }
+        )
     return answers
 
 
@@ -255,7 +258,7 @@ def generate_in_batches(
     encoded = [
         encode_prompt(loaded.tokenizer, prompt, prefix_ids)[len(prefix_ids) :] for prompt in prompts
     ]
-    say_what_is_cut([limit - max_prompt_tokens + len(ids) for ids in encoded], limit, dist_ctx)
+    report_truncation([limit - max_prompt_tokens + len(ids) for ids in encoded], limit, dist_ctx)
 
     def complete(numbers: list[int]) -> list[str]:
         completions = generate(
@@ -271,6 +274,5 @@ def generate_in_batches(
         )
         return [completion.text for completion in completions]
 
-    return run_in_batches(
-        list(map(len, encoded)), settings.batch_size, dist_ctx, complete, settings.on_batch
-    )
+    lengths = [len(ids) for ids in encoded]
+    return run_in_batches(lengths, settings.batch_size, dist_ctx, complete, settings.on_batch)

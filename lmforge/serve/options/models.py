@@ -1,6 +1,4 @@
-"""The options of the verbs that take a model, or get one: evaluation, generation, export and
-download.
-"""
+"""The options of the verbs that take a model, or get one."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -118,7 +116,7 @@ class EvaluateOptions(Options):
 
 
 class SamplingOptions(Options):
-    """How tokens are chosen."""
+    """Options of sampling."""
 
     temperature: float | None = option(
         None,

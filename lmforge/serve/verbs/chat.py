@@ -1,6 +1,4 @@
-"""`lmforge chat`: a conversation with a model in the terminal, or over pipes with one line a
-turn.
-"""
+"""`lmforge chat`: a conversation with a model in the terminal, or over pipes, a line a turn."""
 
 import re
 import secrets
@@ -56,13 +54,14 @@ def run_chat(options: ChatOptions) -> int:
     read_line = _read_terminal_line if interactive else partial(next, _read_piped_lines(), None)
     while True:
         try:
-            if (line := read_line()) is None:
-                return 0
+            line = read_line()
         except KeyboardInterrupt:
             if not interactive:
                 raise
             print("\n(/exit or Ctrl-D leaves)", file=sys.stderr)
             continue
+        if line is None:
+            return 0
         try:
             session.handle_line(line)
         except ExitChat:
@@ -74,9 +73,8 @@ def run_chat(options: ChatOptions) -> int:
 
 
 def _read_piped_lines() -> Iterator[str]:
-    for number, line in enumerate(
-        iter(partial(sys.stdin.buffer.readline, MAX_PROMPT_BYTES + 1), b""), start=1
-    ):
+    lines = iter(partial(sys.stdin.buffer.readline, MAX_PROMPT_BYTES + 1), b"")
+    for number, line in enumerate(lines, start=1):
         if len(line) > MAX_PROMPT_BYTES:
             raise UserError(
                 f"standard input, line {number}: longer than {MAX_PROMPT_BYTES:,} bytes"
@@ -99,7 +97,7 @@ def _read_terminal_line() -> str | None:
 
 
 class AnswerReader(Protocol):
-    """Reads tool calls out of answers."""
+    """A reader of tool calls in answers."""
 
     tools: list[Any]
 
@@ -112,10 +110,10 @@ class ChatTools(Protocol):
 
     @property
     def encoder(self) -> AnswerReader:
-        """What reads their calls."""
+        """The reader of their calls."""
 
     def call(self, answer: dict[str, Any]) -> list[dict[str, Any]]:
-        """What the tools return to the calls of an answer."""
+        """The messages that the tools return to the calls of an answer."""
 
 
 class ChatSession:
@@ -187,7 +185,7 @@ class ChatSession:
         return system + self.turns
 
     def _answer(self) -> None:
-        """Answer the last turn, and what the tools return that this calls.
+        """Answer the last turn, and the messages of the tools that the answer calls.
 
         Raises UserError where there is no room for it.
         """
@@ -202,28 +200,26 @@ class ChatSession:
         raise UserError(f"still calls tools after {MAX_ANSWERS} answers")
 
     def _read(self, streamer: TextStreamer) -> dict[str, Any]:
-        ended = (
-            streamer.finish_reason == "stop"
-            and streamer.token_ids[-1] in self._loaded.chat_stop_ids
-        )
         if self._tools is None:
             return {"role": "assistant", "content": streamer.text}
-        return self._tools.encoder.read_answer(streamer.token_ids, self._num_answers, ended)
+        ids = streamer.token_ids
+        ended = streamer.finish_reason == "stop" and ids[-1] in self._loaded.chat_stop_ids
+        return self._tools.encoder.read_answer(ids, self._num_answers, ended)
 
     def _request(self) -> GenerationRequest:
-        schemas = self._tools and self._tools.encoder.tools
-        prompt = self._loaded.chat_template.encode_prompt(self.messages, schemas or None)
+        schemas = None
+        if self._tools is not None:
+            schemas = self._tools.encoder.tools or None
+        prompt = self._loaded.chat_template.encode_prompt(self.messages, schemas)
         try:
             available = check_room(len(prompt), self._max_length)
         except PromptTooLong as problem:
             raise PromptTooLong(f"{problem}; use /reset") from None
         self._num_answers += 1
+        length = self._options.max_tokens or self._loaded.answer_length(len(prompt), available)
         return GenerationRequest(
             prompt_ids=prompt,
-            max_tokens=min(
-                available,
-                self._options.max_tokens or self._loaded.answer_length(len(prompt), available),
-            ),
+            max_tokens=min(available, length),
             sampling=self._sampling,
             seed=derive_key(self._seed, "answer", self._num_answers),
             stop_token_ids=self._loaded.chat_stop_ids,
@@ -248,10 +244,8 @@ class ChatSession:
         if self._to_terminal:
             count = len(streamer.token_ids)
             seconds = time.perf_counter() - start
-            note = (
-                f"({count} tokens, {count / seconds:.1f}"
-                f" tokens/s{', stopped' if interrupted.is_set() else ''})"
-            )
+            stopped = ", stopped" if interrupted.is_set() else ""
+            note = f"({count} tokens, {count / seconds:.1f} tokens/s{stopped})"
             Console(stderr=True, highlight=False).print(note, style="dim")
         return streamer
 
@@ -264,8 +258,9 @@ class ChatSession:
 
 @contextmanager
 def _deferred_interrupts() -> Iterator[threading.Event]:
-    """The first Ctrl-C sets the event, so that the block can stop at a safe point; the second
-    raises KeyboardInterrupt.
+    """An event that the first Ctrl-C sets, so that the block can stop at a safe point.
+
+    The second raises KeyboardInterrupt.
     """
     interrupted = threading.Event()
 

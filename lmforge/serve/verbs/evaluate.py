@@ -26,9 +26,11 @@ def run_evaluate(options: EvaluateOptions) -> int:
 
     Raises UserError.
     """
-    scores = options.tasks or options.lm_eval
-    measure: Callable[..., Any] = _score_tasks if scores else _measure_loss
-    print_text: Callable[..., None] = _print_scores if scores else _print_loss
+    measure: Callable[..., Any] = _measure_loss
+    print_text: Callable[..., None] = _print_loss
+    if options.tasks or options.lm_eval:
+        measure = _score_tasks
+        print_text = _print_scores
     with init_distributed(options.device) as dist_ctx:
         result = measure(options, dist_ctx)
         if dist_ctx.is_rank0 and options.output == "json":
@@ -47,11 +49,7 @@ def _load_on_ranks(dist_ctx: DistributedContext, options: EvaluateOptions) -> Lo
 
 
 def _measure_loss(options: EvaluateOptions, dist_ctx: DistributedContext) -> dict[str, Any]:
-    """What `lmforge evaluate` prints: loss, perplexity, bits_per_byte, tokens, bytes, and what was
-    measured on what.
-
-    With several sources each has its own values, such as `loss/NAME`.
-    """
+    """The result of `measure_loss`, with a progress bar on rank 0."""
     loaded = _load_on_ranks(dist_ctx, options)
     silent = not (dist_ctx.is_rank0 and sys.stderr.isatty())
     with Progress(console=Console(stderr=True), transient=True, disable=silent) as bar:

@@ -1,6 +1,4 @@
-"""`lmforge generate`: text after prompts, printed as it is generated; `lmforge serve`: the same
-over HTTP, with a chat page.
-"""
+"""`lmforge generate`, which prints text after prompts, and `lmforge serve`, which does it over HTTP."""
 
 import os
 import re
@@ -33,9 +31,9 @@ def run_generate(options: GenerateOptions) -> int:
     device, dtype = resolve_device_and_dtype(options.device, options.dtype)
     loaded = load_model(options.model, device, dtype, warn=partial(print, file=sys.stderr))
     seed = options.seed if options.seed is not None else secrets.randbelow(2**31)
-    titles = [
-        f"--- {number} ---\n" if len(prompts) > 1 else "" for number in range(1, len(prompts) + 1)
-    ]
+    titles = [""]
+    if len(prompts) > 1:
+        titles = [f"--- {number} ---\n" for number in range(1, len(prompts) + 1)]
     max_length = max_input_length(loaded.config)
     max_tokens = []
     for prompt in prompts:  # refused before one is printed
@@ -63,8 +61,10 @@ def run_generate(options: GenerateOptions) -> int:
     print()
     for title, prompt, completion in zip(titles[1:], prompts[1:], completions[1:], strict=True):
         print(f"{title}{prompt}{completion.text}")
-    cut = [each.finish_reason == "length" and len(each.token_ids) for each in completions]
-    if any(length and length < most for length, most in zip(cut, max_tokens, strict=True)):
+    if any(
+        each.finish_reason == "length" and 0 < len(each.token_ids) < most
+        for each, most in zip(completions, max_tokens, strict=True)
+    ):
         print(
             f"(ended where prompt and text have {max_length} tokens, the most that this model"
             " takes)",
@@ -118,8 +118,13 @@ def run_serve(options: ServeOptions) -> int:
             " trainer, or give --without_key"
         )
     bound = bind_socket(options.host, options.port)
-    sizes = options.max_batch_size, options.max_queue, options.max_length, options.max_models
-    limits = ServingLimits(*sizes, options.return_routed_experts)
+    limits = ServingLimits(
+        options.max_batch_size,
+        options.max_queue,
+        options.max_length,
+        options.max_models,
+        options.return_routed_experts,
+    )
     device, dtype = resolve_device_and_dtype(options.device, options.dtype)
     registry = ModelRegistry(
         options.models, limits, device, dtype, warn=partial(print, file=sys.stderr)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import xxhash
 
@@ -83,11 +83,21 @@ ExampleT = TypeVar("ExampleT")
 LaidOut = tuple[Callable[..., Iterable[ExampleT]], list[Layout | ChatExample]]
 
 
+class ReadingOptions(TypedDict, total=False):
+    """Fields of `RecordEncoder` that a reader of records takes."""
+
+    fields: Mapping[str, str] | None
+    apply_chat_template: bool
+    ignore_media: bool
+    unusable: UnusableRecords
+    parse_special_tokens: bool
+
+
 @dataclass
 class RecordEncoder:
     """Makes examples of records, in the same way for every type of file.
 
-    `field_names` gives the file's name of a format's field.
+    `fields` gives the file's name of a format's field.
 
     Prompts and completions that are texts are encoded as they are, unless `apply_chat_template`
     makes messages of them. Records with images, audio or videos are refused, unless `ignore_media`
@@ -95,7 +105,7 @@ class RecordEncoder:
     """
 
     tokenizer: Tokenizer
-    field_names: Mapping[str, str] | None = None
+    fields: Mapping[str, str] | None = None
     apply_chat_template: bool = False
     ignore_media: bool = False
     unusable: UnusableRecords = field(default_factory=UnusableRecords)
@@ -189,7 +199,7 @@ class RecordEncoder:
         """
 
         def laid_out() -> Iterator[tuple[str, LaidOut[ExampleT]]]:
-            for place, record in read_renamed_records(path, self.field_names, self.unusable):
+            for place, record in read_renamed_records(path, self.fields, self.unusable):
                 with self.unusable.leave_out(place):
                     check_media(record, self.ignore_media)
                     if training_flag({"weight": record.get("weight")}) is False:
@@ -225,7 +235,7 @@ class RecordEncoder:
 
 
 def read_renamed_records(
-    path: str | Path, fields: Mapping[str, str] | None, unusable: UnusableRecords | None = None
+    path: str | Path, fields: Mapping[str, str] | None, unusable: UnusableRecords
 ) -> Iterator[tuple[str, Record]]:
     """`read_records`, with {our name: theirs} fields under our names.
 
@@ -233,7 +243,6 @@ def read_renamed_records(
     cannot be used.
     """
     fields = fields or {}
-    unusable = unusable or UnusableRecords()
     renamed = {theirs: ours for ours, theirs in fields.items() if theirs}
     left_out = {ours for ours, theirs in fields.items() if not theirs}
     for place, record in read_records(path, unusable=unusable):
@@ -340,7 +349,11 @@ def _message_list(value: Any) -> list[Any]:
     def as_message(entry: Any) -> Any:
         if not isinstance(entry, dict):
             return entry
-        return _without_media(_sharegpt_message(entry) if "from" in entry else entry)
+        message = _sharegpt_message(entry) if "from" in entry else entry
+        content = message.get("content")
+        if isinstance(content, list):
+            return message | {"content": [each for each in content if not _is_media(each)]}
+        return message
 
     return [as_message(each) for each in value]
 
@@ -386,13 +399,6 @@ def _is_media(part: Any) -> bool:
     if not isinstance(part, dict):
         return False
     return not set(MEDIA).isdisjoint(str(part.get("type")).split("_"))
-
-
-def _without_media(message: dict[str, Any]) -> dict[str, Any]:
-    content = message.get("content")
-    if isinstance(content, list):
-        return message | {"content": [each for each in content if not _is_media(each)]}
-    return message
 
 
 def record_variables(record: Record, template: ChatTemplate) -> dict[str, Any]:

@@ -128,13 +128,14 @@ def _split_function(node: ast.FunctionDef, lines: list[str]) -> tuple[str, str, 
     The source is without docstring and indentation.
     """
     documentation = ast.get_docstring(node)
-    # A decorator or a default may need names of its module, which a sandbox does not have.
-    if (
-        documentation is None
-        or len(node.body) < 2
-        or node.decorator_list
-        or not _has_literal_defaults(node)
-    ):
+    if documentation is None or len(node.body) < 2:
+        return None
+    # A decorator, default or annotation may need names of its module, which a sandbox does not
+    # have.
+    parts = [*ast.walk(node.args)]
+    if node.returns:
+        parts += ast.walk(node.returns)
+    if node.decorator_list or any(isinstance(part, ast.Name) for part in parts):
         return None
     first = node.body[1]
     docstring = node.body[0]
@@ -158,14 +159,6 @@ def _split_function(node: ast.FunctionDef, lines: list[str]) -> tuple[str, str, 
     ):
         return None
     return textwrap.dedent(header).strip(), documentation, source
-
-
-def _has_literal_defaults(node: ast.FunctionDef) -> bool:
-    """Return True where defaults and annotations are literals, without names of the module."""
-    parts = [*ast.walk(node.args)]
-    if node.returns:
-        parts += ast.walk(node.returns)
-    return not any(isinstance(part, ast.Name) for part in parts)
 
 
 def _compiles(source: str) -> bool:

@@ -112,7 +112,12 @@ class MarkedConversation:
             marked["name"] = self._marker(number, "name")(message["name"])
         if "tool_calls" in message:
             mark = self._marker(number, "tool calls")
-            marked["tool_calls"] = [_mark_call(call, mark) for call in message["tool_calls"]]
+            marked["tool_calls"] = []
+            for call in message["tool_calls"]:
+                function = dict(call["function"])
+                for key in ("name", "arguments"):
+                    function[key] = map_leaves(function[key], mark)
+                marked["tool_calls"].append({**call, "function": function})
         return marked
 
     def _mark_schema(self, value: Any, key: str = "") -> Any:
@@ -155,13 +160,6 @@ class MarkedConversation:
         return mark
 
 
-def _mark_call(call: dict[str, Any], mark: Callable[[Any], Any]) -> dict[str, Any]:
-    function = dict(call["function"])
-    for key in ("name", "arguments"):
-        function[key] = map_leaves(function[key], mark)
-    return {**call, "function": function}
-
-
 def _mark_document(document: Any, mark: Callable[[Any], Any]) -> Any:
     """A document with marks in the texts that retrieved documents have in transformers.
 
@@ -191,7 +189,7 @@ def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def find_pieces(pieces: Sequence[Piece], marked: str) -> list[list[int]]:
-    """For each piece the places of its mark in the rendered text, counted without marks.
+    """The places of each piece's mark in the rendered text, counted without marks.
 
     There are none if the piece is not there. White space does not count, nor whether a piece is
     written as it is or within JSON. A piece without a mark may be anywhere.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from operator import eq
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from lmforge.core.errors import NothingToLearn, UserError
 from lmforge.core.files.untrusted import quoted
 from lmforge.text.chat.conversations import (
     LaidOut,
+    ReadingOptions,
     RecordEncoder,
     check_media,
     check_plain_prompt,
@@ -88,12 +89,8 @@ def read_preference_pairs(
     path: str | Path,
     tokenizer: Tokenizer,
     *,
-    apply_chat_template: bool = False,
     with_margins: bool = False,
-    ignore_media: bool = False,
-    parse_special_tokens: bool = False,
-    fields: Mapping[str, str] | None = None,
-    unusable: UnusableRecords | None = None,
+    **reading: Unpack[ReadingOptions],
 ) -> Iterator[PreferencePair]:
     """Records {prompt, chosen, rejected} as pairs.
 
@@ -104,10 +101,7 @@ def read_preference_pairs(
     sides are left out. Raises UserError naming a record without a prompt or an answer, unless
     `unusable` leaves it out. The rest as in `read_conversations`.
     """
-    unusable = unusable or UnusableRecords()
-    encoder = RecordEncoder(
-        tokenizer, fields, apply_chat_template, ignore_media, unusable, parse_special_tokens
-    )
+    encoder = RecordEncoder(tokenizer, **reading)
 
     def lay_out(record: Record) -> LaidOut[PreferencePair]:
         margin = _parse_margin(record) if with_margins else 0.0
@@ -121,23 +115,13 @@ def read_preference_pairs(
 
 
 def read_unpaired_preferences(
-    path: str | Path,
-    tokenizer: Tokenizer,
-    *,
-    apply_chat_template: bool = False,
-    ignore_media: bool = False,
-    parse_special_tokens: bool = False,
-    fields: Mapping[str, str] | None = None,
-    unusable: UnusableRecords | None = None,
+    path: str | Path, tokenizer: Tokenizer, **reading: Unpack[ReadingOptions]
 ) -> Iterator[UnpairedPreference]:
     """Records {prompt, completion, label} with true or false labels, as for KTO.
 
     The rest is as in `read_preference_pairs`.
     """
-    unusable = unusable or UnusableRecords()
-    encoder = RecordEncoder(
-        tokenizer, fields, apply_chat_template, ignore_media, unusable, parse_special_tokens
-    )
+    encoder = RecordEncoder(tokenizer, **reading)
 
     def lay_out(record: Record) -> LaidOut[UnpairedPreference]:
         require_fields(record, "prompt", "completion", "label", hint=RENAMING_HINT)
@@ -153,14 +137,10 @@ def read_prompts(
     path: str | Path,
     tokenizer: Tokenizer,
     *,
-    apply_chat_template: bool = False,
-    ignore_media: bool = False,
-    parse_special_tokens: bool = False,
-    fields: Mapping[str, str] | None = None,
     max_prompt_length: int | None = None,
     counts: PromptCounts | None = None,
-    unusable: UnusableRecords | None = None,
     tools_of: Callable[[Record], list[Any]] | None = None,
+    **reading: Unpack[ReadingOptions],
 ) -> Iterator[TokenizedPrompt]:
     """Records {prompt, ...columns} as prompts.
 
@@ -171,17 +151,16 @@ def read_prompts(
     without a prompt.
     """
     counts = counts or PromptCounts()
-    unusable = unusable or UnusableRecords()
-    encoder = RecordEncoder(tokenizer, unusable=unusable, parse_special_tokens=parse_special_tokens)
-    for place, record in read_renamed_records(path, fields, unusable):
+    encoder = RecordEncoder(tokenizer, **reading)
+    for place, record in read_renamed_records(path, encoder.fields, encoder.unusable):
         counts.records += 1
         tokens = None
-        with unusable.leave_out(place):
-            check_media(record, ignore_media)
+        with encoder.unusable.leave_out(place):
+            check_media(record, encoder.ignore_media)
             has_prompt = any(record.get(name) is not None for name in PROMPT_FIELDS)
             if tools_of is not None and not has_prompt:
                 record = {**record, "prompt": [{"role": "user", "content": ""}]}
-            prompt = _parse_prompt(record, apply_chat_template or tools_of is not None)
+            prompt = _parse_prompt(record, encoder.apply_chat_template or tools_of is not None)
             if isinstance(prompt, str):
                 [example] = encode_layouts(
                     tokenizer, [encoder.plain_text_layout([(prompt, False)], add_eos=False)]

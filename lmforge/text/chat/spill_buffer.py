@@ -6,7 +6,7 @@ is decided in `examples.py`.
 """
 
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,12 +84,24 @@ class SpillBuffer(ExitStack):
         lengths = np.array(self._lengths, np.int64)
         is_selected = np.repeat(selected, group)
         starts = np.cumsum(np.append(0, lengths[is_selected]))
-        spans = _selected_spans(is_selected, np.cumsum(np.append(0, lengths)))
+        # Each run of selected sequences, (start, stop) in tokens.
+        edges = np.diff(np.concatenate(([False], is_selected, [False])).astype(np.int8))
+        bounds = np.cumsum(np.append(0, lengths))[np.flatnonzero(edges)].tolist()
+        spans = list(zip(bounds[::2], bounds[1::2], strict=True))
+
+        def read_blocks(name: str) -> Iterator[bytes]:
+            file = self._files[name]
+            size = ARRAY_DTYPES[name].itemsize
+            for start, stop in spans:
+                file.seek(start * size)
+                for at in range(start * size, stop * size, BLOCK_BYTES):
+                    yield file.read(min(BLOCK_BYTES, stop * size - at))
+
         num_tokens = int(starts[-1])
         checksums = {}
         for name, dtype in ARRAY_DTYPES.items():
             path = folder / f"{split}-{name}.npy"
-            checksums[name] = _write_array(path, dtype, num_tokens, self._blocks(name, spans))
+            checksums[name] = _write_array(path, dtype, num_tokens, read_blocks(name))
         arrays = {"starts": starts}
         if selected.any():
             for name, scalars in sorted(self._scalars.items()):
@@ -104,24 +116,6 @@ class SpillBuffer(ExitStack):
             "scored": int(np.array(self._num_scored_tokens, np.int64)[selected].sum()),
             "xxh3": checksums,
         }
-
-    def _blocks(self, name: str, spans: Sequence[tuple[int, int]]) -> Iterator[bytes]:
-        file = self._files[name]
-        size = ARRAY_DTYPES[name].itemsize
-        for start, stop in spans:
-            file.seek(start * size)
-            for at in range(start * size, stop * size, BLOCK_BYTES):
-                yield file.read(min(BLOCK_BYTES, stop * size - at))
-
-
-def _selected_spans(selected: np.ndarray, starts: np.ndarray) -> list[tuple[int, int]]:
-    """(start, stop) in tokens of each run of selected sequences.
-
-    `starts` int64 [n + 1] are those of all sequences.
-    """
-    changes = np.flatnonzero(np.diff(np.concatenate(([False], selected, [False])).astype(np.int8)))
-    bounds = starts[changes].tolist()
-    return list(zip(bounds[::2], bounds[1::2], strict=True))
 
 
 def _write_array(path: Path, dtype: np.dtype[Any], length: int, blocks: Iterable[bytes]) -> str:

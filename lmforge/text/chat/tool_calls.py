@@ -7,7 +7,7 @@ call that cannot be read is text.
 import ast
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -209,21 +209,17 @@ def _read_llama(text: str) -> list[ToolCall]:
 
     A call is {"name": …, "parameters": {…}}.
     """
-    return [
-        _call(value, "parameters", "arguments")
-        for value in _json_values(text.removeprefix("<|python_tag|>"))
-    ]
-
-
-def _json_values(text: str) -> Iterator[Any]:
+    text = text.removeprefix("<|python_tag|>")
     decoder = json.JSONDecoder()
+    calls = []
     at = 0
     while found := NEXT_VALUE.match(text, at):
         try:
             _, at = decoder.raw_decode(text, found.end())
         except (ValueError, RecursionError) as problem:
             raise UnreadableCall from problem
-        yield _json(text[found.end() : at])
+        calls.append(_call(_json(text[found.end() : at]), "parameters", "arguments"))
+    return calls
 
 
 def _read_pythonic(text: str) -> list[ToolCall]:
@@ -232,21 +228,20 @@ def _read_pythonic(text: str) -> list[ToolCall]:
         raise UnreadableCall
     try:
         tree = ast.parse(text.strip(), mode="eval").body
-        calls = tree.elts if isinstance(tree, ast.List) else []
-        return [_call(_keywords(each), "arguments") for each in calls] or [_call(None)]
+        if not isinstance(tree, ast.List) or not tree.elts:
+            raise UnreadableCall
+        calls = []
+        for call in tree.elts:
+            if not isinstance(call, ast.Call) or call.args:
+                raise UnreadableCall
+            if any(each.arg is None for each in call.keywords):
+                raise UnreadableCall
+            arguments = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+            named = {"name": ast.unparse(call.func), "arguments": arguments}
+            calls.append(_call(named, "arguments"))
+        return calls
     except (SyntaxError, ValueError, RecursionError, MemoryError, TypeError) as problem:
         raise UnreadableCall from problem
-
-
-def _keywords(call: ast.expr) -> dict[str, Any]:
-    if (
-        not isinstance(call, ast.Call)
-        or call.args
-        or any(each.arg is None for each in call.keywords)
-    ):
-        raise UnreadableCall
-    arguments = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
-    return {"name": ast.unparse(call.func), "arguments": arguments}
 
 
 FORMATS = (

@@ -80,7 +80,11 @@ def _open_plan(out: Path, plan: dict[str, Any], overwrite: bool) -> bool:
     elif not begun:
         # A preparation that ended before it wrote more than its plan, or while it was removed,
         # leaves nothing usable.
-        if _is_interrupted_preparation(out / UNFINISHED):
+        expected = ("part-", "plan.json", EVALUATION_NGRAMS)
+        if path.parent.is_dir() and all(
+            entry.name.removeprefix(".").startswith(expected) and entry.is_file()
+            for entry in path.parent.iterdir()
+        ):
             _remove_preparation(out)
         if set(os.listdir(out)) - LOCKS:
             check_output(out, kind="a preparation", other="folder")
@@ -121,14 +125,6 @@ def _has_results(out: Path) -> bool:
     """Return True where a folder holds more than a plan, such as a tokenizer or parts."""
     names = {each.name for each in (*out.iterdir(), *(out / UNFINISHED).iterdir())}
     return not names <= {UNFINISHED, "plan.json", EVALUATION_NGRAMS, *LOCKS}
-
-
-def _is_interrupted_preparation(unfinished: Path) -> bool:
-    expected = ("part-", "plan.json", EVALUATION_NGRAMS)
-    return unfinished.is_dir() and all(
-        entry.name.removeprefix(".").startswith(expected) and entry.is_file()
-        for entry in unfinished.iterdir()
-    )
 
 
 def _remove_preparation(folder: Path) -> None:

@@ -91,9 +91,16 @@ def write_best_fit_index(
                 entries.append(entry)
                 show("packing", len(entries), len(mine), 0, 0)
     gathered = dist_ctx.gather(entries)
-    dist_ctx.decide_on_rank0(
-        lambda: _write_manifests(folder, sequence_length, list(chain.from_iterable(gathered or ())))
-    )
+
+    def write_manifests() -> None:
+        order = {shard.name: number for number, shard in enumerate(shards)}
+        written = sorted(chain.from_iterable(gathered or ()), key=lambda each: order[each.name])
+        digest = write_index_manifest(folder, sequence_length, written)
+        best_fit = folder.manifest.best_fit | {str(sequence_length): digest}
+        manifest = replace(folder.manifest, best_fit=best_fit)
+        atomic_write_json(folder.path / SHARDS_MANIFEST, asdict(manifest))
+
+    dist_ctx.decide_on_rank0(write_manifests)
     with dist_ctx.raise_on_all():
         return BestFitIndex.open(TokenFolder.open(path), sequence_length)
 
@@ -110,13 +117,3 @@ def _pack_shard(path: Path, digest: str, sequence_length: int, shard: ShardEntry
     reader = ShardReader(_open_cached(path, digest), shard)
     ends = reader.read_ends(0, len(reader.block_first_ends))
     return write_index(path, shard.name, ends, sequence_length)
-
-
-def _write_manifests(folder: TokenFolder, sequence_length: int, entries: list[IndexEntry]) -> None:
-    order = {shard.name: number for number, shard in enumerate(folder.manifest.splits[TRAIN_SPLIT])}
-    entries.sort(key=lambda entry: order[entry.name])
-    digest = write_index_manifest(folder, sequence_length, entries)
-    best_fit = folder.manifest.best_fit | {str(sequence_length): digest}
-    atomic_write_json(
-        folder.path / SHARDS_MANIFEST, asdict(replace(folder.manifest, best_fit=best_fit))
-    )

@@ -175,16 +175,16 @@ def describe_special_text(count: int, records: int, option: str) -> str:
 
 
 def read_records(
-    path: str | Path, split: FileSplit = "train", unusable: UnusableRecords | None = None
+    path: str | Path, *, unusable: UnusableRecords | None = None
 ) -> Iterator[tuple[str, Record]]:
-    """("FILE, record N", record) of a file, or of all such files of a split of a folder.
+    """("FILE, record N", record) of a file, or of all such files in a folder.
 
     N counts from 1 in each file. The files are .jsonl, .ndjson and .json (lines, or one list),
     these with .gz or .zst, and .parquet. Raises UserError naming the place, unless `unusable`
     leaves the record out.
     """
     unusable = unusable or UnusableRecords()
-    for file in find_record_files(path, split):
+    for file in find_record_files(path):
         if content_suffix(file.name) == ".parquet":
             records = parquet_rows(file)
         else:
@@ -244,11 +244,11 @@ def json_lines(
             number += 1
             place = partial(_line_place, path, first, number)
             if size > MAX_LINE_BYTES:
-                limit = (
-                    f"a line of more than {MAX_LINE_BYTES:,} bytes; split the record, or leave"
-                    " it out"
+                problem = UserError(
+                    f"{place()}: a line of more than {MAX_LINE_BYTES:,} bytes; split the record, or"
+                    " leave it out"
                 )
-                yield place, UserError(f"{place()}: {limit}")
+                yield place, problem
                 if not line.endswith(b"\n"):
                     size += _skip_line(file)
             elif content and not content.isspace():

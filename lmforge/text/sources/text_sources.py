@@ -232,11 +232,12 @@ def open_text_source(
     known = known_suffixes() | suffixes
     if spec == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
-        paths = [
-            path
-            for path in list_files(root, STDLIB_EXCLUDED_FOLDERS)
-            if _is_library_code(path.relative_to(root))
-        ]
+        paths = []
+        for path in list_files(root, STDLIB_EXCLUDED_FOLDERS):
+            is_excluded = path.relative_to(root).as_posix() in STDLIB_EXCLUDED_FILES
+            is_generated = path.name.startswith("_sysconfigdata")
+            if path.suffix == ".py" and not is_excluded and not is_generated:
+                paths.append(path)
     elif (root := expand_home(spec)).is_dir():
         every = list(list_files(root))
         # Among other files a .json is more often a settings file than a corpus.
@@ -316,11 +317,6 @@ def stat_files(paths: Iterable[Path], root: Path) -> tuple[SourceFile, ...]:
         for path, stat in stats
     ]
     return tuple(sorted(files, key=lambda file: file.name))
-
-
-def _is_library_code(path: Path) -> bool:
-    generated = path.as_posix() in STDLIB_EXCLUDED_FILES or path.name.startswith("_sysconfigdata")
-    return path.suffix == ".py" and not generated
 
 
 def _parquet_units(file: SourceFile, name: str) -> list[SourceUnit]:

@@ -211,7 +211,7 @@ def _collectives(step_config: StepConfig, rates: Rates, sparse: bool, backward: 
 
 
 def is_checkpointed(step_config: StepConfig, number: int) -> bool:
-    """Whether `activation_checkpointing` applies to block `number`, counted from 1."""
+    """Return True where `activation_checkpointing` applies to block `number`, counted from 1."""
     return step_config.checkpointing.recomputes_block(
         number, step_config.options.activation_checkpointing_every
     )

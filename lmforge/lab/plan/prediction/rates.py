@@ -294,7 +294,8 @@ class Rates:
         """
         if group.size == 1 or nbytes == 0:
             return 0.0
-        if (measured := self._measured_collective(name, nbytes, group)) is not None:
+        measured = self._measured_collective(name, nbytes, group)
+        if measured is not None:
             return measured
         seconds = LINK_LATENCY
         if group.per_host > 1:

@@ -363,13 +363,15 @@ def suggest_what_fits(
         *(first_fitting(kind) for kind in kinds),
     ]
     describe = partial(_describe_changes, current)
-    if ways := [describe(each) for each in suggestions if each]:
+    ways = [describe(each) for each in suggestions if each]
+    if ways:
         return f"by estimate would fit: {', or '.join(ways)}"
     single_changes = [current, *chain(*kinds)]
     full = {"activation_checkpointing": FullCheckpointing.name}
     step_configs = [*single_changes, *(each.with_options(**full) for each in single_changes)]
     for step_config in step_configs:
-        if fitting := largest_batch(step_config, current.micro_batch_size):
+        fitting = largest_batch(step_config, current.micro_batch_size)
+        if fitting:
             return f"by estimate would fit: {describe(fitting)}"
     smallest = min((each.with_micro_batch_size(1) for each in step_configs), key=needed)
     sizes = [
@@ -419,7 +421,8 @@ def _alternatives(current: StepConfig) -> list[list[StepConfig]]:
         offload = [fsdp.with_options(cpu_offload=True)]
     reshard = []
     if current.world_size > 1:
-        if sharding := current.options.sharding:
+        sharding = current.options.sharding
+        if sharding:
             full = sharding.replace("grad-shard", "full-shard")
             reshard.append(current.with_options(sharding=full))
         reshard.append(sharded)
