@@ -96,7 +96,7 @@ def read_run(run: Run, state: str | None = None) -> dict[str, Any]:
         "samples": _downsample(samples, MAX_SAMPLES),
         "tables": _completion_tables(run),
         "checkpoints": _checkpoints(run),
-        "sources": _sources(config) if isinstance(config, PretrainConfig) else _files(config),
+        "sources": _sources(config),
         "options": dict(flat_options(config)),
         "changed": list(_changed(config)),
         "environment": read_environment(run),
@@ -314,10 +314,12 @@ def _checkpoints(run: Run) -> list[dict[str, Any]]:
     return checkpoints
 
 
-def _sources(config: PretrainConfig) -> list[dict[str, Any]]:
-    """The token folders of a recipe: weight, tokens, and how many documents have 2^k to 2^(k+1) − 1
-    tokens.
+def _sources(config: StageConfig) -> list[dict[str, Any]]:
+    """The files of a recipe, or its token folders: weight, tokens, and how many documents have 2^k
+    to 2^(k+1) − 1 tokens.
     """
+    if not isinstance(config, PretrainConfig):
+        return [{"name": str(file)} for file in getattr(config.data, "files", ())]
     results = []
     for source in config.data.all_sources[:MAX_LENGTHS_SOURCES]:
         entry: dict[str, Any] = {"name": source.label, "weight": getattr(source, "weight", None)}
@@ -335,10 +337,6 @@ def _sources(config: PretrainConfig) -> list[dict[str, Any]]:
                 }
         results.append(entry)
     return results
-
-
-def _files(config: StageConfig) -> list[dict[str, Any]]:
-    return [{"name": str(file)} for file in getattr(config.data, "files", ())]
 
 
 def _changed(options: Options, prefix: str = "") -> Iterator[str]:
