@@ -1461,6 +1461,7 @@ def test_a_model_that_cannot_be_parallelized_so_is_refused_before_anything_start
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -69,6 +69,7 @@ def test_a_recipe_whose_data_is_not_there_is_timed_on_random_tokens_and_traced(
     assert "aten::mm" in names
 
 
+@pytest.mark.slow
 def test_a_sweep_has_a_row_for_every_combination_and_says_what_was_refused(
     lmforge: Command, tiny_options: list[str]
 ) -> None:

@@ -135,6 +135,7 @@ def test_packages_that_are_missing_are_named_with_what_to_bring() -> None:
     assert "pip install --no-index" in done.stderr
 
 
+@pytest.mark.slow
 def test_without_a_gpu_nothing_runs() -> None:
     done = ran()
     assert (done.returncode, done.stdout) == (2, "")

@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests import tools
 from tests.cluster.laboratory import HOSTS, LOGIN, Laboratory
 
@@ -35,6 +37,7 @@ def test_srun_and_ssh_reach_both_hosts_from_the_process_of_the_tests(
         assert laboratory.run(host, "hostname").stdout == f"{host}\n"
 
 
+@pytest.mark.slow
 def test_a_host_that_is_cut_off_is_reached_again_when_it_is_healed(laboratory: Laboratory) -> None:
     reach = ["timeout", "2", "bash", "-c", "echo > /dev/tcp/node2/22"]
     assert laboratory.run("node1", reach).returncode == 0
@@ -59,6 +62,7 @@ def test_a_signal_reaches_the_process_on_the_host(laboratory: Laboratory) -> Non
     assert (process.communicate(timeout=30)[0], process.returncode) == ("told\n", 7)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_laboratory_whose_process_is_killed() -> None:
     for tool in ("network namespaces", "sshd", "Slurm"):
         tools.need(tool)

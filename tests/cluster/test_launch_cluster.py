@@ -336,6 +336,7 @@ def test_a_node_that_is_set_down_is_waited_for_and_the_result_is_that_of_an_undi
 # --- ssh ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_hosts_are_started_and_stopped_together_by_ssh(
     cluster: Desk, laboratory: Laboratory, by_ssh: list[object]
 ) -> None:

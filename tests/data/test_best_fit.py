@@ -459,6 +459,7 @@ def test_a_damaged_index_is_named_when_read_and_when_verified_and_packing_again_
     assert run(["prepare", "--verify", str(path)]) == 0
 
 
+@pytest.mark.usefixtures("impatient")
 def test_missing_truncated_swapped_and_foreign_files_of_the_index_are_named_on_opening(
     path: Path,
 ) -> None:

@@ -92,6 +92,7 @@ def after_arrow(value: Any, feature: Any) -> Any:
     return float(value) if feature.dtype.startswith("float") else value
 
 
+@pytest.mark.slow
 @settings(
     max_examples=60,
     deadline=None,

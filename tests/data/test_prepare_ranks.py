@@ -94,6 +94,7 @@ def test_two_ranks_write_the_bytes_of_one_process_and_continue_where_they_were_k
     assert again.stdout.count("prepared already, nothing to do") == 1
 
 
+@pytest.mark.slow
 def test_a_bad_line_that_one_rank_finds_ends_all_ranks_with_one_line(
     tmp_path: Path, corpus: Path
 ) -> None:

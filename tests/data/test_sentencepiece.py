@@ -45,6 +45,7 @@ def write_model(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_command_of_the_message_writes_a_tokenizer_with_the_same_ids(tmp_path: Path) -> None:
     folder = write_model(tmp_path)
     with pytest.raises(UserError, match="a SentencePiece model is not read") as refused:

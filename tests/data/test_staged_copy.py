@@ -154,6 +154,7 @@ def test_what_the_disk_returns_otherwise_than_it_was_written_is_no_copy(
     assert find_staged(tmp_path / "disk", model) == model
 
 
+@pytest.mark.slow
 def test_ranks_train_from_copies_and_to_the_same_loss(
     tiny_run: Path, tiny_options: list[str], lmforge: Command, tmp_path: Path
 ) -> None:

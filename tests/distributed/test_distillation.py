@@ -8,7 +8,7 @@ import random
 import shutil
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -38,6 +38,7 @@ from lmforge.post.reference import chunk_checksum, chunk_paths
 from lmforge.post.rl.engines.rollout_server import ServerProblem
 from tests.conftest import Command, Refusal
 from tests.distributed.conftest import Recipe, losses, run_cases, weights
+from tests.grids import parametrize
 from tests.serve.conftest import Server, serving  # noqa: F401 - a fixture
 
 STEPS = 4
@@ -70,8 +71,13 @@ class World:
     """
 
     folder: Path
+    slow: dict[int, list[list[str]]] = field(default_factory=dict)
 
     def run(self, name: str) -> Run:
+        """A finished run; those of slow tests are made when the first of them is used."""
+        if not (self.folder / name).exists():
+            for ranks, lines in self.slow.items():
+                run_cases(ranks, lines, self.folder)
         return Run(self.folder / name)
 
     def words(
@@ -131,9 +137,8 @@ def world(recipe: Recipe, lmforge: Command, tmp_path_factory: pytest.TempPathFac
     assert lmforge("export", folder / "teacher", folder / "padded").returncode == 0
     pad_vocabulary(folder / "padded")
     alone = [
-        world.words("online", "--log.predict", "true"),
+        world.words("online"),
         world.words("online padded", teacher="padded", steps=2),
-        world.words("reverse", "--distill.beta", 1, "--distill.temperature", 2, "--lora.rank", 4),
         world.words("text", "--distill.kd_ratio", 0, steps=2),
         world.words("sft", steps=2, verb="sft"),
         # Stopped after three steps, and continued.
@@ -145,51 +150,34 @@ def world(recipe: Recipe, lmforge: Command, tmp_path_factory: pytest.TempPathFac
         world.words("stored", *stored(folder / "few"), "--train.steps", 1),
         world.words("drawn", *drawn(folder / "draws")),
         world.words("sampled", *SAMPLED, "--log.predict", "true"),
-        world.words("sampled resumed", *SAMPLED, "--train.steps", 3),
-        world.words("sampled resumed", *SAMPLED),
     ]
     run_cases(1, alone, folder)
     (folder / "few" / "train" / "000000000.npy").unlink()
     shutil.copytree(folder / "draws", folder / "draws continued")
     (folder / "draws continued" / "train" / "000000064.npy").unlink()
+    context = ("--parallel.context_parallel_degree", 2)
+    tensor = ("--parallel.tensor_parallel_degree", 2)
     two = [
-        world.words(
-            "drawn fsdp2",
-            *drawn(folder / "draws fsdp2"),
-            "--parallel.context_parallel_degree",
-            2,
-            steps=2,
-        ),
-        world.words(
-            "drawn tensor",
-            *drawn(folder / "draws continued"),
-            "--parallel.tensor_parallel_degree",
-            2,
-            steps=2,
-        ),
+        world.words("drawn fsdp2", *drawn(folder / "draws fsdp2"), *context, steps=2),
         world.words("stored", *stored(folder / "few")),
-        world.words(
-            "stored tensor",
-            *stored(folder / "tensor"),
-            "--parallel.tensor_parallel_degree",
-            2,
-            steps=2,
-        ),
         world.words("sampled fsdp2", *SAMPLED, steps=2),
         world.words("online fsdp2"),
-        world.words("online ddp", "--parallel.engine", "ddp", steps=2),
-        world.words("online fsdp1", "--parallel.engine", "fsdp1", steps=2),
-        world.words("online tensor", "--parallel.tensor_parallel_degree", 2),
-        world.words(
-            "online padded tensor",
-            "--parallel.tensor_parallel_degree",
-            2,
-            teacher="padded",
-            steps=2,
-        ),
-        world.words("online context", "--parallel.context_parallel_degree", 2, steps=2),
+        world.words("online padded tensor", *tensor, teacher="padded", steps=2),
     ]
     run_cases(2, two, folder)
+    world.slow[1] = [
+        world.words("reverse", "--distill.beta", 1, "--distill.temperature", 2, "--lora.rank", 4),
+        world.words("sampled resumed", *SAMPLED, "--train.steps", 3),
+        world.words("sampled resumed", *SAMPLED),
+    ]
+    world.slow[2] = [
+        world.words("drawn tensor", *drawn(folder / "draws continued"), *tensor, steps=2),
+        world.words("stored tensor", *stored(folder / "tensor"), *tensor, steps=2),
+        world.words("online ddp", "--parallel.engine", "ddp", steps=2),
+        world.words("online fsdp1", "--parallel.engine", "fsdp1", steps=2),
+        world.words("online tensor", *tensor),
+        world.words("online context", *context, steps=2),
+    ]
     return world
 
 
@@ -212,8 +200,7 @@ def test_a_line_warns_where_what_is_stored_is_little_of_the_teacher(world: World
     assert "likeliest tokens hold" not in logs["stored all"]
 
 
-def test_a_run_is_predicted_where_it_is_asked_unless_it_samples(world: World) -> None:
-    assert "predicted  memory" in world.run("online").log_path(1, 0).read_text()
+def test_a_run_that_samples_is_not_predicted_and_says_so_where_it_is_asked(world: World) -> None:
     assert (
         "predicted  distill.lmbda = 0.5 is not predicted"
         in world.run("sampled").log_path(1, 0).read_text()
@@ -221,21 +208,22 @@ def test_a_run_is_predicted_where_it_is_asked_unless_it_samples(world: World) ->
     assert "predicted  " not in world.run("text").log_path(1, 0).read_text()
 
 
-@pytest.mark.parametrize(
+@parametrize(
     ("name", "elsewhere"),
     [
         ("online", "online fsdp2"),
+        ("online", "online padded"),
+        ("online", "online padded tensor"),
+        ("online", "stored all"),
+        ("drawn", "drawn fsdp2"),
         ("online", "online ddp"),
         ("online", "online fsdp1"),
         ("online", "online tensor"),
         ("online", "online context"),
-        ("online", "online padded"),
-        ("online", "online padded tensor"),
-        ("online", "stored all"),
         ("stored", "stored tensor"),
-        ("drawn", "drawn fsdp2"),
         ("drawn", "drawn tensor"),
     ],
+    fast=range(5),
 )
 def test_ranks_and_ids_that_pad_a_teacher_do_not_show_in_the_losses(
     world: World, name: str, elsewhere: str
@@ -246,7 +234,7 @@ def test_ranks_and_ids_that_pad_a_teacher_do_not_show_in_the_losses(
         assert loss == pytest.approx(losses(world.run(name))[step], rel=2 * FP32.loss), step
 
 
-@pytest.mark.parametrize("name", ["online", "sampled"])
+@parametrize("name", ["online", "sampled"], fast=(0,))
 def test_stopped_and_continued_a_distillation_ends_in_the_same_bits(
     world: World, name: str
 ) -> None:
@@ -300,10 +288,15 @@ def parts_of(path: Path) -> tuple[np.ndarray, np.ndarray, bytes]:
     )
 
 
-@pytest.mark.parametrize("elsewhere", ["draws fsdp2", "draws continued"])
+@parametrize(
+    ("by", "elsewhere"),
+    [("drawn fsdp2", "draws fsdp2"), ("drawn tensor", "draws continued")],
+    fast=(0,),
+)
 def test_the_same_tokens_are_drawn_on_any_ranks_and_in_a_pass_that_continues(
-    world: World, elsewhere: str
+    world: World, by: str, elsewhere: str
 ) -> None:
+    assert world.run(by).read_metrics()
     paths = sorted((world.folder / "draws").glob("*/*.npy"))
     assert len(paths) > 2
     for path in paths:
@@ -664,11 +657,11 @@ def test_without_its_teacher_what_is_stored_of_it_is_enough(
     assert "name the teacher" in refused(*words, "--run.name", "other")
 
 
-def test_what_a_teacher_says_is_learnt(world: World) -> None:
-    for name in ("online", "reverse"):
-        run = losses(world.run(name), "kd_loss")
-        assert 0 < run[STEPS] < run[1], name
-    assert losses(world.run("online"), "val/kd_loss")[STEPS] > 0
+@parametrize("name", ["online", "reverse"], fast=(0,))
+def test_what_a_teacher_says_is_learnt(world: World, name: str) -> None:
+    run = losses(world.run(name), "kd_loss")
+    assert 0 < run[STEPS] < run[1]
+    assert losses(world.run(name), "val/kd_loss")[STEPS] > 0
 
 
 def test_without_a_share_of_the_teacher_it_is_fine_tuning(world: World) -> None:

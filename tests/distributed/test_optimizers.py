@@ -5,6 +5,7 @@ bits.
 import itertools
 import re
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from tests.distributed.conftest import (
     run_cases,
     weights,
 )
+from tests.grids import parametrize
 from tests.preloaded import on_ranks
 from tests.rounding import OTHER_ROUNDING, assert_rounding_apart, weights_apart
 from tests.seeds import fresh_seed
@@ -60,33 +62,58 @@ RESUMED: dict[str, tuple[str, int, list[str]]] = {
 }
 
 
+# The runs of `make test`.
+FAST = ("muon single", "muon fsdp2 on 2", "muon resumed")
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The finished runs by name. Those of slow tests are made when the first of them is asked
+    for.
+    """
+
+    recipe: Recipe
+    folder: Path
+
+    def __getitem__(self, name: str) -> Run:
+        if not (self.folder / name).exists():
+            self._train([each for each in (*STRATEGIES, *RESUMED) if each in FAST])
+        if not (self.folder / name).exists():
+            self._train([each for each in (*STRATEGIES, *RESUMED) if each not in FAST])
+        return Run(self.folder / name)
+
+    def _train(self, names: list[str]) -> None:
+        if (self.folder / names[0]).exists():
+            return
+        begun = {name: STRATEGIES[name] for name in names if name in STRATEGIES}
+        self._run(begun)
+        resumed = {name: RESUMED[name] for name in names if name in RESUMED}
+        for name, (source, _, _) in resumed.items():
+            run = Run(self.folder / name)
+            left = shutil.ignore_patterns(".lock", "metrics.jsonl")
+            shutil.copytree(self.folder / source, run.path, ignore=left)
+            shutil.rmtree(run.checkpoint_path(RECIPE_STEPS))
+        self._run({name: (ranks, more) for name, (_, ranks, more) in resumed.items()})
+        rounded = {
+            f"{name} rounded": case
+            for name, case in begun.items()
+            if re.fullmatch(r"\w+ single", name)
+        }
+        self._run(rounded, **OTHER_ROUNDING)
+
+    def _run(self, cases: dict[str, tuple[int, list[str]]], **variables: str) -> None:
+        for ranks in sorted({ranks for ranks, _ in cases.values()}):
+            lines = [
+                self.recipe(self.folder, name, *more)
+                for name, (count, more) in cases.items()
+                if count == ranks
+            ]
+            run_cases(ranks, lines, self.folder, **variables)
+
+
 @pytest.fixture(scope="module")
-def runs(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    folder = tmp_path_factory.mktemp("optimizers")
-    every = {name: Run(folder / name) for name in (*STRATEGIES, *RESUMED)}
-    lines: dict[int, list[list[str]]] = {1: [], 2: [], 3: []}
-    for name, (ranks, more) in STRATEGIES.items():
-        lines[ranks].append(recipe(folder, name, *more))
-    run_cases(2, lines.pop(2), folder)
-    lines[2] = []
-    for name, (begun, ranks, more) in RESUMED.items():
-        shutil.copytree(
-            every[begun].path,
-            every[name].path,
-            ignore=shutil.ignore_patterns(".lock", "metrics.jsonl"),
-        )
-        shutil.rmtree(every[name].checkpoint_path(RECIPE_STEPS))
-        lines[ranks].append(recipe(folder, name, *more))
-    for ranks, cases in lines.items():
-        run_cases(ranks, cases, folder)
-    single = [name for name in STRATEGIES if re.fullmatch(r"\w+ single", name)]
-    run_cases(
-        1,
-        [recipe(folder, f"{name} rounded", *STRATEGIES[name][1]) for name in single],
-        folder,
-        **OTHER_ROUNDING,
-    )
-    return every
+def runs(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(recipe, tmp_path_factory.mktemp("optimizers"))
 
 
 def states(run: Run) -> dict[str, torch.Tensor]:
@@ -111,17 +138,21 @@ def assert_close(run: Run, reference: Run, steps: range = range(1, RECIPE_STEPS 
     )
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in STRATEGIES if not {"single", "bf16", "8bit"} & {*name.split()}]
+@parametrize(
+    "name",
+    [name for name in STRATEGIES if not {"single", "bf16", "8bit"} & {*name.split()}],
+    fast=(0,),
 )
-def test_losses_and_weights_do_not_depend_on_the_strategy(runs: dict[str, Run], name: str) -> None:
+def test_losses_and_weights_do_not_depend_on_the_strategy(runs: Runs, name: str) -> None:
     assert_close(runs[name], runs[f"{name.split()[0]} single"])
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, (begun, *how) in RESUMED.items() if (*how,) == STRATEGIES[begun]]
+@parametrize(
+    "name",
+    [name for name, (begun, *how) in RESUMED.items() if (*how,) == STRATEGIES[begun]],
+    fast=(0,),
 )
-def test_a_resumed_run_has_the_same_bits(runs: dict[str, Run], name: str) -> None:
+def test_a_resumed_run_has_the_same_bits(runs: Runs, name: str) -> None:
     unbroken = runs[RESUMED[name][0]]
     assert losses(runs[name]) == {
         step: loss for step, loss in losses(unbroken).items() if step > RECIPE_STEPS // 2
@@ -132,7 +163,8 @@ def test_a_resumed_run_has_the_same_bits(runs: dict[str, Run], name: str) -> Non
         assert torch.equal(ours[tensor], theirs[tensor]), tensor
 
 
-def test_a_muon_run_resumes_on_another_number_of_ranks(runs: dict[str, Run]) -> None:
+@pytest.mark.slow
+def test_a_muon_run_resumes_on_another_number_of_ranks(runs: Runs) -> None:
     assert_close(
         runs["muon resumed single"],
         runs["muon single"],
@@ -140,7 +172,8 @@ def test_a_muon_run_resumes_on_another_number_of_ranks(runs: dict[str, Run]) -> 
     )
 
 
-def test_bf16_state_is_stored_in_bf16_and_loads_into_fp32(runs: dict[str, Run]) -> None:
+@pytest.mark.slow
+def test_bf16_state_is_stored_in_bf16_and_loads_into_fp32(runs: Runs) -> None:
     stored, widened = (
         states(runs["adamw bf16 fsdp2 on 2"]),
         states(runs["adamw bf16 resumed in fp32"]),
@@ -155,8 +188,9 @@ def test_bf16_state_is_stored_in_bf16_and_loads_into_fp32(runs: dict[str, Run]) 
             assert loss == pytest.approx(theirs[step], rel=bounds.BF16_STATES.loss)
 
 
+@pytest.mark.slow
 def test_states_in_8_bits_are_those_of_one_process_but_for_a_code_now_and_then(
-    runs: dict[str, Run],
+    runs: Runs,
 ) -> None:
     theirs = losses(runs["adamw 8bit single"])
     for name in ("adamw 8bit fsdp2 on 2", "adamw 8bit resumed single"):
@@ -169,7 +203,8 @@ def test_states_in_8_bits_are_those_of_one_process_but_for_a_code_now_and_then(
         assert float((ours[name] != kept[name]).float().mean()) < 0.2, name
 
 
-def test_every_optimizer_lowers_the_loss_differently(runs: dict[str, Run]) -> None:
+@pytest.mark.slow
+def test_every_optimizer_lowers_the_loss_differently(runs: Runs) -> None:
     """The comparisons above would pass if every run were the same."""
     narrow = "muon bf16 weights fsdp2 on 2"
     last = {
@@ -185,7 +220,7 @@ def test_every_optimizer_lowers_the_loss_differently(runs: dict[str, Run]) -> No
 
 
 def test_momentum_is_kept_for_hidden_matrices_and_moments_for_the_rest(
-    runs: dict[str, Run],
+    runs: Runs,
 ) -> None:
     kept = states(runs["muon fsdp2 on 2"])
     assert "optimizer.model.layers.0.mlp.up_proj.weight.momentum_buffer" in kept

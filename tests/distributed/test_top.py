@@ -53,6 +53,7 @@ def stuck(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         yield run
 
 
+@pytest.mark.slow
 def test_a_live_run_is_read_from_its_directory_alone(
     stuck: Going, capsys: pytest.CaptureFixture[str]
 ) -> None:

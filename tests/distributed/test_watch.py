@@ -185,6 +185,7 @@ def test_ranks_in_different_collectives_are_reported_as_such(
         assert f"last in common: {int(number[1]) - 1} of default_pg" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
 def test_a_rank_that_is_slow_in_forward_is_named_and_the_quick_one_that_waits_is_not(
     recipe: Recipe, tmp_path: Path, engine: str

@@ -397,6 +397,7 @@ def test_a_task_that_cannot_be_loaded_is_reported_in_one_line(
     assert "lm-evaluation-harness cannot load its task (" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_task_that_one_rank_cannot_load_ends_all_ranks_with_its_error(
     folder: Path, tmp_path: Path, tiny_run: Path
 ) -> None:

@@ -162,6 +162,7 @@ def test_a_run_starts_from_a_folder_of_adapters_and_exports_a_full_model(
         assert torch.equal(whole[name], value), name
 
 
+@pytest.mark.slow
 def test_adapters_beside_a_base_in_few_bits_are_trained_further_and_exported_again(
     tuned: Tuned, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -249,6 +250,7 @@ def test_adapters_of_a_checkpoint_belong_to_it_wherever_they_are_opened(
         assert torch.equal(again[name], value), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tuned", ["gpt2"], indirect=True)
 def test_adapters_that_peft_would_take_for_those_of_experts_are_not_exported_alone(
     tuned: Tuned, tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -406,6 +408,7 @@ def logits(model: LanguageModel, tokens: torch.Tensor) -> torch.Tensor:
     return result
 
 
+@pytest.mark.slow
 @parametrize("tied", [False, True], fast=(1,))
 def test_folders_that_peft_saved_after_a_resize_are_opened_as_peft_opens_them(
     tied: bool, byte_tokenizer: Tokenizer, draw: random.Random, tmp_path: Path

@@ -43,6 +43,7 @@ def test_a_prediction_of_another_run_or_none_is_refused_in_one_line(tmp_path: Pa
         read_predicted_loss(path, 7)
 
 
+@pytest.mark.slow
 def test_a_run_that_leaves_its_interval_warns_and_keeps_every_bit(
     tiny_run: Path, tiny_options: list[str], lmforge: Command
 ) -> None:

@@ -336,6 +336,7 @@ def test_measured_collectives_count_for_the_group_that_was_measured() -> None:
 # --- compared with a step -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @parametrize(
     ("preset", "engine", "ranks", "checkpointing"),
     [

@@ -299,6 +299,7 @@ def test_an_estimate_of_a_search_is_near_the_prediction(
     assert estimated.device_bytes == pytest.approx(whole.device_bytes, rel=0.05)
 
 
+@pytest.mark.slow
 def test_each_block_costs_what_its_own_window_makes_it_cost() -> None:
     long = step_config_of("gemma3-1b", gpus=8, micro_batch_size=1, sequence_length=32768)
 

@@ -33,6 +33,7 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_its_answers_are_right_and_no_problem_is_in_two_of_its_files(place: Path) -> None:
     data = place / "data" / "calculator"
     chats, prompts, validation, texts = (

@@ -250,6 +250,7 @@ def test_the_commands_of_the_readme_work_from_games_to_rewards(
     assert all(completion["reward"] in (0.0, 1.0) for completion in completions)
 
 
+@pytest.mark.slow
 def test_the_recipe_of_codellama_trains_from_its_weights_on_tokens_of_its_tokenizer(
     tmp_path: Path, tiny_run: Path, lmforge: Command, by_chance: Path
 ) -> None:

@@ -320,6 +320,7 @@ FEW += [
 ]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_all_of_whose_steps_are_bad_does_not_finish(
     poisoned: tuple[Path, list[int]],
     tiny_options: list[str],
@@ -377,6 +378,7 @@ def test_the_samples_of_a_bad_step_of_examples_are_shown(
     assert shown.stdout.count("[") == shown.stdout.count("<|endoftext|>]") >= 4
 
 
+@pytest.mark.slow
 @parametrize("every", [1, 2], fast=(0,))
 def test_the_answers_of_a_bad_step_of_rollouts_are_shown_where_they_were_written(
     every: int, tiny_run: Path, tmp_path: Path, lmforge: Command

@@ -523,6 +523,7 @@ def test_a_policy_in_a_pipeline_learns_from_episodes_that_a_server_of_its_own_sa
         assert line["reward"] == pytest.approx(0.6 * len(answers))
 
 
+@pytest.mark.slow
 def test_failures_on_another_rank_and_a_set_without_rewards_are_said_and_counted(
     caller: Path, tmp_path: Path, lmforge: Command
 ) -> None:

@@ -121,6 +121,7 @@ def test_twenty_steps_sampled_by_a_server_equal_those_in_process_bit_for_bit(
     )
 
 
+@pytest.mark.slow
 def test_a_policy_with_more_rows_than_its_tokenizer_has_ids_is_sampled_by_a_server(
     grpo: Callable[..., list[str]], serving: Callable[..., Server], models: Path, tmp_path: Path
 ) -> None:
@@ -506,6 +507,7 @@ def test_the_key_of_a_server_does_not_follow_a_redirect_to_another_host() -> Non
     )
 
 
+@pytest.mark.slow
 def test_a_server_that_refuses_weights_and_is_cut_off_gets_them_again_while_a_run_samples_ahead(
     grpo: Callable[..., list[str]], rollout_server: Server, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -612,6 +614,7 @@ def test_a_server_that_a_killed_trainer_has_left_paused_samples_for_the_next_run
     assert command(grpo("run", *by(rollout_server.url), steps=1)) == 0
 
 
+@pytest.mark.slow
 def test_weights_are_in_a_new_folder_of_the_user_alone_and_what_a_killed_trainer_left_of_its_own_is_removed(
     grpo: Callable[..., list[str]], rollout_server: Server, tmp_path: Path
 ) -> None:
@@ -991,6 +994,7 @@ def test_a_server_on_a_gpu_sees_that_one_only(
     )
 
 
+@pytest.mark.slow
 def test_a_server_gets_a_key_of_its_own_by_its_environment_and_gpus_that_the_run_may_use(
     grpo: Callable[..., list[str]],
     refused: Refusal,
