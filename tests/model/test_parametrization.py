@@ -24,7 +24,7 @@ from lmforge.core.optim.optimizer import build_optimizer
 from lmforge.core.options.sections import GroupOptions, ModelOptions, OptimizerOptions
 from lmforge.core.options.stage import PretrainConfig
 from lmforge.core.stages.build_model import empty_model
-from lmforge.lab.bench.coordinates import Coordinates, _batch, compare, small
+from lmforge.lab.bench.coordinates import Coordinates, compare, drawn_batch, small
 from lmforge.lab.bench.coordinates_table import FLAT, bars
 from lmforge.lab.bench.parity import SMALL_MIXTURE, SMALL_MODEL
 from lmforge.ops.verbs.show.tensor_table import describe_tensors
@@ -152,7 +152,7 @@ def trained(
 def losses_of(
     model: LanguageModel, optimizer: torch.optim.Optimizer, lr: float, steps: int
 ) -> list[float]:
-    objective, batch, losses = NextTokenObjective(), _batch(model.config.vocab_size, 0), []
+    objective, batch, losses = NextTokenObjective(), drawn_batch(model.config.vocab_size, 0), []
     for _ in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("lr_ratio", 1.0)
@@ -217,7 +217,7 @@ def test_steps_are_those_of_the_form_with_multipliers(tied: bool) -> None:
         for module in (block.self_attn, block.mlp):
             module.register_forward_hook(lambda module, args, output: output / depth)  # type: ignore[misc]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
-    objective, batch = NextTokenObjective(), _batch(config.vocab_size, 0)
+    objective, batch = NextTokenObjective(), drawn_batch(config.vocab_size, 0)
     for step in range(5):
         total, _metrics = objective.loss(paper, batch)
         items = objective.num_items(batch)
@@ -251,7 +251,7 @@ def test_an_exported_model_has_the_logits_of_transformers() -> None:
         options = ModelOptions(parametrization="completep", base_width=16, base_depth=1)
         model, _ = trained(config, options, OptimizerOptions(lr=LR))
         theirs = to_transformers(model, transformers)
-        batch = _batch(config.vocab_size, 1)
+        batch = drawn_batch(config.vocab_size, 1)
         with torch.no_grad():
             ours: Tensor = model.lm_head(model(batch.tokens, batch.positions, batch.document_ids))
             assert torch.allclose(theirs(input_ids=batch.tokens).logits, ours, atol=1e-5)

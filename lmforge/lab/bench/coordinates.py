@@ -111,15 +111,7 @@ def _measure(
     init_weights(model, seed, options.embedding_initializer_range)
     optimizer = build_optimizer(model, optimizer_options)
     objective = NextTokenObjective()
-    tokens = torch.randint(
-        config.vocab_size, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(seed)
-    )
-    batch = Batch(
-        tokens,
-        (tokens * 7 + 3) % config.vocab_size,
-        torch.arange(LENGTH).expand(SEQUENCES, -1),
-        torch.zeros(SEQUENCES, LENGTH, dtype=torch.int32),
-    )
+    batch = drawn_batch(config.vocab_size, seed)
     before = _outputs(model, batch)
     for _ in range(steps):
         set_learning_rate(optimizer, optimizer_options.lr)
@@ -135,6 +127,18 @@ def _measure(
         kind: tuple(sum(each) / len(pairs) for each in zip(*pairs, strict=True))
         for kind, pairs in kinds.items()
     }
+
+
+def drawn_batch(vocab_size: int, seed: int) -> Batch:
+    """A batch of random tokens, whose labels follow from them."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(vocab_size, (SEQUENCES, LENGTH), generator=generator)
+    return Batch(
+        tokens,
+        (tokens * 7 + 3) % vocab_size,
+        torch.arange(LENGTH).expand(SEQUENCES, -1),
+        torch.zeros(SEQUENCES, LENGTH, dtype=torch.int32),
+    )
 
 
 @torch.no_grad()
