@@ -87,6 +87,8 @@ def to_transformers_config(content: dict[str, Any], source: str) -> Transformers
     first = partial(_first, theirs)
     heads = first("num_attention_heads", default=1)
     end_tokens = getattr(theirs, "eos_token_id", None)
+    if isinstance(end_tokens, list):
+        end_tokens = tuple(end_tokens)
     width = first("hidden_size")
     longest = first("max_position_embeddings")
     # Rotary angles and slopes have no end; tables of learned positions do.
@@ -104,7 +106,7 @@ def to_transformers_config(content: dict[str, Any], source: str) -> Transformers
         max_position_embeddings=longest or 2048,
         tie_word_embeddings=bool(first("tie_word_embeddings", default=False)),
         initializer_range=first("initializer_range", "init_std", default=0.02),
-        eos_token_id=tuple(end_tokens) if isinstance(end_tokens, list) else end_tokens,
+        eos_token_id=end_tokens,
         final_logit_softcapping=first("final_logit_softcapping", default=None),
         generation_config=generation,
         config_dict=content,

@@ -4,7 +4,6 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -44,7 +43,11 @@ def _load_on_ranks(dist_ctx: DistributedContext, options: EvaluateOptions) -> Lo
     """The full model on every rank. Raises UserError on all ranks where one cannot open it."""
     dtype, _ = decide_dtype(options.dtype, dist_ctx)
     with dist_ctx.raise_on_all():
-        warn = partial(print, file=sys.stderr) if dist_ctx.is_rank0 else lambda line: None
+
+        def warn(line: str) -> None:
+            if dist_ctx.is_rank0:
+                print(line, file=sys.stderr)
+
         return load_model(options.model, dist_ctx.device, dtype, warn=warn)
 
 

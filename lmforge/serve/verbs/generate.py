@@ -44,6 +44,11 @@ def run_generate(options: GenerateOptions) -> int:
     sampling = loaded.sampling(
         0.8, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p
     )
+
+    def print_first(index: int, piece: str) -> None:
+        if index == 0:
+            print(piece, end="", flush=True)
+
     print(f"{titles[0]}{prompts[0]}", end="", flush=True)
     completions = generate(
         loaded.model,
@@ -56,7 +61,7 @@ def run_generate(options: GenerateOptions) -> int:
         prefix_ids=loaded.prefix_ids,
         stop_token_ids=loaded.stop_token_ids,
         max_length=max_length,
-        on_text=lambda index, piece: None if index else print(piece, end="", flush=True),
+        on_text=print_first,
     )
     print()
     for title, prompt, completion in zip(titles[1:], prompts[1:], completions[1:], strict=True):

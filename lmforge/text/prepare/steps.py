@@ -206,9 +206,11 @@ class Preparation:
         dist_ctx = self.dist_ctx
         mine = [readers[number] for number in self._my_units(readers, range(len(readers)))]
         sizes = [reader.unit.size for reader in mine]
-        read = _UnitProgress(
-            sizes, lambda done, total, *read: self.progress("tokenizer", 0, 1, *read)
-        )
+
+        def show_bytes(done: int, total: int, *read: int) -> None:
+            self.progress("tokenizer", 0, 1, *read)
+
+        read = _UnitProgress(sizes, show_bytes)
         if plan.tokenizer == CHARACTERS:
             characters = find_characters(mine, pool, dist_ctx, on_progress=read.report)
             return character_tokenizer(characters)

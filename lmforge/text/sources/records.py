@@ -348,7 +348,9 @@ def _to_json(kind: "pyarrow.DataType") -> Callable[[Any], Any] | None:
         return lambda items: {str(key): _decode(value, to_value) for key, value in items}
     if types.is_nested(kind):
         to_item = _to_json(kind.value_type)
-        return to_item and (lambda items: [_decode(item, to_item) for item in items])
+        if to_item is None:
+            return None
+        return lambda items: [_decode(item, to_item) for item in items]
     if types.is_temporal(kind):
         return lambda value: value.isoformat() if hasattr(value, "isoformat") else str(value)
     if types.is_decimal(kind):
