@@ -1465,20 +1465,20 @@ def test_a_model_that_cannot_be_parallelized_so_is_refused_before_anything_start
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        pytest.param(
-            "--parallel.tensor_parallel_degree 3 --launch.processes 3"
-            " --model.num_attention_heads 4",
+        (
+            (
+                "--parallel.tensor_parallel_degree 3 --launch.processes 3"
+                " --model.num_attention_heads 4"
+            ),
             "num_attention_heads = 4 does not divide by it; use 2",
-            marks=pytest.mark.slow,
         ),
         (
             "--parallel.engine ddp --parallel.cpu_offload --launch.processes 2",
             "ddp keeps everything on its device",
         ),
-        pytest.param(
+        (
             "--parallel.engine fsdp1 --parallel.context_parallel_degree 2 --launch.processes 2",
             "has none of these; use engine = fsdp2",
-            marks=pytest.mark.slow,
         ),
     ],
 )

@@ -399,11 +399,10 @@ PROMPTS = {
 }
 
 
-# Fast are all but megabytes, by turns of one verb.
 @parametrize(
     ("verb", "prompt"),
     [(verb, prompt) for prompt in PROMPTS for verb in ("generate", "chat")],
-    fast=(0, 3, 4, 7, 8),
+    fast=(0, 7),
 )
 def test_prompts(verb: str, prompt: str, carry_out: CarryOut, models: Path) -> None:  # noqa: F811
     text = PROMPTS[prompt]

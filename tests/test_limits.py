@@ -579,7 +579,8 @@ def test_a_server_without_models_is_refused(refused: Refusal) -> None:
 # --- the environment ------------------------------------------------------------------------------
 
 
-@parametrize("launcher", ["1", "9" * 20], fast=(1,))
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["1", "9" * 20])
 def test_a_launchers_variable_without_a_rank_is_of_another_time(
     tiny_options: list[str], tmp_path: Path, lmforge: Command, launcher: str
 ) -> None:

@@ -161,6 +161,7 @@ def test_by_the_clock_a_run_is_saved_between_its_steps_too(
     assert len(run.checkpoint_steps()) > 10
 
 
+@pytest.mark.slow
 def test_the_model_alone_at_the_end_is_a_third_and_a_longer_run_continues_from_the_one_before(
     train: Train, capsys: pytest.CaptureFixture[str], tiny_run: Path
 ) -> None:

@@ -223,7 +223,7 @@ case $ENDS in $number-*|*" $number-"*) sleep 3 ;; esac
         ("0-1=1", 1, "failed"),
         ("0-0=2", 1, "refused"),
     ],
-    fast=(0, 3),
+    fast=(3,),
 )
 def test_mpiexec_is_started_again_as_often_as_asked_where_a_rank_was_lost_and_not_where_it_has_failed(
     tmp_path: Path, tiny_options: list[str], ends: str, starts: int, state: str
@@ -751,7 +751,8 @@ def test_a_launch_that_fails_leaves_a_folder_that_is_another_runs_by_then(
     assert Path("runs/recipe/recipe.toml").read_text() == "another\n"
 
 
-@parametrize(("status", "is_lost"), [(0, False), (75, True)], fast=(1,))
+@pytest.mark.slow
+@pytest.mark.parametrize(("status", "is_lost"), [(0, False), (75, True)])
 def test_a_node_of_slurm_that_is_slow_to_end_after_success_is_not_called_lost(
     status: int, is_lost: bool, recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,6 @@ from lmforge.core.distributed.rank_info import threads_per_rank
 from lmforge.core.distributed.rendezvous import free_port
 from tests.cluster.laboratory import Laboratory
 from tests.conftest import ROOT, Command
-from tests.grids import parametrize
 
 LMFORGE = [sys.executable, "-m", "lmforge"]
 MPIEXEC = {
@@ -112,13 +111,13 @@ def test_tasks_of_srun_train_together(
     assert_trained(done, tmp_path, reference)
 
 
-@parametrize(
+@pytest.mark.slow
+@pytest.mark.parametrize(
     "name",
     [
         pytest.param("openmpi", marks=pytest.mark.needs("Open MPI")),
         pytest.param("mpich", marks=pytest.mark.needs("MPICH")),
     ],
-    fast=(1,),
 )
 def test_ranks_of_mpiexec_train_together(
     name: str, tiny_options: list[str], reference: list[dict[str, float]], tmp_path: Path

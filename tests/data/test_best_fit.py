@@ -482,6 +482,7 @@ def test_missing_truncated_swapped_and_foreign_files_of_the_index_are_named_on_o
     assert problem() == f"{manifest}: is not the one written for {path}: changed or swapped: {hint}"
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("damaged", ["best-fit-64.json", "train-00000.best-fit-64"])
 def test_a_damaged_index_is_described_and_preparing_with_its_length_again_mends_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], damaged: str
@@ -509,6 +510,7 @@ def test_a_damaged_index_is_described_and_preparing_with_its_length_again_mends_
     assert TokenFolder.open(folder).manifest.best_fit.keys() == {"32", "64"}
 
 
+@pytest.mark.usefixtures("impatient")
 def test_any_value_in_the_manifest_of_an_index_is_refused_in_one_line(path: Path) -> None:
     """As someone would write it who knows the checksum that the folder has of it."""
     manifest, of_folder = path / manifest_name(64), json.loads((path / "manifest.json").read_text())

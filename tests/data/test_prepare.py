@@ -538,8 +538,8 @@ def test_any_number_of_processes_gives_the_same_bytes(tmp_path: Path, corpus: Pa
 @pytest.mark.parametrize(
     ("workers", "thorough"),
     [
-        pytest.param(1, True, marks=pytest.mark.slow),
-        pytest.param(2, True, marks=pytest.mark.slow),
+        (1, True),
+        (2, True),
         (2, False),
     ],
 )

@@ -91,7 +91,7 @@ def without_model(words: list[str]) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
-    [["--train.micro_batch_size", "2"], pytest.param(PIPELINE, marks=pytest.mark.slow)],
+    [["--train.micro_batch_size", "2"], PIPELINE],
     ids=["fsdp2", "pipeline"],
 )
 def test_a_run_that_is_cut_and_continued_on_other_ranks_is_the_uncut_one(

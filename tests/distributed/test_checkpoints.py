@@ -134,7 +134,7 @@ def runs(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "more"),
-    [("pipeline", PIPELINE), pytest.param("tensor", TENSOR, marks=pytest.mark.slow)],
+    [("pipeline", PIPELINE), ("tensor", TENSOR)],
     ids=["pipeline", "tensor"],
 )
 def test_ranks_that_split_the_model_begin_from_a_folder_and_keep_their_masters_in_bf16(

@@ -516,6 +516,7 @@ def test_a_copied_teacher_is_the_same_one_and_other_weights_of_its_shape_are_not
     assert find_pretrained(tmp_path / "copy").content_digest != theirs
 
 
+@pytest.mark.slow
 def test_what_a_server_says_is_stored_as_what_the_teacher_itself_says_and_asked_for_once(
     world: World,
     lmforge: Command,

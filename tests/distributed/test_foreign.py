@@ -17,6 +17,7 @@ from tests.distributed.conftest import assert_agree, losses, run_cases, weights
 from tests.model.foreign import theirs_of
 from tests.rounding import other_rounding
 
+pytestmark = pytest.mark.slow
 KINDS = ("gpt_neox", "mixtral")
 STEPS = 4
 FULL = ["--parallel.activation_checkpointing", "full"]

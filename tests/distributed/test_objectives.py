@@ -21,6 +21,7 @@ def test_losses_and_gradients_of_all_objectives_are_those_of_one_process_under_e
     assert on_ranks(2, HERE / "objective_ranks.py", tmp_path, seed, which).count("the same") == 15
 
 
+@pytest.mark.slow
 def test_references_have_no_dropout_and_no_noise_under_any_engine(tmp_path: Path) -> None:
     seed = fresh_seed()
     assert on_ranks(2, HERE / "reference_ranks.py", tmp_path, seed).count("the same") == len(

@@ -18,6 +18,7 @@ import torch
 from lmforge.core.data.labels import loss_chunk_tokens
 from tests.preloaded import preloaded
 
+pytestmark = pytest.mark.slow
 BLOCKS = 3
 LENGTH = 640
 VOCAB_SIZE = 4096

@@ -22,7 +22,6 @@ from lmforge.core.records.runs import Run
 from tests.conftest import ROOT
 from tests.distributed.conftest import Recipe, losses
 from tests.distributed.test_resume import PACED_RUN, Pace, reach, started
-from tests.grids import parametrize
 from tests.preloaded import Forked
 from tests.text import write_documents
 
@@ -113,8 +112,9 @@ def test_under_nohup_a_run_goes_on_when_the_terminal_is_closed(
     assert Run(tmp_path / "run").checkpoint_steps()[-1] == STEPS
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
-@parametrize("lost", ["a reader that leaves", "a full disk"], fast=(0,))
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("lost", ["a reader that leaves", "a full disk"])
 def test_output_that_cannot_be_written_is_dropped_and_the_run_goes_on(
     lost: str, processes: int, recipe: Recipe, tmp_path: Path
 ) -> None:

@@ -186,7 +186,7 @@ def test_ranks_in_different_collectives_are_reported_as_such(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_a_rank_that_is_slow_in_forward_is_named_and_the_quick_one_that_waits_is_not(
     recipe: Recipe, tmp_path: Path, engine: str
 ) -> None:

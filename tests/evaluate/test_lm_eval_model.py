@@ -307,6 +307,7 @@ def two_processes(tmp_path: Path, *words: object) -> subprocess.CompletedProcess
     )
 
 
+@pytest.mark.slow
 def test_several_processes_print_the_scores_of_one_once(
     folder: Path, tiny_run: Path, opened: LoadedModel, tmp_path: Path
 ) -> None:

@@ -409,7 +409,7 @@ def logits(model: LanguageModel, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@parametrize("tied", [False, True], fast=(1,))
+@pytest.mark.parametrize("tied", [False, True])
 def test_folders_that_peft_saved_after_a_resize_are_opened_as_peft_opens_them(
     tied: bool, byte_tokenizer: Tokenizer, draw: random.Random, tmp_path: Path
 ) -> None:

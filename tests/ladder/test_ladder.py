@@ -179,6 +179,7 @@ def test_a_chosen_run_has_the_proportions_of_the_recipes(target: Trial) -> None:
         assert chosen.validation.every_steps == 2000 * share
 
 
+@pytest.mark.slow
 def test_a_ladder_costs_at_most_its_budget_and_says_so_first(
     recipe: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

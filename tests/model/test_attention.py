@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from lmforge.core.model.attention import AttentionMask, attend, create_attention_mask
 from lmforge.core.model.config import ModelConfig
+from tests.grids import parametrize
 from tests.model.conftest import (
     MODEL_TYPES,
     Rows,
@@ -76,7 +77,7 @@ def test_attention_in_chunks_equals_attention_at_once(length: int, draw: random.
         torch.testing.assert_close(result, whole_gradient, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("length", [70, 600])
+@parametrize("length", [70, 600], fast=(0,))
 def test_compiled_attention_in_bf16_on_a_cpu_is_that_in_fp32_and_stores_its_weights(
     length: int, draw: random.Random
 ) -> None:

@@ -54,7 +54,7 @@ def recording(
     return decoder
 
 
-@parametrize("shape", SHAPES, fast=(0,))
+@parametrize("shape", SHAPES, fast=(2, 3))
 def test_recorded_steps_compute_what_others_do_while_sequences_join_grow_and_leave(
     shape: str,
 ) -> None:

@@ -244,10 +244,7 @@ def test_a_rank_of_tensor_parallelism_keeps_what_its_trace_keeps(mode: str) -> N
         )
 
 
-COMPILED = [PAIRS.index(("gpt2", "none")), PAIRS.index(("llama", "selective-ops"))]
-
-
-@parametrize(("family", "mode"), PAIRS, fast=COMPILED)
+@parametrize(("family", "mode"), PAIRS, fast=[PAIRS.index(("gpt2", "none"))])
 def test_a_compiled_block_keeps_what_its_trace_keeps(family: str, mode: str) -> None:
     with real_block(CONFIGS[family], mode) as (block, args):
         difference = traced_bytes(CONFIGS[family], mode, compiled=True) - partitioned_bytes(
@@ -261,7 +258,8 @@ def compiles_with_tensor_parallelism(mode: str) -> bool:
     return why_not_compiled(options, "cpu") is None
 
 
-@parametrize("mode", [*filter(compiles_with_tensor_parallelism, MODES)], fast=(0,))
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [*filter(compiles_with_tensor_parallelism, MODES)])
 def test_a_compiled_rank_of_tensor_parallelism_keeps_what_its_trace_keeps(mode: str) -> None:
     with real_block(CONFIGS["llama"], mode, ranks=2) as (block, args):
         assert traced_bytes(CONFIGS["llama"], mode, 2, compiled=True) == partitioned_bytes(

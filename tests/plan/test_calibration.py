@@ -25,7 +25,6 @@ from lmforge.lab.plan.planning import choose_dtypes, find_machine
 from lmforge.lab.plan.prediction.rates import Group, Rates
 from tests.calibrations import EXPERTS, calibration, write_calibration
 from tests.conftest import Command, Refusal
-from tests.grids import parametrize
 
 CPU_PLAN = ["--gpu_type", "cpu", "--train.global_batch_size", "8"]
 
@@ -337,7 +336,7 @@ def test_measured_collectives_count_for_the_group_that_was_measured() -> None:
 
 
 @pytest.mark.slow
-@parametrize(
+@pytest.mark.parametrize(
     ("preset", "engine", "ranks", "checkpointing"),
     [
         ("nano", "single", 1, "none"),
@@ -348,7 +347,6 @@ def test_measured_collectives_count_for_the_group_that_was_measured() -> None:
         ("nano-moe", "single", 1, "selective-ops"),
         ("nano-moe", "fsdp2", 2, "none"),
     ],
-    fast=(0,),
 )
 def test_live_tensors_at_the_peak_of_a_step_are_those_that_bench_measures(
     capfd: pytest.CaptureFixture[str],

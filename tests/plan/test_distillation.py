@@ -118,9 +118,9 @@ def planned(capfd: pytest.CaptureFixture[str], folder: Path, *more: object) -> d
     ("ranks", "more"),
     [
         (1, ["--distill.beta", "0"]),
-        pytest.param(1, ["--distill.beta", "0.5", "--train.dtype", "bf16"], marks=pytest.mark.slow),
-        pytest.param(1, STORED, marks=pytest.mark.slow),
-        pytest.param(2, ["--parallel.engine", "fsdp2"], marks=pytest.mark.slow),
+        (1, ["--distill.beta", "0.5", "--train.dtype", "bf16"]),
+        (1, STORED),
+        (2, ["--parallel.engine", "fsdp2"]),
     ],
 )
 def test_live_tensors_at_the_peak_of_a_distillation_are_those_that_are_predicted(

@@ -155,7 +155,7 @@ def compare(
     assert live == pytest.approx(tracked, rel=0.05)
 
 
-@parametrize(("sizes", "world_size", "shape", "changes"), CASES, fast=(0, 2))
+@parametrize(("sizes", "world_size", "shape", "changes"), CASES, fast=(0,))
 def test_a_simulated_step_peaks_where_a_real_one_does(
     sizes: dict[str, Any], world_size: int, shape: tuple[int, int], changes: dict[str, Any]
 ) -> None:

@@ -330,6 +330,7 @@ def test_only_what_fits_by_the_estimate_is_suggested_and_nothing_that_fits_is_ca
     assert refused > draws / 20
 
 
+@pytest.mark.slow
 def test_whole_gradients_are_predicted_where_they_are_reduced_once_a_step_and_the_other_way_is_advised() -> (
     None
 ):

@@ -116,7 +116,7 @@ def test_what_is_kept_between_steps_is_what_the_model_has() -> None:
 @parametrize(
     ("compiled", "preset"),
     itertools.product((False, True), ["llama3-8b", "qwen3-0.6b", "gpt2-124m", "mistral-7b"]),
-    fast=range(5),
+    fast=range(4),
 )
 def test_checkpointing_trades_memory_for_time(preset: str, compiled: bool) -> None:
     length = {"gpt2-124m": 1024}.get(preset, 4096)
@@ -339,6 +339,7 @@ def test_an_estimate_of_a_search_counts_dense_and_sparse_layers_as_often_as_ther
     assert estimated.device_bytes == pytest.approx(whole.device_bytes, rel=0.05)
 
 
+@pytest.mark.slow
 def test_every_entry_of_the_hardware_file_can_be_planned_for_and_names_its_source() -> None:
     for gpu in data_sheets().gpus:
         assert gpu.source
@@ -412,6 +413,7 @@ def test_a_plan_of_a_mixture_says_its_total_and_active_parameters(
     assert "why slower" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_preset_keeps_its_vocabulary_unless_data_is_named(
     tiny_tokens: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -1178,6 +1180,7 @@ def test_phases_with_other_lengths_have_times_of_their_own_and_the_memory_of_the
     assert "float8" not in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_search_simulates_few_blocks_for_each_configuration_and_the_whole_model_for_the_best(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -942,9 +942,7 @@ def test_sigterm_ends_the_server_and_the_running_requests(serving: Serving, mode
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_a_model_loads_ends_the_server(
     models: Path, tmp_path: Path, number: signal.Signals
 ) -> None:

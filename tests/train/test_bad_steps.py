@@ -37,7 +37,7 @@ from lmforge.hf.resolve import resolve_model_config
 from lmforge.lab.bench.parity import SMALL_MODEL, ParityData
 from tests.conftest import Command, without_shape
 from tests.distributed.conftest import losses
-from tests.grids import grid, parametrize
+from tests.grids import grid
 from tests.seeds import fresh_random
 
 ALONE = DistributedContext(RankInfo(), torch.device("cpu"), None)
@@ -379,7 +379,7 @@ def test_the_samples_of_a_bad_step_of_examples_are_shown(
 
 
 @pytest.mark.slow
-@parametrize("every", [1, 2], fast=(0,))
+@pytest.mark.parametrize("every", [1, 2])
 def test_the_answers_of_a_bad_step_of_rollouts_are_shown_where_they_were_written(
     every: int, tiny_run: Path, tmp_path: Path, lmforge: Command
 ) -> None:

@@ -57,6 +57,7 @@ def trained(
     ]
 
 
+@pytest.mark.slow
 def test_a_run_logs_its_prediction_and_then_what_it_needed_beside_it(
     tiny_tokens: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

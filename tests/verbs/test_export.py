@@ -172,7 +172,7 @@ def test_every_family_goes_to_transformers_and_comes_back_with_equal_tensors(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layers", [4, pytest.param(9, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layers", [4, 9])
 def test_exporting_needs_the_memory_of_one_tensor_not_of_the_model(
     tmp_path: Path, lmforge: Command, tiny_tokens: Path, layers: int
 ) -> None:

@@ -115,6 +115,7 @@ def test_a_prompt_and_a_stop_may_spell_special_tokens(capsys: Capture, models: P
     )
 
 
+@pytest.mark.slow
 def test_prompts_beyond_what_the_model_reads_are_refused_and_texts_end_there(
     capfd: Capture, tiny_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
