@@ -44,14 +44,15 @@ class Part:
 
 # Fast tests that use random numbers.
 REPEATED = (
-    *(
-        "data/test_examples.py",
-        "data/test_order.py",
-        "generate/test_sampling.py",
-        "objectives/test_cross_entropy.py",
-    ),
-    *("checkpoint/test_blocks.py", "train/test_bad_steps.py", "train/test_rollouts.py"),
-    *("monitor/test_stragglers.py", "monitor/test_step_time_drift.py"),
+    "data/test_examples.py",
+    "data/test_order.py",
+    "generate/test_sampling.py",
+    "objectives/test_cross_entropy.py",
+    "checkpoint/test_blocks.py",
+    "train/test_bad_steps.py",
+    "train/test_rollouts.py",
+    "monitor/test_stragglers.py",
+    "monitor/test_step_time_drift.py",
 )
 DISTRIBUTED = (
     "balance",

@@ -39,19 +39,17 @@ FOLDERS = (
     "distributed",
 )
 WITHOUT_NUMBERS = (
-    *(
-        "distributed/test_chaos.py",
-        "distributed/test_hub.py",
-        "distributed/test_logs.py",
-        "distributed/test_signals.py",
-    ),
-    *(
-        "distributed/test_top.py",
-        "distributed/test_watch.py",
-        "interop/test_kinds.py",
-        "model/test_shapes.py",
-    ),
-    *("train/test_profiling.py", "train/test_progress_panel.py", "train/test_tuning_input.py"),
+    "distributed/test_chaos.py",
+    "distributed/test_hub.py",
+    "distributed/test_logs.py",
+    "distributed/test_signals.py",
+    "distributed/test_top.py",
+    "distributed/test_watch.py",
+    "interop/test_kinds.py",
+    "model/test_shapes.py",
+    "train/test_profiling.py",
+    "train/test_progress_panel.py",
+    "train/test_tuning_input.py",
 )
 # Tests whose bound is a multiple of how far one process is from itself, and what of each is judged
 # so.

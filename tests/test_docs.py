@@ -69,8 +69,17 @@ OF_A_RUN = {
 OF_VERBS = {path[0] for verb in VERBS.values() for path, _ in iter_options(verb.options)}
 # What metrics are called that have a slash in their names.
 METRICS = (
-    *("loss/", "val/", "rewards/", "logps/", "tokens/", "predicted/", "measured/", "experts/"),
-    *("clip/", "staleness/", "sampling_logp_difference/"),
+    "loss/",
+    "val/",
+    "rewards/",
+    "logps/",
+    "tokens/",
+    "predicted/",
+    "measured/",
+    "experts/",
+    "clip/",
+    "staleness/",
+    "sampling_logp_difference/",
 )
 OF_FILES = {".py", ".md", ".toml", ".json", ".jsonl", ".txt", ".png"}
 FLAGS = {

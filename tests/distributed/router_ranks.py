@@ -25,7 +25,11 @@ from lmforge.core.options.sections import ParallelOptions
 from lmforge.lab.bench.parity import ParityCase, ParityData, run_case
 
 SHAPE = ModelConfig(
-    *(131, 32, 3, 4, 24),
+    131,
+    32,
+    3,
+    4,
+    24,
     model_type="qwen3_moe",
     num_experts=6,
     num_experts_per_tok=2,

@@ -22,9 +22,18 @@ from tests.rounding import OTHER_ROUNDING, assert_rounding_apart, weights_apart
 from tests.seeds import fresh_seed
 
 MIXTURE = [
-    *("--model.preset", "nano-moe", "--model.num_experts", "4", "--model.num_experts_per_tok", "2"),
-    *("--model.moe_intermediate_size", "20", "--model.router_aux_loss_coef", "0.1"),
-    *("--checkpoint.every_steps", "2"),
+    "--model.preset",
+    "nano-moe",
+    "--model.num_experts",
+    "4",
+    "--model.num_experts_per_tok",
+    "2",
+    "--model.moe_intermediate_size",
+    "20",
+    "--model.router_aux_loss_coef",
+    "0.1",
+    "--checkpoint.every_steps",
+    "2",
 ]
 
 

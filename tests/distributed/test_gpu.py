@@ -166,16 +166,14 @@ def test_a_model_with_small_heads_trains_with_dense_masks(gpu_device: torch.devi
 @pytest.mark.parametrize(
     "options",
     [
-        *({}, {"state_dtype": "bf16"}, {"name": "muon"}),
-        *(
-            {"state_dtype": "8bit"},
-            {"name": "muon", "state_dtype": "8bit"},
-            {"name": "muon", "state_dtype": "bf16"},
-        ),
-        *(
-            {"stochastic_rounding": True},
-            {"name": "muon", "state_dtype": "8bit", "stochastic_rounding": True},
-        ),
+        {},
+        {"state_dtype": "bf16"},
+        {"name": "muon"},
+        {"state_dtype": "8bit"},
+        {"name": "muon", "state_dtype": "8bit"},
+        {"name": "muon", "state_dtype": "bf16"},
+        {"stochastic_rounding": True},
+        {"name": "muon", "state_dtype": "8bit", "stochastic_rounding": True},
     ],
     ids=lambda options: " ".join(map(str, options.values())),
 )

@@ -159,24 +159,20 @@ def test_ddp_reduces_blocks_in_bf16_while_earlier_ones_go_backward(tmp_path: Pat
     """
     trace = traced(
         tmp_path / "step.json",
-        *(
-            "--parallel.engine",
-            "ddp",
-            "--train.dtype",
-            "bf16",
-            "--train.device",
-            "cpu",
-            "--train.compile",
-            "off",
-        ),
-        *(
-            "--model.hidden_size",
-            512,
-            "--model.intermediate_size",
-            4352,
-            "--data.sequence_length",
-            64,
-        ),
+        "--parallel.engine",
+        "ddp",
+        "--train.dtype",
+        "bf16",
+        "--train.device",
+        "cpu",
+        "--train.compile",
+        "off",
+        "--model.hidden_size",
+        512,
+        "--model.intermediate_size",
+        4352,
+        "--data.sequence_length",
+        64,
     )
     last_product = max(time for name in PRODUCTS for time in trace.begun(name))
     issued = [time for time in trace.begun("c10d::allreduce_") if time < last_product]

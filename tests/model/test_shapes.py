@@ -12,8 +12,9 @@ import pytest
 from transformers import AutoConfig
 
 from lmforge.core.errors import UserError
-from lmforge.core.model.config import ModelConfig, Rope, RopeScaling
+from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.config_json import to_config_json
+from lmforge.core.model.fields import Rope, RopeScaling
 from lmforge.core.model.presets import PRESETS, get_preset
 from lmforge.core.model.resolve import model_config_from_json
 from lmforge.hf.resolve import resolve_model_config

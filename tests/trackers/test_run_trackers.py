@@ -79,8 +79,12 @@ def test_a_resumed_run_continues_with_its_id_and_sends_each_record_once(
     run = Run(tmp_path / "a")
     records = recorded(tmp_path)
     assert [each[:2] for each in records if each[0] != "metrics"] == [
-        *(["open", None], ["attach", "report.html"], ["close", "done"]),
-        *(["open", "id-of-a"], ["attach", "report.html"], ["close", "done"]),
+        ["open", None],
+        ["attach", "report.html"],
+        ["close", "done"],
+        ["open", "id-of-a"],
+        ["attach", "report.html"],
+        ["close", "done"],
     ]
     metrics = [[each[1], each[2]] for each in records if each[0] == "metrics"]
     assert metrics == [

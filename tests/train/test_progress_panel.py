@@ -221,16 +221,14 @@ def test_what_is_written_past_python_is_above_the_panel_too_and_in_the_log(tmp_p
     shown = on_screen(received)
     last_step = shown.pop(-3)
     assert shown == [
-        *(
-            "before",
-            "from C",
-            "from a child",
-            "from Python",
-            "a warning",
-            "never ended",
-            "after",
-            "after that",
-        ),
+        "before",
+        "from C",
+        "from a child",
+        "from Python",
+        "a warning",
+        "never ended",
+        "after",
+        "after that",
     ]
     assert last_step.startswith("step 30/60  loss 2.3457")
     logged = (tmp_path / "rank-0.log").read_text()

@@ -1,17 +1,13 @@
 """Which values of a ModelConfig are valid, and valid together. It does not import torch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lmforge.core.errors import UserError
 from lmforge.core.files.untrusted import quoted
-from lmforge.core.model.family import EXPERT_FIELDS, OWN_FIELDS, load_family
+from lmforge.core.model.family import EXPERT_FIELDS, OWN_FIELDS, Family, load_family
+from lmforge.core.model.fields import ModelFields
 from lmforge.core.options.ranges import MODEL_RANGES, Range
-
-if TYPE_CHECKING:
-    from lmforge.core.model.config import ModelConfig
 
 # Those that may be None.
 OPTIONAL_NUMBERS = (
@@ -22,21 +18,17 @@ OPTIONAL_NUMBERS = (
     "query_pre_attn_scalar",
 )
 _OR_ZERO = (
-    *(
-        "num_experts",
-        "num_experts_per_tok",
-        "moe_intermediate_size",
-        "router_aux_loss_coef",
-        "first_k_dense_replace",
-    ),
-    *(
-        "n_shared_experts",
-        "q_lora_rank",
-        "kv_lora_rank",
-        "qk_nope_head_dim",
-        "qk_rope_head_dim",
-        "v_head_dim",
-    ),
+    "num_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "router_aux_loss_coef",
+    "first_k_dense_replace",
+    "n_shared_experts",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
 )
 
 
@@ -55,7 +47,7 @@ def number_problem(value: Any, bounds: Range, whole: bool) -> str | None:
     )
 
 
-def check_numbers(config: ModelConfig, names: Iterable[str]) -> None:
+def check_numbers(config: ModelFields, names: Iterable[str]) -> None:
     for name in names:
         value = getattr(config, name)
         bounds = MODEL_RANGES[name]
@@ -65,10 +57,9 @@ def check_numbers(config: ModelConfig, names: Iterable[str]) -> None:
             raise UserError(f"{name}: {problem}")
 
 
-def _check_experts(config: ModelConfig) -> None:
+def _check_experts(config: ModelFields, family: Family) -> None:
     experts = config.num_experts
     chosen = config.num_experts_per_tok
-    family = config.family
     model_type = config.model_type
     if not family.stored_experts:
         for name in EXPERT_FIELDS:
@@ -117,7 +108,7 @@ def _check_experts(config: ModelConfig) -> None:
             )
 
 
-def check_latent_attention(config: ModelConfig) -> None:
+def check_latent_attention(config: ModelFields, family: Family) -> None:
     for name in (
         "kv_lora_rank",
         "qk_nope_head_dim",
@@ -139,8 +130,7 @@ def check_latent_attention(config: ModelConfig) -> None:
         )
 
 
-def check_options(config: ModelConfig) -> None:
-    family = config.family
+def check_options(config: ModelFields, family: Family) -> None:
     model_type = config.model_type
     if config.reward and not family.classifier:
         raise UserError(
@@ -217,7 +207,7 @@ def check_options(config: ModelConfig) -> None:
         raise UserError(f"rope_local_base_freq: a {model_type} model has none; leave it out")
     if config.query_pre_attn_scalar is not None and not family.scales_scores:
         raise UserError(f"query_pre_attn_scalar: a {model_type} model has none; leave it out")
-    _check_experts(config)
+    _check_experts(config, family)
     if config.sliding_window is not None and family.windows == "none":
         raise UserError(
             f"sliding_window: a {model_type} model has none; leave it out, or use model_type"

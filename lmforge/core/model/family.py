@@ -7,19 +7,15 @@ Everything else follows from that: numbers of parameters and FLOPs (flops.py), t
 (core/model/config_json.py). The families themselves are in families/, a file for each model_type.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from lmforge.core.errors import UserError
 from lmforge.core.files.untrusted import quoted
-
-if TYPE_CHECKING:
-    from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.fields import ModelFields
 
 # Fields of a config.json that all families with rotary positions have.
 ROTARY_FIELDS = ("num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta")
@@ -32,22 +28,21 @@ EXPERT_FIELDS = (
 )
 # Those that only some families have; of others they have the value that does nothing.
 OWN_FIELDS = (
-    *(
-        "moe_intermediate_size",
-        "norm_topk_prob",
-        "decoder_sparse_step",
-        "mlp_only_layers",
-        "first_k_dense_replace",
-    ),
-    *("n_shared_experts", "routed_scaling_factor", "n_group", "topk_group"),
-    *(
-        "q_lora_rank",
-        "kv_lora_rank",
-        "qk_nope_head_dim",
-        "qk_rope_head_dim",
-        "v_head_dim",
-        "rope_interleave",
-    ),
+    "moe_intermediate_size",
+    "norm_topk_prob",
+    "decoder_sparse_step",
+    "mlp_only_layers",
+    "first_k_dense_replace",
+    "n_shared_experts",
+    "routed_scaling_factor",
+    "n_group",
+    "topk_group",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "rope_interleave",
 )
 # What a router does, by the fields of a config.json, where a mixture of experts has no such field.
 ROUTER_VALUES: dict[str, Any] = {
@@ -107,7 +102,7 @@ class Norm:
     eps: float | None = None
 
 
-def gated_linears(config: ModelConfig) -> tuple[Linear, ...]:
+def gated_linears(config: ModelFields) -> tuple[Linear, ...]:
     """Grouped attention and a gated feed-forward, in the order of the forward pass."""
     width = config.hidden_size
     inner = config.intermediate_size
@@ -124,7 +119,7 @@ def gated_linears(config: ModelConfig) -> tuple[Linear, ...]:
     )
 
 
-def latent_linears(config: ModelConfig) -> tuple[Linear, ...]:
+def latent_linears(config: ModelFields) -> tuple[Linear, ...]:
     """Latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values, and queries if
     q_lora_rank, come from a few channels. The feed-forward is gated.
     """
@@ -157,7 +152,7 @@ def latent_linears(config: ModelConfig) -> tuple[Linear, ...]:
     )
 
 
-def mixture_linears(config: ModelConfig) -> tuple[Linear, ...]:
+def mixture_linears(config: ModelFields) -> tuple[Linear, ...]:
     """The router and the experts that a sparse block has in place of its feed-forward."""
     width = config.hidden_size
     inner = config.expert_size
@@ -262,7 +257,7 @@ class Family:
     architecture: str
     classifier: str
     module: str = "lmforge.core.model.modules.decoder:Decoder"
-    linears: Callable[[ModelConfig], tuple[Linear, ...]] = gated_linears
+    linears: Callable[[ModelFields], tuple[Linear, ...]] = gated_linears
     attention_norms: tuple[str | None, str | None] = ("input_layernorm", None)
     mlp_norms: tuple[str | None, str | None] = ("post_attention_layernorm", None)
     layer_norm: bool = False
@@ -293,11 +288,11 @@ class Family:
     required_values: Mapping[str, Any] = field(default_factory=dict)
     dropouts: tuple[str, ...] = ("attention_dropout",)
     read: Callable[[dict[str, Any]], dict[str, Any]] = read_rope
-    write: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
+    write: Callable[[ModelFields], dict[str, Any]] = lambda config: {}
     optional_prefix: str = ""
     unread_layers: tuple[str, int] = ("", 0)
 
-    def norms(self, config: ModelConfig) -> tuple[Norm, ...]:
+    def norms(self, config: ModelFields) -> tuple[Norm, ...]:
         """The norms of a block."""
         sequence = [
             Norm(name, config.hidden_size)
@@ -342,9 +337,3 @@ def load_family(model_type: str) -> Family:
     """The description of a built-in model_type."""
     family: Family = import_module(f"lmforge.core.model.families.{model_type}").FAMILY
     return family
-
-
-def build_module(config: ModelConfig) -> Any:
-    """The module that computes a model of a built-in family, on torch's default device."""
-    module, _, name = config.family.module.partition(":")
-    return getattr(import_module(module), name)(config)

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from lmforge.core.model.config import Rope, RopeScaling
+from lmforge.core.model.fields import Rope, RopeScaling
 
 
 class RotaryEmbedding:

@@ -116,7 +116,7 @@ BUILT_IN_NAMES: dict[str, dict[str, str]] = {
         "tensor-parallel": "lmforge.core.parallel.tensor_parallel:apply_tensor_parallel",
         "activation-offload": "lmforge.core.parallel.activation_offload:offload_activations",
     },
-    "model_family": dict.fromkeys(FAMILIES, "lmforge.core.model.family:build_module"),
+    "model_family": dict.fromkeys(FAMILIES, "lmforge.core.model.config:build_module"),
     "implementation": {
         "lmforge": "lmforge.core.model.resolve:build_from_json",
         "transformers": "lmforge.hf.transformers_model:to_transformers_config",

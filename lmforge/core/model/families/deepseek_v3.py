@@ -7,11 +7,11 @@ float8 (hf/weights.py).
 
 from typing import Any
 
-from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.family import EXPERT_FIELDS, STORED_EXPERTS, Family, latent_linears
+from lmforge.core.model.fields import ModelFields
 
 
-def _write(config: ModelConfig) -> dict[str, Any]:
+def _write(config: ModelFields) -> dict[str, Any]:
     router = {
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
@@ -30,23 +30,23 @@ FAMILY = Family(
     stored_experts=STORED_EXPERTS,
     attention_biases=((False, False), (True, True)),
     fields=(
-        *("num_key_value_heads", "rms_norm_eps", "rope_theta", "attention_bias", *EXPERT_FIELDS),
-        *(
-            "q_lora_rank",
-            "kv_lora_rank",
-            "qk_nope_head_dim",
-            "qk_rope_head_dim",
-            "v_head_dim",
-            "rope_interleave",
-        ),
-        *(
-            "n_shared_experts",
-            "moe_intermediate_size",
-            "norm_topk_prob",
-            "routed_scaling_factor",
-            "n_group",
-            "topk_group",
-        ),
+        "num_key_value_heads",
+        "rms_norm_eps",
+        "rope_theta",
+        "attention_bias",
+        *EXPERT_FIELDS,
+        "q_lora_rank",
+        "kv_lora_rank",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "v_head_dim",
+        "rope_interleave",
+        "n_shared_experts",
+        "moe_intermediate_size",
+        "norm_topk_prob",
+        "routed_scaling_factor",
+        "n_group",
+        "topk_group",
         "first_k_dense_replace",
     ),
     # transformers ignores the weight of the auxiliary loss, and computes none.

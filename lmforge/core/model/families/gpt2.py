@@ -3,11 +3,11 @@ positions, LayerNorm, one matrix for queries, keys and values, no gate. Its modu
 core/model/modules/gpt2.py.
 """
 
-from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.family import Family, Linear
+from lmforge.core.model.fields import ModelFields
 
 
-def _linears(config: ModelConfig) -> tuple[Linear, ...]:
+def _linears(config: ModelFields) -> tuple[Linear, ...]:
     width = config.hidden_size
     inner = config.intermediate_size
     return (

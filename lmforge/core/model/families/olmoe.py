@@ -20,8 +20,12 @@ FAMILY = Family(
     attention_biases=((False, False), (True, True)),
     heads_divide_width=True,
     fields=(
-        *("num_key_value_heads", "rms_norm_eps", "rope_theta", "attention_bias"),
-        *(*EXPERT_FIELDS, "norm_topk_prob"),
+        "num_key_value_heads",
+        "rms_norm_eps",
+        "rope_theta",
+        "attention_bias",
+        *EXPERT_FIELDS,
+        "norm_topk_prob",
     ),
     defaults={
         "intermediate_size": 2048,

@@ -4,8 +4,8 @@ layers.
 
 from typing import Any
 
-from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.family import Family, read_rope
+from lmforge.core.model.fields import ModelFields
 
 DEFAULTS = {"intermediate_size": 22016, "max_position_embeddings": 32768, "num_key_value_heads": 32}
 
@@ -28,7 +28,7 @@ def read(content: dict[str, Any]) -> dict[str, Any]:
     return {"sliding_window": window, "layer_types": types, **rope}
 
 
-def write_windows(config: ModelConfig) -> dict[str, Any]:
+def write_windows(config: ModelFields) -> dict[str, Any]:
     """The reverse of `read`, for windows."""
     window = config.sliding_window
     types = config.written_layer_types

@@ -4,7 +4,6 @@ one window for all layers.
 
 from typing import Any
 
-from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.family import (
     EXPERT_FIELDS,
     ROTARY_FIELDS,
@@ -12,6 +11,7 @@ from lmforge.core.model.family import (
     Family,
     read_rope,
 )
+from lmforge.core.model.fields import ModelFields
 
 
 def _read(content: dict[str, Any]) -> dict[str, Any]:
@@ -19,7 +19,7 @@ def _read(content: dict[str, Any]) -> dict[str, Any]:
     return {"sliding_window": window, **read_rope(content)}
 
 
-def _write(config: ModelConfig) -> dict[str, Any]:
+def _write(config: ModelFields) -> dict[str, Any]:
     window = config.sliding_window
     layers = [*config.mlp_only_layers]
     return {
@@ -37,14 +37,13 @@ FAMILY = Family(
     attention_biases=((False, False), (True, True)),
     windows="all layers",
     fields=(
-        *(
-            *ROTARY_FIELDS,
-            *EXPERT_FIELDS,
-            "attention_bias",
-            "moe_intermediate_size",
-            "norm_topk_prob",
-        ),
-        *("decoder_sparse_step", "mlp_only_layers"),
+        *ROTARY_FIELDS,
+        *EXPERT_FIELDS,
+        "attention_bias",
+        "moe_intermediate_size",
+        "norm_topk_prob",
+        "decoder_sparse_step",
+        "mlp_only_layers",
     ),
     defaults={
         "intermediate_size": 6144,
