@@ -16,6 +16,7 @@ from lmforge.core.losses.language import NextTokenObjective
 from lmforge.core.model.build import build_model
 from lmforge.core.model.init_weights import init_weights
 from lmforge.core.model.layers import LanguageModel
+from lmforge.core.model.setup import ModelSetup
 from lmforge.core.parallel.parallelize import parallelize
 from lmforge.post.reference import ReferenceModel
 from tests.distributed.objective_ranks import SHAPES, STRATEGIES, whole_batch
@@ -25,7 +26,7 @@ from tests.objectives.oracle import logprobs_under
 def noisy(seed: int, is_context: bool) -> LanguageModel:
     model = init_weights(build_model(SHAPES[64]), seed)
     # Ranks of a context do not see how long a document is, so there is no noise.
-    model.dropout, model.neftune_noise_alpha = 0.3, 0.0 if is_context else 5.0
+    model.setup = ModelSetup(dropout=0.3, neftune_noise_alpha=0.0 if is_context else 5.0)
     return model
 
 

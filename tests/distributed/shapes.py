@@ -16,6 +16,7 @@ from lmforge.core.model.lora import add_lora
 from lmforge.core.model.lora_config import LoraConfig
 from lmforge.core.model.mixture.balance import BalanceConfig
 from lmforge.core.model.parametrization import Parametrization
+from lmforge.core.model.setup import ModelSetup
 from lmforge.lab.bench.parity import SMALL_MODEL, ParityCase, expert_parallel_cases, strategy_cases
 
 _SIZES = {"vocab_size": 131, "hidden_size": 30, "num_hidden_layers": 3, "num_attention_heads": 5}
@@ -309,7 +310,7 @@ def _balance_in_all_ways(model: LanguageModel) -> None:
 
 
 def _follow_a_base_model(model: LanguageModel) -> None:
-    model.parametrization = Parametrization(4.0, 2.0)
+    model.setup = ModelSetup(Parametrization(4.0, 2.0))
 
 
 def _few_compiled(cases: list[ParityCase], names: tuple[str, ...]) -> Iterator[ParityCase]:
@@ -330,7 +331,7 @@ def dropout_cases(shape: str, world_size: int) -> list[ParityCase]:
 
 
 def _set_dropout(model: LanguageModel) -> None:
-    model.dropout = 0.2
+    model.setup = ModelSetup(dropout=0.2)
 
 
 def lora_cases(shape: str, world_size: int) -> list[ParityCase]:
@@ -388,7 +389,7 @@ def qlora_cases(shape: str, world_size: int) -> list[ParityCase]:
 
 
 def _add_lora_and_neftune(model: LanguageModel, alpha: float, **stored: Any) -> None:
-    model.neftune_noise_alpha = alpha
+    model.setup = ModelSetup(neftune_noise_alpha=alpha)
     # Those of experts and routers have no dropout.
     parameters = ("gate_up_proj", "down_proj", "gate.weight") if model.config.num_experts else ()
     add_lora(

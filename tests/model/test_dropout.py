@@ -23,6 +23,7 @@ from lmforge.core.model.rng.token_rng import (
     TokenRng,
     dropout,
 )
+from lmforge.core.model.setup import ModelSetup
 from lmforge.lab.bench.parity import ParityData
 from tests.distributed.shapes import SHAPES
 from tests.seeds import fresh_seed
@@ -183,7 +184,7 @@ def test_a_model_drops_only_where_asked_and_keys_are_given(shape: ModelConfig) -
     unused, same = ran(batch.rng_keys)
     assert torch.equal(unused, without)
     assert same == operators  # no operator more where there is no dropout
-    model.dropout = 0.2
+    model.setup = ModelSetup(dropout=0.2)
     assert torch.equal(ran(None)[0], without)
     drawn, more = ran(batch.rng_keys)
     assert not torch.equal(drawn, without)
@@ -194,7 +195,7 @@ def test_a_model_drops_only_where_asked_and_keys_are_given(shape: ModelConfig) -
 def test_nothing_is_drawn_from_the_generators_of_torch() -> None:
     """So a checkpoint needs no random state: what is random is a function of seeds and numbers."""
     model = init_weights(build_model(SHAPES["llama"]), 0)
-    model.dropout = 0.2
+    model.setup = ModelSetup(dropout=0.2)
     batch = ParityData(sequences=2, sequence_length=48).batch(0, 100)
     before = torch.get_rng_state()
     model(

@@ -14,6 +14,7 @@ from lmforge.core.errors import UserError
 from lmforge.core.model.build import build_model
 from lmforge.core.model.init_weights import init_weights
 from lmforge.core.model.layers import LanguageModel
+from lmforge.core.model.setup import ModelSetup
 from lmforge.core.options.sections import ParallelOptions
 from lmforge.core.parallel.validate import check_neftune
 from tests.distributed.shapes import SHAPES
@@ -24,7 +25,7 @@ ALPHA = 5.0
 
 def model_with_noise(kind: str) -> LanguageModel:
     model = init_weights(build_model(SHAPES[kind]), 3)
-    model.neftune_noise_alpha = ALPHA
+    model.setup = ModelSetup(neftune_noise_alpha=ALPHA)
     return model
 
 

@@ -20,6 +20,7 @@ from lmforge.core.model.init_weights import init_weights
 from lmforge.core.model.layers import LanguageModel
 from lmforge.core.model.parametrization import Parametrization, relative_to_base
 from lmforge.core.model.presets import PRESETS, get_preset
+from lmforge.core.model.setup import ModelSetup
 from lmforge.core.optim.optimizer import build_optimizer
 from lmforge.core.options.sections import GroupOptions, ModelOptions, OptimizerOptions
 from lmforge.core.options.stage import PretrainConfig
@@ -143,7 +144,7 @@ def trained(
 ) -> tuple[LanguageModel, list[float]]:
     """The model and its losses, in fp64."""
     model = build_model(config, torch.device("cpu"))
-    model.parametrization = relative_to_base(options, config)
+    model.setup = ModelSetup(relative_to_base(options, config))
     model = init_weights(model, 0).double()
     optimizer = build_optimizer(model, optimizer_options)
     return model, losses_of(model, optimizer, optimizer_options.lr, steps)
@@ -233,7 +234,7 @@ def test_scores_of_wider_heads_are_divided_by_their_width_and_not_by_its_root() 
         models = []
         for options in (MUP, MUP.model_copy(update={"base_head_dim": 16})):
             model = build_model(wider, torch.device("cpu"))
-            model.parametrization = relative_to_base(options, wider)
+            model.setup = ModelSetup(relative_to_base(options, wider))
             models.append(dict(init_weights(model, 0).named_parameters()))
         name = "model.layers.0.self_attn." + (
             "q_norm.weight" if config.family.qk_norm else "q_proj.weight"

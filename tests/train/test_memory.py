@@ -3,6 +3,7 @@
 import itertools
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -108,7 +109,7 @@ def test_activations_are_those_of_the_formula(
     print(config)
     model = sharded(config, dtype, mode)
     has_dropout = draw.random() < 0.5
-    model.model.dropout = 0.1 if has_dropout else 0.0
+    model.model.setup = replace(model.model.setup, dropout=0.1 if has_dropout else 0.0)
     print(f"dropout {has_dropout}")
     kind = {"dtype": "fp32" if dtype == torch.float32 else "bf16", "has_dropout": has_dropout}
     for size, length in ((4, 64), (1, 530)):

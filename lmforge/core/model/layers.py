@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +17,19 @@ from lmforge.core.data.batch import Batch
 from lmforge.core.model.attention import ContextParallel, LayerKVCache, create_attention_mask
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.init_weights import FlatShard, InitialValue, initial_value
+from lmforge.core.model.lora_config import LoraConfig
 from lmforge.core.model.parametrization import (
     STANDARD,
     UNSCALED,
-    Parametrization,
     Place,
     TensorScale,
 )
 from lmforge.core.model.rng.token_rng import TokenRng, neftune_noise_scale, perturb_embeddings
 from lmforge.core.model.rope import rotary_embedding
+from lmforge.core.model.setup import PLAIN_SETUP, ModelSetup
+
+if TYPE_CHECKING:  # loaded with the first model that has experts
+    from lmforge.core.model.mixture.balance import Balance
 
 _gelu_tanh = partial(gelu, approximate="tanh")
 # By their names in a config.json.
@@ -196,6 +201,14 @@ class LMHead(nn.Module):
         return head_fn(hidden, self.weight, head=HeadOptions(self.bias, self.softcap, self.passes))
 
 
+class ActivationStorage(Protocol):
+    """Keeps what a block saves for its backward pass on the host in between."""
+
+    def saving(
+        self, block: nn.Module, is_first: bool, shared: Any
+    ) -> AbstractContextManager[None]: ...
+
+
 class LanguageModel(nn.Module):
     """What every model offers.
 
@@ -211,24 +224,11 @@ class LanguageModel(nn.Module):
     blocks_name: str
     final_norm_name: str
     lm_head: LMHead
-    # Set where a rank has only a part of each sequence: how attention gets the keys of the other
-    # parts.
-    context_parallel: ContextParallel | None = None
-    # Fraction of the numbers that dropout zeroes where a batch has rng keys: after the embedding,
-    # and in what attention and feed-forward add to the hidden states. Attention probabilities are
-    # never dropped.
-    dropout: float = 0.0
+    setup: ModelSetup = PLAIN_SETUP
     has_dropout: bool = True  # False for models without any, whose adapters have none either
-    # Strength of the noise that NEFTune adds to embeddings (token_rng.py), where a batch has rng
-    # keys.
-    neftune_noise_alpha: float = 0.0
-    balance: Any = None  # mixture.balance.Balance, of a model with mixtures of experts
-    activation_offload: Any = None  # parallel.activation_offload.ActivationOffload
-    lora_config: Any = None  # lora.LoraConfig of a model with adapters
-    # How first values and learning rates follow from those of a base model.
-    parametrization: Parametrization = STANDARD
-    # With tensor parallel, hidden states are a part of the sequence: (which one, of how many).
-    sequence_parallel_shard: tuple[int, int] = (0, 1)
+    balance: "Balance | None" = None  # of a model with mixtures of experts
+    activation_offload: ActivationStorage | None = None
+    lora_config: LoraConfig | None = None  # of a model with adapters
     # With FSDP1, by their names in `named_parameters()`: what this rank holds of them, which their
     # shapes do not say.
     flat_shards: Mapping[str, FlatShard] = MappingProxyType({})
@@ -278,17 +278,22 @@ class LanguageModel(nn.Module):
         """The random numbers of dropout and NEFTune on this rank for tokens with these keys; None
         where both are off.
         """
-        drops = self.dropout or (self.lora_config is not None and self.lora_config.dropout)
-        if rng_keys is None or not (drops or self.neftune_noise_alpha):
+        setup = self.setup
+        drops = setup.dropout or (self.lora_config is not None and self.lora_config.dropout)
+        if rng_keys is None or not (drops or setup.neftune_noise_alpha):
             return None
-        part, parts = self.sequence_parallel_shard
+        part, parts = self.setup.sequence_shard
         scale = None
-        if self.neftune_noise_alpha:
+        if setup.neftune_noise_alpha:
             scale = neftune_noise_scale(
-                document_ids, self.config.hidden_size, self.neftune_noise_alpha
+                document_ids, self.config.hidden_size, setup.neftune_noise_alpha
             )
             scale = scale.chunk(parts, dim=1)[part]
-        return TokenRng(self.dropout, rng_keys.chunk(parts, dim=1)[part], scale)
+        return TokenRng(setup.dropout, rng_keys.chunk(parts, dim=1)[part], scale)
+
+    @property
+    def context_parallel(self) -> ContextParallel | None:
+        return self.setup.context_parallel
 
     def local_batch(self, batch: Batch) -> Batch:
         """The part of a batch that this rank computes: all of it, except with context parallel."""
@@ -344,7 +349,7 @@ class LanguageModel(nn.Module):
             each: rotary_embedding(positions, each, self.config.rotary_dim) for each in set(ropes)
         }
         # Attention has masks; a mixture balances and counts the tokens that are none of padding.
-        part, parts = self.sequence_parallel_shard
+        part, parts = self.setup.sequence_shard
         of_mixture = (
             {"is_token": document_ids.chunk(parts, 1)[part] >= 0} if self.config.num_experts else {}
         )
@@ -376,7 +381,8 @@ class LanguageModel(nn.Module):
 
     def tensor_scale(self, name: str, shape: tuple[int, ...]) -> TensorScale:
         """The factors of the parameter `name`, of this full shape, by the parametrization."""
-        if self.parametrization == STANDARD:  # of wrapped models too
+        parametrization = self.setup.parametrization
+        if parametrization == STANDARD:  # of wrapped models too
             return UNSCALED
         place: Place = "block" if name.startswith(f"{self.blocks_name}.") else "final norm"
         place = (
@@ -385,7 +391,7 @@ class LanguageModel(nn.Module):
             else place
         )
         place = "head" if name.startswith("lm_head.") else place
-        return self.parametrization.scale(name, shape, place, self.config)
+        return parametrization.scale(name, shape, place, self.config)
 
     def tie_weights(self) -> None:
         """Tie the head's weight to the embedding's, where the config says so.

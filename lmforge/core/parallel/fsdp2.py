@@ -8,6 +8,7 @@ pass, so it stays in the root, which is gathered once.
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -197,8 +198,9 @@ class FSDP2Model(ParallelModel):
     def unsharded(self) -> Iterator[LanguageModel]:
         with self.dist_ctx.raise_on_all():
             self._check_unsharded_fits()
-        context_parallel = self.model.context_parallel
-        self.model.context_parallel = None  # each rank decodes whole sequences
+        setup = self.model.setup
+        # Each rank decodes whole sequences.
+        self.model.setup = replace(setup, context_parallel=None)
         # Initializes the root, as its first forward pass would: before that, a unit that ran alone
         # would become a root.
         self._root._get_fsdp_state()._lazy_init()  # private to torch; checked with 2.13.0
@@ -210,7 +212,7 @@ class FSDP2Model(ParallelModel):
             with whole_experts(self.model):
                 yield self.model
         finally:
-            self.model.context_parallel = context_parallel
+            self.model.setup = setup
             _forget_forward_order(self._root)
             for unit in self._units:
                 unit.reshard()

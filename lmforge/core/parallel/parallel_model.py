@@ -217,7 +217,8 @@ class ParallelModel:
             counts = torch.cat([counts, balance.count(micro_batches)])
         counts = self.dist_ctx.all_reduce_sum(counts) / self.model_parallel_size
         if balance is not None:
-            balance.begin_step(*counts[1:], self.gradient_divide_factor)
+            num_rows, num_tokens = counts[1:]
+            balance.begin_step(num_rows, num_tokens, self.gradient_divide_factor)
         return counts[0].clamp(min=1.0)
 
     def end_step(self, optimizer: Optimizer, is_bad: Tensor | None) -> None:

@@ -1,6 +1,7 @@
 """`parallelize`: all transformations of a model before it trains, for all models and engines."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -54,7 +55,7 @@ def parallelize(
     engine = choose_engine(options, dist_ctx.world_size, dist_ctx.device.type)
     if model.lora_config is not None:
         check_lora(options, float8, model.lora_config.base_dtype)
-    if model.neftune_noise_alpha:
+    if model.setup.neftune_noise_alpha:
         check_neftune(options)
     if float8:
         check_float8(dist_ctx.device, dtype)
@@ -66,9 +67,10 @@ def parallelize(
     if mesh is not None and options.tensor_parallel_degree > 1:
         registry.get("transform", "tensor-parallel").load()(model, mesh[TENSOR])
     if mesh is not None and options.context_parallel_degree > 1:
-        model.context_parallel = ContextParallel(mesh[CONTEXT].get_group())
+        context_parallel = ContextParallel(mesh[CONTEXT].get_group())
+        model.setup = replace(model.setup, context_parallel=context_parallel)
         if model.balance is not None:
-            model.balance.groups += (model.context_parallel.group,)
+            model.balance.groups += (context_parallel.group,)
     apply_activation_checkpointing(
         model, options.activation_checkpointing, options.activation_checkpointing_every
     )

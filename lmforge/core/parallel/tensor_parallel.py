@@ -11,6 +11,7 @@ divides. Where it does not, every rank has them whole, and looks up and scores
 
 import logging
 import warnings
+from dataclasses import replace
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -41,7 +42,7 @@ def apply_tensor_parallel(model: LanguageModel, mesh: DeviceMesh) -> None:
     """Split the parameters of `model` (on any device, meta too) over the one-dimensional `mesh`, in
     place.
     """
-    model.sequence_parallel_shard = mesh.get_local_rank(), mesh.size()
+    model.setup = replace(model.setup, sequence_shard=(mesh.get_local_rank(), mesh.size()))
     for block, sparse in zip(model.blocks, model.config.sparse_layers, strict=True):
         parallelize_module(block, mesh, _block_plan(model.config, sparse))
     if model.balance is not None:

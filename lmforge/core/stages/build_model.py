@@ -16,6 +16,7 @@ from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.init_weights import init_adapters, init_weights
 from lmforge.core.model.layers import LanguageModel
 from lmforge.core.model.parametrization import relative_to_base
+from lmforge.core.model.setup import ModelSetup
 from lmforge.core.model.state_bytes import checkpoint_bytes
 from lmforge.core.optim.optimizer import build_optimizer, named_optimizer_state
 from lmforge.core.options.stage import StageConfig
@@ -93,7 +94,7 @@ def build(
 def empty_model(config: StageConfig, model_config: ModelConfig) -> LanguageModel:
     """The model of a recipe without memory for its weights, in their dtype."""
     model = build_model(model_config, "meta").to(DTYPES[config.train.master_dtype])
-    model.parametrization = relative_to_base(config.model, model_config)
+    model.setup = ModelSetup(relative_to_base(config.model, model_config))
     return model
 
 
@@ -115,7 +116,11 @@ def build_model_and_optimizer(
     Every rank calls it. Raises UserError, on every rank, where the recipe does not fit them.
     """
     model = empty_model(config, model_config)
-    model.dropout = config.model.dropout
+    model.setup = replace(
+        model.setup,
+        dropout=config.model.dropout,
+        neftune_noise_alpha=config.neftune_noise_alpha,
+    )
     if model.balance is not None:
         options = config.model
         speed = options.bias_update_speed
@@ -127,7 +132,6 @@ def build_model_and_optimizer(
             z_loss_coef=options.router_z_loss_coef,
             bias_update_speed=speed,
         )
-    model.neftune_noise_alpha = config.neftune_noise_alpha
     if (adapters := get_lora_config(config)) is not None:
         registry.get("transform", "lora").load()(model, adapters)
 

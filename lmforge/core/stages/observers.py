@@ -291,11 +291,9 @@ def log_summary(
         than = f"{'less' if saved >= 0 else 'more'} than in {master}"
         takes = f"{format_bytes(counts.quantized_bytes)}, {format_bytes(abs(saved))} {than}"
         log(f"base       {counts.quantized:,} frozen weights in {lora.stored.describe()}: {takes}")
-    if any(model_config.sparse_layers):
-        log(
-            f"experts    {describe_experts(model_config)};"
-            f" {built.parallel_model.model.balance.describe()}"
-        )
+    balance = built.parallel_model.model.balance
+    if balance is not None and any(model_config.sparse_layers):
+        log(f"experts    {describe_experts(model_config)}; {balance.describe()}")
     if built.point.manifest is None:
         words = [f"random, seed {config.train.seed}"]
         if inputs.load_weights and config.model.source is not None:

@@ -22,6 +22,7 @@ from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.init_weights import init_weights
 from lmforge.core.model.layers import LanguageModel
 from lmforge.core.model.parametrization import relative_to_base
+from lmforge.core.model.setup import ModelSetup
 from lmforge.core.optim.optimizer import build_optimizer
 from lmforge.core.options.sections import ModelOptions, OptimizerOptions
 from lmforge.core.parallel.parallel_model import set_learning_rate
@@ -107,7 +108,7 @@ def _measure(
 ) -> dict[str, tuple[float, float]]:
     """(size, change) of each kind of module after the steps."""
     model = build_model(config, torch.device("cpu"))
-    model.parametrization = relative_to_base(options, config)
+    model.setup = ModelSetup(relative_to_base(options, config))
     init_weights(model, seed, options.embedding_initializer_range)
     optimizer = build_optimizer(model, optimizer_options)
     objective = NextTokenObjective()

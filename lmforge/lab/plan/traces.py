@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Literal
 
@@ -33,6 +33,7 @@ from lmforge.core.model.lora_config import LoraConfig
 from lmforge.core.model.mixture.experts import MixtureOfExperts
 from lmforge.core.model.quantization.formats import quantized_matrices
 from lmforge.core.model.rng.token_rng import TokenRng
+from lmforge.core.model.setup import ModelSetup
 from lmforge.core.parallel.activation_checkpointing import apply_activation_checkpointing
 from lmforge.lab.plan.operators import ActivationTracker, Work, WorkCounter, graph_work, source_node
 from lmforge.post.objectives.preference import PreferenceObjective, RewardModelObjective, simpo
@@ -73,7 +74,7 @@ class TracedModel:
         model.set_submodule(model.blocks_name, nn.ModuleList([*model.blocks][:1]))
         if self.lora is not None:
             add_lora(model, self.lora)
-        model.sequence_parallel_shard = (0, self.tensor)
+        model.setup = ModelSetup(sequence_shard=(0, self.tensor))
         return model.to(self.dtype)
 
 
@@ -175,7 +176,7 @@ def trace_block(
                 " stacked weights, such as experts, of which a token uses some"
             )
         if has_dropout:
-            model.dropout = DROPOUT_RATE
+            model.setup = replace(model.setup, dropout=DROPOUT_RATE)
         apply_activation_checkpointing(model, mode, every=1)
         block = model.blocks[0]
         args, kwargs, embedded = _block_inputs(model, length, on_gpu, has_dropout)
@@ -252,7 +253,7 @@ def _block_inputs(
     embedded = tracker.live_bytes() - sum(each.nbytes for each in of_block if each is not None)
     if on_gpu:
         args = [AttentionMask() if isinstance(each, AttentionMask) else each for each in args]
-    ranks = model.sequence_parallel_shard[1]
+    ranks = model.setup.sequence_shard[1]
     shape = (hidden.shape[0], hidden.shape[1] // ranks, hidden.shape[2])
     args[0] = torch.empty(shape, dtype=hidden.dtype, requires_grad=True)
     return args, kwargs, embedded

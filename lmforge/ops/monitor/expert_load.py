@@ -35,9 +35,11 @@ class ExpertLoad:
         self._dist_ctx = dist_ctx
         self._chosen = config.num_experts_per_tok
         self._layers = [layer for layer, sparse in enumerate(config.sparse_layers) if sparse]
-        if model.balance.counts.is_meta:  # a model that is not distributed
-            model.balance.count_on(dist_ctx.device)
-        self._counts = model.balance.counts
+        balance = model.balance
+        assert balance is not None
+        if balance.counts.is_meta:  # a model that is not distributed
+            balance.count_on(dist_ctx.device)
+        self._counts = balance.counts
         self._idle_steps = torch.zeros(self._counts.shape, dtype=torch.long)
         self._last_step: int | None = None
         self._taken: Tensor | None = None
