@@ -62,5 +62,6 @@ def test_scores_and_losses_are_those_of_a_single_rank(folder: Path, name: str) -
     assert losses(shared) == pytest.approx(losses(alone), rel=FP32.loss)
 
 
+@pytest.mark.slow
 def test_what_is_asked_changes_no_bit_of_the_training(folder: Path) -> None:
     assert losses(Run(folder / "fsdp2")) == losses(Run(folder / "not asked"))

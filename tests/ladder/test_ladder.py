@@ -476,6 +476,7 @@ def test_a_run_says_what_it_has_reached(tiny_run: Path) -> None:
     check_same_text([reached, Reached("diverged", 1, 1, float("nan"), float("nan"), (), {}, {})])
 
 
+@pytest.mark.slow
 def test_adopted_runs_make_a_page_that_names_what_was_left_out_and_read_too_often(
     recipe: Path, tiny_run: Path, capfd: pytest.CaptureFixture[str], refused: Refusal
 ) -> None:

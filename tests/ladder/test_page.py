@@ -31,8 +31,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Point("spiked", 1e6, 1e7, float("inf")),
     ]
     fits = {
-        "web": fit_points(first, draws=100),
-        "code": fit_points(ladder(noise=0.003, seed=1), draws=100),
+        "web": fit_points(first, draws=20),
+        "code": fit_points(ladder(noise=0.003, seed=1), draws=20),
     }
     target = Target(3e7, 6e8, 6.6 * 3e7, 4.0)
     curves = {

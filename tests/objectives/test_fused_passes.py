@@ -21,7 +21,6 @@ from lmforge.core.losses.logprobs import token_logprobs_and_entropy
 from lmforge.core.losses.stored_passes import store_exponentials, write_stored_gradient
 from lmforge.core.model.attention import compiled
 from lmforge.core.model.layers import HeadOptions, Passes
-from tests.grids import parametrize
 from tests.objectives.oracle import whole_logits
 from tests.objectives.test_cross_entropy import TOLERANCE, assert_close, drawn
 from tests.seeds import fresh_seed
@@ -312,7 +311,8 @@ def test_each_pass_is_one_kernel_without_another_array_of_logits_and_the_gradien
     torch.testing.assert_close(logits, uncompiled, rtol=2**-7, atol=1e-6)
 
 
-@parametrize("dtype", [torch.float32, torch.bfloat16], fast=(1,))
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_each_pass_with_stored_exponentials_is_one_kernel_and_in_fp32_all_are_in_the_place_of_the_logits(
     dtype: torch.dtype,
 ) -> None:

@@ -419,7 +419,7 @@ def faulty(url: str, fault: str | Callable[[dict[str, Any]], None]) -> Iterator[
         ("hangs", "no whole answer within 4 s"),
         (change("end", 10**11), "its versions are not those of each token"),
     ],
-    fast=(0, 2, 3),
+    fast=(0, 2),
 )
 def test_requests_of_a_server_that_fails_go_to_others(
     fault: str | Callable[[dict[str, Any]], None],
