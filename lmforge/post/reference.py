@@ -18,7 +18,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from lmforge.core.data.batch import Batch, Extras
+from lmforge.core.data.batch import Batch
 from lmforge.core.data.dataset import PackedDataset
 from lmforge.core.data.order import token_rng_keys
 from lmforge.core.data.packing import Extra, PackedSequence, Packing
@@ -102,13 +102,7 @@ class ReferenceModel:
 
     def add_logprobs(self, batch: Batch) -> Batch:
         """The batch with the extra "reference_logprobs"."""
-        return with_extras(batch, reference_logprobs=self.logprobs(batch))
-
-
-def with_extras(batch: Batch, **extras: Tensor) -> Batch:
-    """The batch with more extras, each [sequences, sequence_length]."""
-    present = batch.extras.tensors if batch.extras else {}
-    return Batch(**batch.tensors, extras=Extras(**present, **extras))
+        return batch.with_extras(reference_logprobs=self.logprobs(batch))
 
 
 class PackingWithReference(Packing):

@@ -93,8 +93,7 @@ def with_extras(batch: Batch, **extras: Tensor | Sequence[Sequence[float]]) -> B
                     spread[row, batch.document_ids[row] == number] = value
             values = spread
         made[name] = values
-    present = {} if batch.extras is None else batch.extras.tensors
-    return replace(batch, extras=Extras(**{**present, **made}))
+    return replace(batch, extras=Extras(**{**batch.extra_tensors, **made}))
 
 
 @torch.no_grad()

@@ -15,21 +15,8 @@ Metrics = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 class Extras:
-    """Per-token tensors that some objectives need and models do not: fp32 [sequences,
-    sequence_length, …] by name.
-
-    reference_logprobs  the label's log-probability under the reference model
-    old_logprobs        the label's log-probability when it was sampled
-    proximal_logprobs   the label's log-probability under the policy when the set was first used
-    reused              1: the set was used before
-    routed_experts      int32 [sequences, sequence_length, layers, experts of a token]: the experts
-                        that sampled, −1 for others
-    advantages          the advantage of the completion that the token belongs to
-    kto_labels          1 in a desirable completion, 0 in an undesirable one
-    margins             by how much the chosen completion is better, in both completions of a pair
-    teacher_ids, teacher_logprobs, teacher_hidden, sampled   of a distillation
-                                                             (post/objectives/distillation.py)
-    truncated           1 in a completion that was truncated at the longest allowed, else 0
+    """Tensors by name that some objectives need of each token and models do not: [sequences,
+    sequence_length, …]. An objective says what its own are (BatchView).
 
     A plain object, because FSDP's mixed precision casts the tensors of its arguments to bf16, also
     those in tuples, dicts and dataclasses; sums of log-probabilities in bf16 are wrong by whole
@@ -97,8 +84,10 @@ class Batch:
         tensors: dict[str, Any] = {
             name: torch.cat([each.tensors[name] for each in batches]) for name in batches[0].tensors
         }
-        names = batches[0].extras.tensors if batches[0].extras else ()
-        extras = {name: torch.cat([each.extra(name) for each in batches]) for name in names}
+        extras = {
+            name: torch.cat([each.extra(name) for each in batches])
+            for name in batches[0].extra_tensors
+        }
         return cls(**tensors, extras=Extras(**extras) if extras else None)
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
@@ -111,11 +100,20 @@ class Batch:
 
         Raises ValueError if the batch does not have it.
         """
-        if self.extras is None or name not in self.extras.tensors:
+        if name not in self.extra_tensors:
             raise ValueError(
                 f"this objective needs {name!r} of each token, which the batch does not have"
             )
-        return self.extras.tensors[name]
+        return self.extra_tensors[name]
+
+    def with_extras(self, **extras: torch.Tensor) -> "Batch":
+        """The batch with more extras."""
+        return replace(self, extras=Extras(**self.extra_tensors, **extras))
+
+    @property
+    def extra_tensors(self) -> dict[str, torch.Tensor]:
+        """The extras by name; none where the batch has none."""
+        return {} if self.extras is None else self.extras.tensors
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -168,3 +166,33 @@ class Batch:
     def pin_memory(self) -> "Batch":
         """A copy in page-locked memory, from which copies to a GPU are asynchronous."""
         return self.map(torch.Tensor.pin_memory)
+
+
+class Extra:
+    """One of a batch's extras, as an attribute of a BatchView.
+
+    Reading it raises ValueError where the batch does not have it.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, view: "BatchView", owner: type) -> torch.Tensor:
+        return view.batch.extra(self._name)
+
+
+class OptionalExtra:
+    """One of a batch's extras, as an attribute of a BatchView; None where the batch lacks it."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, view: "BatchView", owner: type) -> torch.Tensor | None:
+        return view.batch.extra_tensors.get(self._name)
+
+
+@dataclass(frozen=True)
+class BatchView:
+    """A batch as an objective sees it: a subclass has an attribute for each of its extras."""
+
+    batch: Batch

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from lmforge.core.data.batch import Batch, Metrics
+from lmforge.core.data.batch import Batch, BatchView, Metrics, OptionalExtra
 from lmforge.core.model.layers import LanguageModel
 
 
@@ -46,9 +46,19 @@ def apply_head(
     return model.lm_head(hidden, head_fn)
 
 
+class ReplayBatch(BatchView):
+    """A batch of tokens whose experts are known.
+
+    routed_experts: int32 [sequences, length, layers, experts of a token]: the experts that sampled,
+        −1 for others.
+    """
+
+    routed_experts = OptionalExtra()
+
+
 def replayed_experts(batch: Batch) -> dict[str, Tensor]:
     """The argument of a model by which it takes the experts that sampled a batch, where the batch
     has them.
     """
-    extras = batch.extras.tensors if batch.extras else {}
-    return {name: extras[name] for name in ("routed_experts",) if name in extras}
+    experts = ReplayBatch(batch).routed_experts
+    return {} if experts is None else {"routed_experts": experts}

@@ -258,8 +258,8 @@ class LanguageModel(nn.Module):
             rng_keys: int64 [sequences, length], what dropout and NEFTune draw from; None turns both
             off.
             document_starts: as in Batch, or None; with them attention may take a faster kernel.
-            routed_experts: as in Extras, or None: the experts of each token, in place of what
-            routers choose.
+            routed_experts: int32 [sequences, length, layers, experts of a token], or None: taken in
+                place of what routers choose.
         """
         token_rng = self.make_token_rng(rng_keys, document_ids)
         hidden = self.embed(tokens, positions, token_rng)

@@ -180,7 +180,7 @@ class PipelineModel(FSDP2Model):
 
     def _on_all_stages(self, metrics: list[Metrics], batch: Batch) -> list[Metrics]:
         """The metrics of the last stage, and on other ranks the same names with zeros."""
-        extras = frozenset(batch.extras.tensors if batch.extras else ())
+        extras = frozenset(batch.extra_tensors)
         if extras not in self._metric_names:
             names = self.dist_ctx.all_gather([*metrics[0]] if metrics else [])
             self._metric_names[extras] = max(names, key=len)

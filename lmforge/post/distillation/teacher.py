@@ -32,7 +32,7 @@ from lmforge.post.distillation.teacher_server import TeacherServer
 from lmforge.post.examples import open_example_inputs, prepare_examples
 from lmforge.post.objectives.distillation import DistillationConfig, TeacherHead
 from lmforge.post.options.tuning import DistillConfig
-from lmforge.post.reference import build_frozen_model, full_sequences, with_extras
+from lmforge.post.reference import build_frozen_model, full_sequences
 from lmforge.serve.decoding.model_loading import check_reward_head
 
 # Texts on which tokenizers differ: cases, digits, blanks, scripts, composed characters, code.
@@ -234,7 +234,7 @@ class TeacherModel:
         Every rank calls it equally often.
         """
         states: Tensor = self.parallel_model.score(batch, _hidden)
-        return with_extras(batch, teacher_hidden=states.to(self.dtype))
+        return batch.with_extras(teacher_hidden=states.to(self.dtype))
 
     @torch.no_grad()
     def score_top(self, batch: Batch, k: int, config: DistillationConfig) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lmforge.core.data.batch import Batch, Metrics
+from lmforge.core.data.batch import Batch, BatchView, Extra, Metrics, OptionalExtra
 from lmforge.core.data.labels import IGNORE_INDEX, loss_chunk_tokens
 from lmforge.core.losses.language import HeadChunk, HeadGradients, final_logits, loss_dtype
 from lmforge.core.losses.objective import apply_head
@@ -278,6 +278,21 @@ class _ChunkedDistillation(torch.autograd.Function):
         )
 
 
+class DistillationBatch(BatchView):
+    """A batch with what the teacher says of its tokens, [sequences, length, …].
+
+    teacher_hidden: the teacher's hidden states, [.., width of the teacher].
+    teacher_ids, teacher_logprobs: its most likely ids [.., k] and their log-probabilities, with
+        that of all others [.., k + 1], as StoredTeacher or SampledTeacher has them.
+    sampled: 1 where the student has sampled the label.
+    """
+
+    teacher_hidden = Extra()
+    teacher_ids = Extra()
+    teacher_logprobs = Extra()
+    sampled = OptionalExtra()
+
+
 def distillation_loss(
     hidden: Tensor,
     weight: Tensor,
@@ -300,13 +315,13 @@ def distillation_loss(
     """
     sharded = ShardedHead.from_weight(hidden, weight, labels, head)
     inputs = sharded.inputs()
+    own = DistillationBatch(batch)
     if teacher is None:
-        ids, values = (
-            sharded.local_tokens(batch.extra(f"teacher_{name}")) for name in ("ids", "logprobs")
-        )
+        ids = sharded.local_tokens(own.teacher_ids)
+        values = sharded.local_tokens(own.teacher_logprobs)
         chosen: Teacher = (SampledTeacher if config.sampled else StoredTeacher)(ids.long(), values)
     else:
-        states = sharded.local_tokens(batch.extra("teacher_hidden")).to(inputs[0].dtype)
+        states = sharded.local_tokens(own.teacher_hidden).to(inputs[0].dtype)
         rows = teacher.rows(sharded.vocab_shard.start, len(inputs[1]))
         chosen = HeadTeacher(
             states, TeacherHead(rows.weight.to(states.dtype), rows.bias, rows.softcap)
@@ -346,8 +361,9 @@ class DistillationObjective:
         """
         scored = batch.labels != IGNORE_INDEX
         of_text = torch.ones_like(scored, dtype=torch.float32)
-        if batch.extras is not None and "sampled" in batch.extras.tensors:
-            of_text = of_text - batch.extra("sampled")
+        sampled = DistillationBatch(batch).sampled
+        if sampled is not None:
+            of_text = of_text - sampled
         head_fn = partial(
             distillation_loss,
             labels=batch.labels,

@@ -2,11 +2,6 @@
 an algorithm sets (algorithms/). It does not depend on the origin of completions and rewards.
 
 In a batch each document is a prompt with a sampled completion, and only the completion has labels.
-Extras: "advantages", constant in a completion; "old_logprobs", the log-probability of each label
-when it was sampled; "proximal_logprobs", that under the policy when the set was first used, where
-the loss corrects for the difference and the set is used more than once; "reference_logprobs", that
-under the reference model, where the KL divergence from it is part of the loss; "truncated", 1 in
-truncated completions, where they are masked; "reused", if the set was used before.
 """
 
 import math
@@ -18,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lmforge.core import registry
-from lmforge.core.data.batch import MAXIMUM, Batch, Metrics
+from lmforge.core.data.batch import MAXIMUM, Batch, BatchView, Extra, Metrics, OptionalExtra
 from lmforge.core.data.labels import IGNORE_INDEX
 from lmforge.core.errors import UserError
 from lmforge.core.losses.logprobs import (
@@ -169,6 +164,31 @@ def subtract_kl_penalty(
     return rewards - config.beta * (old_logprobs - reference_logprobs)
 
 
+class PolicyBatch(BatchView):
+    """A batch of sampled completions: fp32 [sequences, length] of
+
+    advantages: constant in a completion.
+    old_logprobs: the log-probability of each label when it was sampled.
+    proximal_logprobs: that under the policy when the set was first used, where the loss corrects
+        for the difference and the set is used more than once.
+    reference_logprobs: that under the reference model, where the KL divergence from it is part of
+        the loss, or of the rewards.
+    truncated: 1 in completions that were truncated at the longest allowed, where they are masked.
+    reused: there if the set was used before.
+    """
+
+    advantages = Extra()
+    old_logprobs = Extra()
+    proximal_logprobs = OptionalExtra()
+    reference_logprobs = Extra()
+    truncated = Extra()
+    reused = OptionalExtra()
+
+    @property
+    def has_reference(self) -> bool:
+        return "reference_logprobs" in self.batch.extra_tensors
+
+
 class PolicyObjective:
     """The negative of the clipped objective, under one configuration."""
 
@@ -183,7 +203,7 @@ class PolicyObjective:
         """The batch's labels, without those of truncated completions where they are masked."""
         if not self._config.mask_truncated_completions:
             return batch.labels
-        return torch.where(batch.extra("truncated") > 0, IGNORE_INDEX, batch.labels)
+        return torch.where(PolicyBatch(batch).truncated > 0, IGNORE_INDEX, batch.labels)
 
     def num_items(self, batch: Batch) -> Tensor:
         """Number of completions, tokens, or completions × max_completion_length: an fp32 scalar on
@@ -217,10 +237,13 @@ class PolicyObjective:
         logprobs, entropy = apply_head(model, batch, head_fn)
         scored = labels != IGNORE_INDEX
         lengths = sums(scored.float())
-        old_logprobs = batch.extra("old_logprobs")
-        advantages = batch.extra("advantages")
-        extras = batch.extras.tensors if batch.extras else {}
-        proximal = extras.get("proximal_logprobs", logprobs.detach())
+        own = PolicyBatch(batch)
+        old_logprobs = own.old_logprobs
+        advantages = own.advantages
+        proximal = own.proximal_logprobs
+        is_first_use = own.reused is None or proximal is not None
+        if proximal is None:
+            proximal = logprobs.detach()
         corrects = config.importance_sampling_mode != "none"
         log_ratio = torch.where(scored, logprobs - (proximal if corrects else old_logprobs), 0.0)
         if config.importance_sampling_level != "token":
@@ -241,7 +264,7 @@ class PolicyObjective:
             "clip/high": ((ratio > 1 + config.epsilon_high) & (advantages > 0)).float(),
             "entropy": entropy,
         }
-        if "reused" not in extras or "proximal_logprobs" in extras:
+        if is_first_use:
             values[MEAN_DIFFERENCE] = difference.abs()
         if corrects:
             values["importance_sampling_ratio"] = self._importance_weights(
@@ -254,11 +277,11 @@ class PolicyObjective:
             is_far = divergence > config.off_policy_mask_threshold
             values["off_policy_masked"] = (is_far & (advantages < 0)).float()
             losses = losses * (1 - values["off_policy_masked"])
-        if config.kl_estimator == "k1" and "reference_logprobs" in extras:
+        if config.kl_estimator == "k1" and own.has_reference:
             # Already subtracted from the rewards.
-            values["kl"] = old_logprobs - batch.extra("reference_logprobs")
+            values["kl"] = old_logprobs - own.reference_logprobs
         if config.kl_estimator in ("k2", "k3"):
-            log_inverse = torch.where(scored, batch.extra("reference_logprobs") - logprobs, 0.0)
+            log_inverse = torch.where(scored, own.reference_logprobs - logprobs, 0.0)
             kl = (
                 log_inverse.square() / 2
                 if config.kl_estimator == "k2"

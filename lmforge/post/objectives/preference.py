@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from lmforge.core.data.batch import Batch, Metrics
+from lmforge.core.data.batch import Batch, BatchView, Extra, Metrics
 from lmforge.core.data.labels import IGNORE_INDEX
 from lmforge.core.losses.logprobs import document_label_counts, document_sums, label_logprobs
 from lmforge.core.losses.objective import apply_head
@@ -236,6 +236,19 @@ def _with_metrics(
     return total, metrics
 
 
+class PreferenceBatch(BatchView):
+    """A batch of completions of which some are better: fp32 [sequences, length] of
+
+    reference_logprobs: the label's log-probability under the reference model.
+    kto_labels: 1 in a desirable completion, 0 in an undesirable one.
+    margins: by how much the chosen completion is better, in both completions of a pair.
+    """
+
+    reference_logprobs = Extra()
+    kto_labels = Extra()
+    margins = Extra()
+
+
 class PreferenceObjective:
     """One of the losses above, such as `partial(dpo, beta=0.1)`, as an objective.
 
@@ -256,7 +269,7 @@ class PreferenceObjective:
 
         A batch without pairs gives 0, not NaN.
         """
-        reference = batch.extra("reference_logprobs") if self._uses_reference else None
+        reference = PreferenceBatch(batch).reference_logprobs if self._uses_reference else None
         logprobs = label_logprobs(model, batch)
         total, metrics = self._loss_fn(
             pair_logprobs(batch, logprobs, reference, model.context_parallel)
@@ -335,7 +348,8 @@ class KTOObjective:
         is log π − log reference of a completion, z the KL divergence, clamped to at least 0 and not
         differentiated.
         """
-        reference = batch.extra("reference_logprobs")
+        own = PreferenceBatch(batch)
+        reference = own.reference_logprobs
         logprobs = label_logprobs(model, batch)
         scored = batch.labels != IGNORE_INDEX
         sums = partial(
@@ -343,7 +357,7 @@ class KTOObjective:
         )
         log_ratios, mismatched = split_pairs(sums(logprobs - reference * scored))
         lengths, mismatched_lengths = split_pairs(sums(scored.float()))
-        desirable_tokens, _ = split_pairs(sums(batch.extra("kto_labels") * scored))
+        desirable_tokens, _ = split_pairs(sums(own.kto_labels * scored))
         completion_mask = lengths > 0
         desirable = desirable_tokens > 0
         kl_mask = mismatched_lengths > 0
@@ -395,7 +409,7 @@ class RewardModelObjective:
         A batch without pairs gives 0, not NaN.
         """
         chosen, rejected = split_pairs(document_rewards(model, batch))
-        last_margins = batch.extra("margins") * _is_last_token(batch.document_ids)
+        last_margins = PreferenceBatch(batch).margins * _is_last_token(batch.document_ids)
         margins, _ = split_pairs(document_sums(last_margins, batch.document_ids))
         losses = -logsigmoid(chosen - rejected - margins)
         losses = losses + self._center_rewards_coefficient * (chosen + rejected).square()

@@ -139,7 +139,7 @@ class RolloutJournal:
         used = min(int((batch.document_ids >= 0).sum(1).max()) + 1, batch.sequence_length)
         tensors = {
             name: _compact(each, used)
-            for name, each in (batch.tensors | batch.extras.tensors).items()
+            for name, each in (batch.tensors | batch.extra_tensors).items()
         }
         header = _Header(key=self._key, attempt=self._attempt, checksum=_checksum(tensors))
         rank, size = self._rank_and_size

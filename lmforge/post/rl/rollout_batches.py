@@ -25,7 +25,6 @@ from lmforge.post.objectives.policy import (
     subtract_kl_penalty,
 )
 from lmforge.post.options.align import RolloutOptions
-from lmforge.post.reference import with_extras
 from lmforge.post.rl.sampler import NOT_SAMPLED, SampledCompletion
 
 
@@ -66,14 +65,13 @@ def lay_out(
         for row, completion in zip(extras["routed_experts"], completions, strict=True):
             if completion.routed_experts is not None:
                 row[: len(completion.routed_experts)] = torch.from_numpy(completion.routed_experts)
-    return with_extras(Batch.from_sequences(sequences), old_logprobs=old_logprobs, **extras)
+    return Batch.from_sequences(sequences).with_extras(old_logprobs=old_logprobs, **extras)
 
 
 def add_staleness(batch: Batch, version: int, wait_seconds: float) -> Batch:
     """A batch with the extra "versions" at its use by weights of a version: instead of it, the
     metrics of each completion.
     """
-    assert batch.extras is not None
     versions = batch.extra("versions")
     learned = (versions != NOT_SAMPLED) & (batch.labels != IGNORE_INDEX)
     behind = torch.where(learned, version - versions, 0.0)
@@ -83,7 +81,7 @@ def add_staleness(batch: Batch, version: int, wait_seconds: float) -> Batch:
         "staleness/max": torch.where(count > 0, behind.amax(1), math.nan),
         "generation_wait_seconds": torch.full(count.shape, wait_seconds),
     }
-    extras = {name: each for name, each in batch.extras.tensors.items() if name != "versions"}
+    extras = {name: each for name, each in batch.extra_tensors.items() if name != "versions"}
     extras |= {name: each[:, None].expand(batch.tokens.shape) for name, each in values.items()}
     return replace(batch, extras=Extras(**extras))
 
@@ -106,8 +104,7 @@ def add_advantages(
     """
     groups = rewards.view(-1, options.num_generations)
     metrics = _completion_metrics(groups, failures, completions, options.pass_threshold)
-    assert batch.extras is not None
-    if "reference_logprobs" in batch.extras.tensors:
+    if "reference_logprobs" in batch.extra_tensors:
         names = ("old_logprobs", "reference_logprobs")
         ours, theirs = (
             document_sums(batch.extra(name), batch.document_ids)[:, 0].double() for name in names
@@ -120,7 +117,7 @@ def add_advantages(
         name: each[:, None].expand(-1, batch.sequence_length).contiguous()
         for name, each in values.items()
     }
-    return with_extras(batch, **extras)
+    return batch.with_extras(**extras)
 
 
 def _completion_metrics(
@@ -173,12 +170,12 @@ def _padding_like(batch: Batch, num_sequences: int) -> Batch:
     if batch.extras is None:
         return empty
     learned_from = ("old_logprobs", "proximal_logprobs", "reference_logprobs", "advantages")
-    fill = {name: 0.0 if name in learned_from else math.nan for name in batch.extras.tensors} | {
+    fill = {name: 0.0 if name in learned_from else math.nan for name in batch.extra_tensors} | {
         "routed_experts": -1
     }
     extras = {
         name: torch.full((num_sequences, *each.shape[1:]), fill[name], dtype=each.dtype)
-        for name, each in batch.extras.tensors.items()
+        for name, each in batch.extra_tensors.items()
     }
     return replace(empty, extras=Extras(**extras))
 

@@ -36,7 +36,7 @@ from lmforge.post.objectives.policy import (
 )
 from lmforge.post.options.align import AlignConfig
 from lmforge.post.prompts import PromptPacking
-from lmforge.post.reference import ReferenceModel, build_reference, with_extras
+from lmforge.post.reference import ReferenceModel, build_reference
 from lmforge.post.rl.journal import SEQUENCE_TENSORS, RolloutJournal
 from lmforge.post.rl.rollout_batches import (
     add_advantages,
@@ -142,7 +142,7 @@ class Rollouts:
         if self._journal is not None:
             local = add_staleness(local, batch_index, self._sets.wait_seconds)
         if iteration:
-            local = with_extras(local, reused=torch.ones(local.tokens.shape))
+            local = local.with_extras(reused=torch.ones(local.tokens.shape))
         if self._is_pipeline:  # its micro-batches have one length
             micro_batches = self._micro_batches(trim_padding(local, self._cuts))
         else:
@@ -179,8 +179,8 @@ class Rollouts:
             experts_shape=self._experts_shape,
         )
         models = {"reference_logprobs": self._reference, "proximal_logprobs": self._proximal}
-        batch = with_extras(
-            batch, **{name: self._logprobs(batch, model) for name, model in models.items() if model}
+        batch = batch.with_extras(
+            **{name: self._logprobs(batch, model) for name, model in models.items() if model}
         )
         batch = add_advantages(
             batch,
@@ -285,8 +285,7 @@ class Rollouts:
         if iterations == 1 or self._journal is not None:
             return {}
         assert self._set is not None
-        assert self._set.extras is not None
-        local = self._set.tensors | self._set.extras.tensors
+        local = self._set.tensors | self._set.extra_tensors
         own = {
             name: tensor.unflatten(0, (iterations, -1)).numpy() for name, tensor in local.items()
         }
