@@ -30,7 +30,7 @@ class WeightSource(Protocol):
 
     @property
     def manifest(self) -> Manifest | None:
-        """That of a checkpoint; None for any other folder."""
+        """The manifest of a checkpoint; None for any other folder."""
 
     @property
     def adapters(self) -> Path | None:
@@ -141,7 +141,7 @@ class AttemptLog(Protocol):
 
     @property
     def path(self) -> Path:
-        """Its file."""
+        """The file that it is written to."""
 
     def write(self, line: str) -> None:
         """Add a line that is not printed."""

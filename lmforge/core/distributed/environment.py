@@ -198,7 +198,7 @@ def _find_launcher(environ: Mapping[str, str]) -> Launcher | None:
 
 
 def _mpi_launchers(environ: Mapping[str, str]) -> list[Launcher]:
-    """Those of MPI whose ranks include this process.
+    """The launchers of MPI whose ranks include this process.
 
     A launcher that starts another one may be among them.
     """

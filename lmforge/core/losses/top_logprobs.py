@@ -77,8 +77,9 @@ def top_log_probs(
 
 
 def likeliest_tokens(logprobs: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Of `logprobs` [n, vocab], which are overwritten: what a stored teacher has, ids [n, k] and
-    values fp32 [n, k + 1].
+    """What a stored teacher has of `logprobs` [n, vocab]: ids [n, k] and values fp32 [n, k + 1].
+
+    `logprobs` are overwritten.
     """
     values, ids = logprobs.topk(k, dim=-1)
     others = logprobs.scatter_(1, ids, NO_TOKEN).logsumexp(-1, keepdim=True)
@@ -86,8 +87,8 @@ def likeliest_tokens(logprobs: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def drawn_tokens(logprobs: Tensor, k: int, rng_keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Of `logprobs` [n, vocab] `k` ids [n, k], and their values with log τ at the end, fp32 [n, k +
-    1]. `rng_keys`: int64 [n].
+    """`k` ids drawn from `logprobs` [n, vocab]: ids [n, k], and their values with log τ at the end,
+    fp32 [n, k + 1]. `rng_keys`: int64 [n].
 
     A token is drawn with probability min(1, p / τ), where τ is such that these add up to k.
     Anshumann et al. (arXiv 2503.16870) draw k times from p, where a likely token comes again and

@@ -222,7 +222,7 @@ class PipelineModel(FSDP2Model):
         return ScheduleInterleaved1F1B([*stages], num_micro_batches, **kwargs)
 
     def _hidden_shape(self, size: int, length: int) -> tuple[int, int, int]:
-        """Of what stages send each other."""
+        """The shape of what stages send each other."""
         parts = self.options.context_parallel_degree * self.options.tensor_parallel_degree
         return size, length // parts, self.model.config.hidden_size
 

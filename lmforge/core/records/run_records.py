@@ -167,7 +167,7 @@ def completion_tables(run_folder: Path) -> list[str]:
 
 
 def read_first_completions(run_folder: Path, table: str, limit: int) -> Iterator[CompletionRecord]:
-    """Those of rank 0 in the first `limit` lines of a table.
+    """The completions of rank 0 in the first `limit` lines of a table.
 
     Invalid lines are left out; a missing file has none.
     """

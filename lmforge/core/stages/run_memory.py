@@ -47,7 +47,7 @@ class RunMemory:
         step: int = 0,
         teacher: ModelConfig | None = None,
     ) -> Self:
-        """That of a recipe on these ranks, for a run that continues from `step`."""
+        """The memory of a recipe's run on these ranks, for a run that continues from `step`."""
         return cls(
             config,
             model_config,

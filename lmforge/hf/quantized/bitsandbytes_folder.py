@@ -42,7 +42,7 @@ class StoredMatrix:
     _files: Mapping[str, SafetensorsFile]
 
     def read(self) -> Tensor:
-        """Its bytes, as quantization/blocks.py has them, on the CPU."""
+        """The matrix in bytes, as quantization/blocks.py has them, on the CPU."""
         codes = self._read("").contiguous().view(torch.uint8)
         scales = self._read(".absmax").contiguous()
         if not self.stored.double_quant:

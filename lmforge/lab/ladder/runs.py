@@ -342,7 +342,7 @@ class _Active(ABC):
 
     @abstractmethod
     def poll(self) -> int | None:
-        """Its exit status; None while it trains."""
+        """The exit status of the rung's process; None while it trains."""
 
     def stop(self, number: int = signal.SIGTERM) -> None:
         """Ask it to save and end."""

@@ -158,7 +158,7 @@ class _Episodes:
                     )
 
     def _environment(self, request: dict[str, Any]) -> Environment:
-        """That of an episode; an instance serves one episode after another, as in TRL."""
+        """The environment of an episode; an instance serves one episode after another, as in TRL."""
         number = request["episode"]
         if number not in self._environments:
             name = "" if "" in self._found else request["row"]["environment"]

@@ -88,7 +88,7 @@ class _State:
     loading: Path | None = None
 
     def take(self, version: int) -> None:
-        """It has these weights and is used."""
+        """Use the server from now on: it has the weights of `version`."""
         self.confirmed = version
         self.left_out_at = None
         self.problem = self.reason = ""

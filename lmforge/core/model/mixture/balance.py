@@ -43,9 +43,11 @@ class BalanceConfig:
 
 
 class Balance:
-    """Of the `mixtures` of a model, in the order of layers.
+    """How evenly the tokens of a step go to the experts of a model: counts them, adds the auxiliary
+    loss, and moves the biases of routers.
 
-    Those of another rank's stage of a pipeline are there, too.
+    `mixtures` are those of the model in the order of layers; those of another rank's stage of a
+    pipeline are there, too.
 
     groups: ranks that have parts of the same rows; of several, each splits what a rank of the one
     before it has.

@@ -73,7 +73,7 @@ def _is_looped(rows: Tensor) -> bool:
 
 
 def _windows(rows: Tensor, ends: Tensor) -> Iterator[tuple[int, int, slice]]:
-    """Of each expert where its rows start and end, and the rows that its product takes: in 16 bits
+    """Where the rows of each expert start and end, and the rows that its product takes: in 16 bits
     a multiple of some number, an eighth of an expert's average, with rows of other experts below
     or, at the end, above.
     """
