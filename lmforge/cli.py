@@ -156,10 +156,14 @@ def run(arguments: list[str]) -> int:
     chosen: Options | None = None
     try:
         words = [word for word in arguments if word != "--debug"]
+        plugins: list[str] = []
         while words[:1] == ["--plugins"] and len(words) > 1:
-            load_plugins([words[1]])
+            plugins += words[:2]
             words = words[2:]
         name, *rest = words or ["--help"]
+        # Verbs that are known load what is installed with their options.
+        if plugins or name not in VERBS:
+            load_plugins(plugins[1::2])
         status = 0
         answer = _answer(name, rest)
         works = answer is None and (VERBS[name].writes or VERBS[name].distributed)
@@ -176,7 +180,7 @@ def run(arguments: list[str]) -> int:
         else:
             chosen = parse_command(name, rest)
             with losing_output(keeps_stdout=not VERBS[name].writes) if works else nullcontext():
-                status = _carry_out(name, rest, chosen)
+                status = _carry_out(name, rest, chosen, plugins)
         if sys.stdout is not None:
             sys.stdout.flush()  # while a closed pipe can still be detected
         return status
@@ -301,24 +305,24 @@ def _split_dry_run(arguments: list[str]) -> tuple[list[str], str | None]:
     return [*arguments[:at], *rest], "all" if everything else "changed"
 
 
-def _carry_out(name: str, arguments: list[str], chosen: Any) -> int:
-    """Call the function of a verb in this process, or on ranks that are started for it.
+def _carry_out(name: str, arguments: list[str], chosen: Any, plugins: list[str]) -> int:
+    """Call the function of a verb in this process, or on ranks that are started for it, which load
+    the `plugins` named before it too.
 
     Returns the exit status.
     """
     verb = VERBS[name]
+    command = [*plugins, name, *arguments]
     if name in STAGES and (scope := _split_dry_run(arguments)[1]):
         from lmforge.ops.verbs.show.describe import dry_run
 
         print(dry_run(chosen, everything=scope == "all"))
         return 0
     if name in STAGES and (group := read_node_group()):
-        return _launch([name, *arguments], chosen, chosen.launch.processes, group)
+        return _launch(name, command, chosen, chosen.launch.processes, group)
     if name == "doctor" and (group := read_node_group()):
         where = agree_on_address(group, chosen.timeout_seconds)
-        return launch_plainly(
-            chosen.processes, [name, *arguments], group.rank, len(group.names), *where
-        )
+        return launch_plainly(chosen.processes, command, group.rank, len(group.names), *where)
     # Ranks that lmforge started have the same command line; their environment variables tell their
     # rank.
     if isinstance(chosen, StageConfig):
@@ -331,13 +335,15 @@ def _carry_out(name: str, arguments: list[str], chosen: Any) -> int:
     if verb.distributed and not elsewhere and not read_rank_info().launched:
         processes = chosen.launch.processes if isinstance(chosen, StageConfig) else chosen.processes
         if processes > 1 and not (isinstance(chosen, BenchConfig) and chosen.bench.sweep):
-            return _launch([name, *arguments], chosen, processes)
+            return _launch(name, command, chosen, processes)
     if verb.pass_arguments:
         return verb.load()(chosen, arguments)
     return verb.load()(chosen)
 
 
-def _launch(command: list[str], chosen: Any, processes: int, group: NodeGroup | None = None) -> int:
+def _launch(
+    name: str, command: list[str], chosen: Any, processes: int, group: NodeGroup | None = None
+) -> int:
     """Start the ranks of this machine: all of them, or those of a node of the `group` that `lmforge
     launch` has started.
     """
@@ -346,7 +352,7 @@ def _launch(command: list[str], chosen: Any, processes: int, group: NodeGroup | 
         if group:
             nodes = len(group.names)
         plan_batches(chosen, processes * nodes)
-    if command[0] not in STAGES:
+    if name not in STAGES:
         return launch_local(processes, command)
     run = Run.from_config(chosen)
     before = run.started_at_ns

@@ -268,6 +268,31 @@ def test_two_ranks_refuse_a_broken_plugin_with_one_line_and_one_status(
     assert done.stderr.count("\n") == 1
 
 
+VERB = '''
+import os
+
+
+class Greet(lmforge.Options):
+    """lmforge greet: say hello."""
+
+    environment: str = lmforge.option("auto", "what starts the ranks")
+    processes: int = lmforge.option(1, "ranks", ge=1)
+
+
+@lmforge.register("verb", "greet", config=Greet, distributed=True)
+def greet(options):
+    print("hello", os.environ.get("RANK", "alone"), flush=True)
+    return 0
+'''
+
+
+def test_ranks_of_a_verb_load_the_plugin_that_has_it(tmp_path: Path, lmforge: Command) -> None:
+    (tmp_path / "mine.py").write_text(OPTIONS + VERB)
+    done = lmforge("--plugins", tmp_path / "mine.py", "greet", "--processes", "2")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["hello 0", "hello 1"]
+
+
 def test_an_installed_package_is_found_by_its_entry_point(tmp_path: Path, recipe: Path) -> None:
     site = tmp_path / "site"
     (site / "their_plugin-1.5.dist-info").mkdir(parents=True)
@@ -286,6 +311,10 @@ def test_an_installed_package_is_found_by_its_entry_point(tmp_path: Path, recipe
         return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
 
     assert "objective theirs: What is mine" in run("pretrain", "--help", "all").stdout
+    with (site / "their_plugin.py").open("a") as file:
+        file.write(VERB)
+    assert run("greet").stdout == "hello alone\n"
+    assert "say hello" in run("--help").stdout
     (site / "their_plugin.py").write_text("1 / 0")
     done = run("pretrain", "--help")
     assert done.returncode == 2
