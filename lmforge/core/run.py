@@ -1,4 +1,4 @@
-"""The stages of training, pretrain, sft and align, from beginning to end: enter the run, build the
+"""The stages of training, pretrain, sft, align and distill, from beginning to end: enter the run, build the
 model, attach what observes it, train, and report how it ended. What a stage does in its own way is
 in specs.py.
 """

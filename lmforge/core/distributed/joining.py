@@ -205,7 +205,7 @@ def interface_towards(host: str) -> str | None:
 def report_missing_ranks(
     rank: int, world_size: int, what: str, patience_seconds: float = REPORT_AFTER_SECONDS
 ) -> Iterator[None]:
-    """For a block that waits for all ranks.
+    """A context for what waits for all ranks; it says which have not joined.
 
     `what` names the wait, of which the same processes may have several. torch waits for all ranks
     without a message, and after minutes fails with one that names no rank. Here each rank writes a

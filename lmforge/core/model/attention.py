@@ -479,10 +479,10 @@ class KVCache:
     def view(
         self, first: int, positions: Tensor, end: int, groups: Sequence[DecodeGroup] = ()
     ) -> list[LayerKVCache]:
-        """For a forward pass over tokens at `positions` int64 [sequences, length] of the sequences
+        """The cache of each block for a forward pass over tokens at `positions` int64 [sequences, length] of the sequences
         from `first` on.
 
-        One LayerKVCache for each block. `end` is one more than the largest position. The positions
+        `end` is one more than the largest position. The positions
         of a sequence are consecutive; what pads a shorter one at the right is written to slots that
         its later tokens overwrite. `groups`, if any, are all sequences: attention reads the keys of
         each up to its longest only.

@@ -42,7 +42,7 @@ class InitialValue:
     scale: float = 1.0
 
     def scaled(self, factor: float, offset: float = 0.0) -> "InitialValue":
-        """With `factor` times the random numbers, or the constant.
+        """This value with `factor` times its random numbers, or its constant.
 
         `offset` is what is added to a constant where it is used.
         """

@@ -39,7 +39,9 @@ class TensorScale(NamedTuple):
 
 @dataclass(frozen=True)
 class Parametrization:
-    """width, depth: of a model, relative to its base model. head_dim: of the base model's heads,
+    """The size of a model relative to its base model, from which the factors of each tensor follow.
+
+    width, depth: of the model, relative to the base model. head_dim: of the base model's heads,
     relative to this one's.
     """
 

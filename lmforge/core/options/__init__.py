@@ -1,4 +1,4 @@
-"""Every option of every command: its type, default, bounds and meaning.
+"""The options of training, and how options are declared: type, default, bounds and meaning.
 
 Begin with `sections.py` (the sections that all training stages share), then `stage.py` (the stages,
 pretraining). Those of fine-tuning and alignment are in post/options/, those of other verbs in the

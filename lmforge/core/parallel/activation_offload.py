@@ -63,8 +63,8 @@ class CudaCopyStream:
 
 
 class HostCopyStream:
-    """For a CPU, whose memory is the host's: plain copies, which save nothing and show that the
-    values are right.
+    """Plain copies in host memory, for a CPU: they save nothing and show that the values are
+    right.
     """
 
     def empty_on_host(self, like: Tensor) -> Tensor:

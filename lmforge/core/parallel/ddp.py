@@ -20,7 +20,7 @@ _groups: set[dist.ProcessGroup] = set()
 
 
 class DDPModel(ParallelModel):
-    """Gradients are all-reduced with the last micro-batch only."""
+    """A model under DDP; gradients are all-reduced with the last micro-batch only."""
 
     engine = "ddp"
 

@@ -3,7 +3,9 @@ of their experts and back.
 
 The ranks are borrowed from those that shard a copy of the model or split its sequences. FSDP2
 shards each expert over the ranks that are left, and sums its gradient over these: with the tokens
-that came from the others, those are all tokens of the batch. Two all-to-alls carry the tokens of
+that came from the others, those are all tokens of the batch. Nothing
+is divided here: each loss was divided by the items of the global batch before its backward pass
+(`forward_backward` in parallel_model.py). Two all-to-alls carry the tokens of
 each mixture in the forward pass, and two in the backward pass.
 
 How many tokens go where is known to the devices only, and an all-to-all wants it of the host: the
@@ -44,7 +46,7 @@ def apply_expert_parallel(model: LanguageModel, mesh: DeviceMesh, fsdp_mesh: Dev
 
 @contextmanager
 def whole_experts(model: LanguageModel) -> Iterator[None]:
-    """Within it every rank has all experts, given that FSDP has gathered its own; ranks may run
+    """A context in which every rank has all experts, given that FSDP has gathered its own; ranks may run
     different numbers of forward passes. All ranks enter together.
     """
     dispatched = {experts: experts.dispatch for experts in _experts(model) if experts.dispatch}

@@ -44,7 +44,9 @@ _HEAD_WEIGHT = "lm_head.weight"
 
 
 class FSDP1Model(ParallelModel):
-    """FSDP1 divides gradients by the number of ranks; `gradient_divide_factor` undoes that."""
+    """A model under FSDP1, whose division of gradients by the number of ranks is undone by
+    `gradient_divide_factor`.
+    """
 
     engine = "fsdp1"
     is_sharded = True

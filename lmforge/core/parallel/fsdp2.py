@@ -243,7 +243,7 @@ class FSDP2Model(ParallelModel):
 
 
 class _Routers(nn.ModuleList):
-    """A call only runs the hooks of FSDP, which gather."""
+    """The routers of all blocks as one unit of FSDP; a call only runs its hooks, which gather."""
 
     def forward(self) -> None: ...
 

@@ -118,11 +118,11 @@ class ModelWithLoss(nn.Module):
 
 
 class ParallelModel:
-    """`model_with_loss` is called on micro-batches; `model` is the same model under its own names,
-    for everything else.
+    """A model distributed by one engine.
 
-    A training step calls `forward_backward`, `clip_grad_norm` and `zero_grad`; validation calls
-    `score`.
+    A training step calls `begin_step`, `forward_backward`, `clip_grad_norm` and `end_step`;
+    validation calls `score`. `model_with_loss` is called on micro-batches; `model` is the same
+    model under its own names, for everything else.
     """
 
     engine = "single"

@@ -46,7 +46,7 @@ def parallelize(
     gradients are fp32 as well. With `float8` the matrix products of the blocks are in float8.
 
     The order is float8 → expert parallel → tensor parallel → context parallel → activation
-    checkpointing → compile → shard (a pipeline is cut into stages first) → init weights;
+    checkpointing → activation offload → compile → shard (a pipeline is cut into stages first) → init weights;
     docs/architecture.md says why each stands where it does.
 
     Raises UserError, the same on all ranks, where the options or float8 do not fit the ranks or the

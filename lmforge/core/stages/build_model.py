@@ -136,7 +136,7 @@ def build_model_and_optimizer(
         registry.get("transform", "lora").load()(model, adapters)
 
     def fill_weights(model: LanguageModel) -> None:
-        """Nothing is sent between ranks."""
+        """Fill the weights of this rank, from files or at random; nothing is sent between ranks."""
         with dist_ctx.raise_on_all():
             try:
                 if load_weights is None:

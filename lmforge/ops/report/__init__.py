@@ -8,5 +8,5 @@ nothing is loaded from elsewhere.
 For others: `write_report`, and for the one in a run `write_run_report` and `ReportThread`
 (`page.py`); `last_state` (`run_data.py`).
 
-Not here: the metrics and events themselves (core/stages/attempt.py).
+Not here: the metrics and events themselves (core/stages/run_files.py).
 """

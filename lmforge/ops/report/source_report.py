@@ -62,7 +62,7 @@ class SourceReport:
 
 
 def read_source(name: str, folder: TokenFolder) -> SourceReport:
-    """At most MAX_SHARDS_READ shards are read, evenly spaced.
+    """The report of a source, from at most MAX_SHARDS_READ shards, evenly spaced.
 
     Raises UserError where there is nothing to read.
     """

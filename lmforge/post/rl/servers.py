@@ -7,7 +7,7 @@ has had the weights of a step loaded. With staleness servers get new weights wit
 in flight: every rank follows each server in a thread, in which rank 0 asks it to load the newest
 weights and the others ask which it has.
 
-Every rank decides for itself which servers it uses, in one place: `Servers.leave_out`, after an
+Every rank decides for itself which servers it uses, in two places: `Servers.leave_out`, after an
 answer that cannot be used, and `_State.confirmed`, which a server loses that does not say that it
 has the weights. Then its requests go to others. It is used again once it has newer weights, or
 where no other is left.

@@ -4,6 +4,6 @@ pieces, from an object store.
 Begin with `folder.py` (`TokenFolder`), then `format.py` and `files.py`. They are written in
 `text/prepare`; `core/data/dataset.py` makes sequences of them.
 
-For others: `TokenFolder`, the format of `format.py`, and `verify_shards` (`verify.py`). Not here:
-the order of samples, packing.
+For others: `TokenFolder` and the format of `format.py`. Not here: the order of samples, packing,
+and verifying (text/prepare/verify.py).
 """

@@ -65,7 +65,9 @@ def _(
 
 
 class Router(nn.Module):
-    """weight [experts, width]. Computed in fp32 whatever the dtype of the model.
+    """Chooses the experts of each token and their weights, in fp32 whatever the dtype of the model.
+
+    weight: [experts, width].
 
     e_score_correction_bias fp32 [experts]: a buffer of those that score by sigmoids; it is added to
     the scores to choose by.
@@ -115,8 +117,8 @@ class Router(nn.Module):
         return weights if self.scaling == 1 else weights * self.scaling, chosen, scores, logits
 
     def _to_choose_by(self, scores: Tensor) -> Tensor:
-        """With the bias; and without the experts of all but the groups whose two best are the best
-        together.
+        """The scores to choose by: with the bias, and without the experts of all but the groups
+        whose two best are the best together.
         """
         if self.e_score_correction_bias is not None:
             scores = scores + local_weight(self.e_score_correction_bias)
