@@ -161,9 +161,7 @@ def run(arguments: list[str]) -> int:
             plugins += words[:2]
             words = words[2:]
         name, *rest = words or ["--help"]
-        # Verbs that are known load what is installed with their options.
-        if plugins or name not in VERBS:
-            load_plugins(plugins[1::2])
+        _load_plugins_before(name, plugins[1::2])
         status = 0
         answer = _answer(name, rest)
         works = answer is None and (VERBS[name].writes or VERBS[name].distributed)
@@ -206,6 +204,18 @@ def run(arguments: list[str]) -> int:
         what = " ".join(traceback.format_exception_only(problem)[-1].split())
         _print_error(f"unexpected {what}; its traceback is in {saved} (--debug prints it here)")
         return 1
+
+
+def _load_plugins_before(name: str, files: list[str]) -> None:
+    """Load the plugin `files` named before a verb, and installed ones, which may have that verb.
+
+    Raises UserError for a verb that takes plugins itself, and so records them with its run.
+    """
+    if name in VERBS and "plugins" in VERBS[name].options.model_fields:
+        if files:
+            raise UserError(f"--plugins {cut(files[0])}: write it after {name}")
+    elif files or name not in (*VERBS, "-V", "--version"):
+        load_plugins(files)
 
 
 def _answer(name: str, arguments: list[str]) -> str | None:

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -96,6 +97,18 @@ def test_a_run_that_is_begun_holds_a_recipe_that_gives_the_same_options_again(
 def test_each_attempt_has_a_number_of_its_own(tmp_path: Path) -> None:
     run = Run(tmp_path / "a")
     assert [run.start_attempt(PretrainConfig()) for _ in range(11)] == list(range(1, 12))
+
+
+def test_a_run_of_a_version_with_more_options_is_opened_without_them(
+    tiny_run: Path, tmp_path: Path
+) -> None:
+    """Its recipe has every option of its time."""
+    shutil.copytree(tiny_run, tmp_path / "old")
+    recipe = tmp_path / "old" / "recipe.toml"
+    expected = Run.open(tmp_path / "old").load_config()
+    recipe.write_text(recipe.read_text().replace("[data]\n", "[data]\ncache_gib = 3.0\n", 1))
+    assert "cache_gib" in recipe.read_text()
+    assert Run.open(tmp_path / "old").load_config() == expected
 
 
 def test_overwriting_is_done_once_and_not_recorded(tmp_path: Path) -> None:

@@ -305,7 +305,7 @@ def _count_parameters(config_json: str) -> tuple[int, int, int, int]:
 
 
 class TransformersIncrementalDecoder:
-    """The counterpart of model.incremental.IncrementalDecoder for a TransformersModel."""
+    """The counterpart of `IncrementalDecoder` (serve/decoding/incremental.py) for a TransformersModel."""
 
     def __init__(self, model: TransformersModel, max_length: int, device: torch.device) -> None:
         model.config.check_length(max_length)

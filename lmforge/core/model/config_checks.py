@@ -108,7 +108,7 @@ def _check_experts(config: ModelFields, family: Family) -> None:
             )
 
 
-def check_latent_attention(config: ModelFields, family: Family) -> None:
+def check_latent_attention(config: ModelFields) -> None:
     for name in (
         "kv_lora_rank",
         "qk_nope_head_dim",

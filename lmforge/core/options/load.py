@@ -19,7 +19,7 @@ from lmforge.core.options.options import (
 )
 from lmforge.core.options.stage import StageConfig
 from lmforge.core.plugins import load_plugins, resolve_plugins
-from lmforge.core.registry import KINDS, find, import_named, names, names_unchecked
+from lmforge.core.registry import find, import_named, names, names_unchecked
 
 StageConfigT = TypeVar("StageConfigT", bound=StageConfig)
 
@@ -76,20 +76,17 @@ def read_config(recipe: Path) -> StageConfig:
 
 def read_record(recipe: Path) -> StageConfig:
     """The config of a recipe that a run has recorded, without loading its plugins: their names are
-    kept, their options are left out. Raises UserError.
+    kept, their options are left out, and so are those of a version of lmforge that had more.
+
+    Raises UserError.
     """
     table = read_recipe(recipe)
     options_class = config_class(table, str(recipe))
-    for kind in KINDS.values():
-        field = options_class.model_fields.get(kind.section)
-        section = table.get(kind.section)
-        if field is not None and isinstance(section, dict):
-            known = getattr(field.annotation, "model_fields", {})
-            table[kind.section] = {
-                name: value
-                for name, value in section.items()
-                if name in known or not isinstance(value, dict)
-            }
+    for section, values in table.items():
+        field = options_class.model_fields.get(section)
+        known = getattr(field and field.annotation, "model_fields", None)
+        if known and isinstance(values, dict):
+            table[section] = {name: values[name] for name in values if name in known}
     with names_unchecked():
         return validate_options(options_class, table, str(recipe))
 

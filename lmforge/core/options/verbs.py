@@ -10,8 +10,9 @@ else `Verb` says. So reading the names imports nothing that the verbs need.
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
+from lmforge.core.errors import UserError
 from lmforge.core.options.options import Options
 from lmforge.core.registry import Entry, entries, find, import_named
 
@@ -43,8 +44,8 @@ class Verb:
     """A verb: its options, and the function that carries it out.
 
     options: a class whose docstring begins with the verb's usage and summary, `lmforge VERB
-    ARGUMENTS: SUMMARY.` entry: that of its function, which is called with the options and returns the exit
-    status.
+    ARGUMENTS: SUMMARY.` entry: that of its function, which is called with the options and returns
+    the exit status.
     distributed: the options name a number of processes; `lmforge` starts that many ranks, which
     call the function together.
     writes: its work is what it writes or serves, not what it prints: it goes on where nothing reads
@@ -82,6 +83,8 @@ class _Verbs(Mapping[str, Verb]):
         facts = dict(entry.facts)
         config = facts.pop("config")
         options = import_named(config) if isinstance(config, str) else config
+        if unknown := facts.keys() - {field.name for field in fields(Verb)}:
+            raise UserError(f"verb {name}: {min(unknown)}: a verb has no such fact")
         return Verb(options, entry, **facts)
 
     def __iter__(self) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Reads the records of a run: the lines of metrics.jsonl and of its tables of completions, and
 files of bad steps. No torch.
 
-core/stages/attempt.py and post/rl/scoring.py write them. Here are also the types of the numbers in
+core/stages/run_files.py and post/rl/scoring.py write them. Here are also the types of the numbers in
 all files of a run, which bound them: another program may have written these files, or a disk
 damaged them.
 """

@@ -51,7 +51,7 @@ MAX_RANKS = 64
 
 
 class RunEvent(BaseModel, extra="allow"):
-    """A line of events.jsonl: what every event has (see core/stages/attempt.py)."""
+    """A line of events.jsonl: what every event has (see core/stages/run_files.py)."""
 
     time: str
     kind: str

@@ -6,5 +6,5 @@ no network delays no step.
 Begin with `tracker.py` (what a tracker does), then `run_trackers.py` (how records reach it). Each
 other file is one tracker.
 
-Not here: metrics and events themselves (core/stages/attempt.py).
+Not here: metrics and events themselves (core/stages/run_files.py).
 """

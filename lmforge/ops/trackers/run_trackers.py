@@ -78,8 +78,9 @@ class RunTrackers:
         """
         if not self._trackers:
             return
-        self._final_state = state
         self.on_record()
+        self._final_state = state
+        self._news.set()
         self._thread.join(FINISH_SECONDS)
         self._print_messages()
         late = ""

@@ -276,8 +276,11 @@ class Servers:
             time.sleep(POLL_SECONDS)
 
     def _load_newest(self, server: RolloutServer) -> str:
-        assert self._folder is not None
-        return self._update(server, self._folder, self._name_of(self._newest))[1]
+        with self._changed:  # a folder and its version belong together
+            folder = self._folder
+            name = self._name_of(self._newest)
+        assert folder is not None
+        return self._update(server, folder, name)[1]
 
     def _load_current(self, index: int) -> None:
         """Give a server that was started again the weights of this session, which may wait for it.
