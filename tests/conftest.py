@@ -26,10 +26,11 @@ except ImportError:  # where only the tests for a GPU run: none of them draws wi
 from lmforge.cli import limit_spinning, run
 from lmforge.core import plugins, registry
 from lmforge.text.prepare.prepare import prepare
-from tests import seeds, tools
+from tests import seeds
 from tests.cluster.laboratory import Laboratory
-from tests.preloaded import TIMEOUT_SECONDS, preloaded
-from tests.text import write_documents
+from tests.support import tools
+from tests.support.preloaded import TIMEOUT_SECONDS, preloaded
+from tests.support.text import write_documents
 
 if hypothesis is not None:
     # How fast a machine draws or computes is no claim of a test.

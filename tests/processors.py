@@ -2,7 +2,7 @@
 
     python -m tests.processors [SETTING …]     the tests below, under these settings (default: all)
     python -m tests.processors --judged both   only those whose bounds are measured by rounding
-                                               (tests/rounding.py)
+                                               (tests/support/rounding.py)
 
 Each setting first prints how many bits of a fixed product, a softmax and an exponential it changes
 here. One that changes none does not count. The settings reach every process that a test starts,
@@ -22,7 +22,7 @@ SETTINGS = {
     "avx2": {"ATEN_CPU_CAPABILITY": "avx2"},
     "compatible": {"MKL_CBWR": "COMPATIBLE"},
     "both": {"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "COMPATIBLE"},
-    # torch's compiler fails under it: tests/tools.py finds none.
+    # torch's compiler fails under it: tests/support/tools.py finds none.
     "default": {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"},
 }
 # Fewer would say little about other processors.

@@ -41,10 +41,10 @@ from lmforge.hf.resolve import resolve_model_config
 from lmforge.hf.safetensors_file import SafetensorsFile
 from tests.conftest import Command, Refusal, only_line, without_shape
 from tests.distributed.conftest import weights
-from tests.fuzzing import DAMAGED_PICKLES, put_sealed
-from tests.grids import parametrize
-from tests.preloaded import preloaded
-from tests.tools import need
+from tests.support.fuzzing import DAMAGED_PICKLES, put_sealed
+from tests.support.grids import parametrize
+from tests.support.preloaded import preloaded
+from tests.support.tools import need
 
 
 def contents(folder: Path) -> dict[str, str]:

@@ -18,8 +18,8 @@ from lmforge.cli import run
 from lmforge.lab.bench import step_timing
 from lmforge.lab.bench.trial import TIMED_PHASES
 from lmforge.lab.options.bench import sweep_combinations
-from tests.calibrations import calibration, write_calibration
 from tests.conftest import Command, Refusal
+from tests.support.calibrations import calibration, write_calibration
 
 SHORT = ["--bench.steps", "3", "--bench.warmup_steps", "1"]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.codesize import PACKAGE, brought_by, modules, tokens_in
+from tests.support.codesize import PACKAGE, brought_by, modules, tokens_in
 
 MAX_TOKENS = 473_000
 MAX_CORE_TOKENS = 159_000

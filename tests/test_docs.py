@@ -43,8 +43,8 @@ from lmforge.lab.options.plan import PlanConfig
 from lmforge.post.options.align import AlignConfig
 from lmforge.post.options.tuning import DistillConfig
 from tests.model.foreign import theirs_of
-from tests.preloaded import preloaded
-from tests.text import corpus
+from tests.support.preloaded import preloaded
+from tests.support.text import corpus
 from website.cut_down import FENCED, TINY_MODEL, is_command, shortened
 
 ROOT = Path(__file__).parents[1]

@@ -36,7 +36,7 @@ from lmforge.ops.doctor.rank_checks import (
 )
 from lmforge.ops.doctor.storage_checks import compare_contents
 from tests.conftest import Command, Refusal
-from tests.preloaded import preloaded
+from tests.support.preloaded import preloaded
 
 # Rank 1 is late for one strategy, for longer than the time-out.
 LATE_STRATEGY = """

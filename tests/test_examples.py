@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import lmforge
-from tests.preloaded import preloaded
-from tests.text import write_documents
+from tests.support.preloaded import preloaded
+from tests.support.text import write_documents
 
 ROOT = Path(__file__).parents[1]
 Example = Callable[..., subprocess.CompletedProcess[str]]

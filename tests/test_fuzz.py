@@ -27,7 +27,10 @@ from lmforge.core.errors import UserError
 from lmforge.core.options.options import iter_options
 from lmforge.core.options.verbs import VERBS
 from tests.conftest import without_shape
-from tests.fuzzing import (
+from tests.generate.conftest import byte_tokenizer, models, one_thread, scripted  # noqa: F401
+from tests.seeds import fresh_random
+from tests.serve.conftest import Server, serving  # noqa: F401 - its fixture
+from tests.support.fuzzing import (
     JSON_VALUES,
     RAW_JSON,
     TEXTS,
@@ -39,10 +42,7 @@ from tests.fuzzing import (
     mutated_json,
     pieces,
 )
-from tests.generate.conftest import byte_tokenizer, models, one_thread, scripted  # noqa: F401
-from tests.grids import parametrize
-from tests.seeds import fresh_random
-from tests.serve.conftest import Server, serving  # noqa: F401 - its fixture
+from tests.support.grids import parametrize
 
 Draw = Callable[[random.Random, Path], tuple[list[str], str]]
 CarryOut = Callable[..., None]

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.gpu import Outcomes, files_with_tests, passed_before
-from tests.preloaded import Preloaded, preloaded
+from tests.support.preloaded import Preloaded, preloaded
 
 ROOT = Path(__file__).parents[1]
 HIDDEN = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}

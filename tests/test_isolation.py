@@ -31,8 +31,8 @@ def shared():
 def test_a_shared_fixture_and_a_test_work_in_an_empty_folder(shared, lmforge, program):
     assert shared == sorted(Path().iterdir()) == []
     assert "runs: No such file or directory" in lmforge("runs").stderr
-    assert program("import lmforge; from tests import text; print(lmforge.__file__, text.__file__)").stdout.split() == [
-        str(Path(__file__).parents[1] / name) for name in ("lmforge/__init__.py", "tests/text.py")
+    assert program("import lmforge; from tests.support import text; print(lmforge.__file__, text.__file__)").stdout.split() == [
+        str(Path(__file__).parents[1] / name) for name in ("lmforge/__init__.py", "tests/support/text.py")
     ]
     Path("left").touch()
 

@@ -33,7 +33,7 @@ from lmforge.core.stages.inputs import check_model
 from lmforge.hf.resolve import resolve_model_config
 from lmforge.serve.verbs import generate
 from tests.conftest import Command, Refusal
-from tests.grids import parametrize
+from tests.support.grids import parametrize
 
 LONG = "x" * 5000
 DIGITS = "9" * 6000

@@ -21,7 +21,7 @@ from lmforge.hf.resolve import resolve_model_config
 from tests.conftest import Command, without_shape
 from tests.data.hub_server import serving, variables
 from tests.distributed.test_hub import SIZES
-from tests.text import write_documents
+from tests.support.text import write_documents
 
 WITHOUT_NETWORK = ["unshare", "--map-root-user", "--net"]
 

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 import lmforge
-from tests.tools import hadolint, need
+from tests.support.tools import hadolint, need
 
 ROOT = Path(__file__).parents[1]
 # What is in the package and is no module. Its folder of recipes is a link to that of the

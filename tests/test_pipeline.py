@@ -15,7 +15,7 @@ import pytest
 from lmforge.core.errors import EXIT_PEER_LOST
 from lmforge.core.records.runs import Run
 from tests.conftest import Command, Refusal
-from tests.preloaded import Forked, preloaded, rank_variables
+from tests.support.preloaded import Forked, preloaded, rank_variables
 
 FEW = [
     "--data.sequence_length",

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import lmforge
-from tests import regex_steps
-from tests.regex_steps import StepCounter, TooManySteps
+from tests.support import regex_steps
+from tests.support.regex_steps import StepCounter, TooManySteps
 
 ROOT = Path(lmforge.__file__).parent
 # Where what was written is read.

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import processors
-from tests.rounding import FAULT, PLANTED, TIMES, assert_rounding_apart
+from tests.support.rounding import FAULT, PLANTED, TIMES, assert_rounding_apart
 
 ROOT = Path(__file__).parents[1]
 

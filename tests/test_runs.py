@@ -28,7 +28,7 @@ from lmforge.core.parallel import precision
 from lmforge.core.records.runs import MANIFEST, Run, describe_environment
 from lmforge.ops.report.run_data import read_events
 from tests.conftest import Refusal
-from tests.grids import parametrize
+from tests.support.grids import parametrize
 
 HOLD = """
 import sys
@@ -40,7 +40,7 @@ sys.stdin.read()
 """
 
 
-WITHOUT_FLOCK = ["-m", "tests.without_flock"]
+WITHOUT_FLOCK = ["-m", "tests.support.without_flock"]
 LEASE_SECONDS = 2.0
 HOLD_FOR_SECONDS = (
     f"from lmforge.core.files import locks\nlocks.LEASE_SECONDS = {LEASE_SECONDS}\n{HOLD}"

@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from tests import seeds, tools
-from tests.preloaded import preloaded
+from tests import seeds
+from tests.support import tools
+from tests.support.preloaded import preloaded
 
 ROOT = Path(__file__).parents[1]
 FILE = """
 import pytest
 from hypothesis import given, settings, strategies
 from tests.seeds import fresh_seed
-from tests.tools import TOOLS, Tool
+from tests.support.tools import TOOLS, Tool
 
 TOOLS["a unicorn"] = Tool(lambda: False, "apt-get install unicorn")
 

@@ -18,7 +18,7 @@ from lmforge.text.prepare.prepare import prepare
 from tests.chaos import plan
 from tests.chaos.life import Figures, Life
 from tests.chaos.processes import in_a_child
-from tests.text import write_documents
+from tests.support.text import write_documents
 
 DISK_BYTES = 48 * 2**20
 

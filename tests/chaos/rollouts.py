@@ -38,7 +38,7 @@ from lmforge.hf.export import export_folder
 from lmforge.serve.decoding.model_loading import load_model
 from tests.chaos.processes import descendants
 from tests.chaos.servers import KEY, SPOILS, Proxy, SampledSpan, Server
-from tests.preloaded import Forked, preloaded, rank_variables
+from tests.support.preloaded import Forked, preloaded, rank_variables
 
 STEPS, EVERY = 16, 2
 TIMEOUT_SECONDS = 6.0  # of a server

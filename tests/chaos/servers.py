@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lmforge.core.distributed.rendezvous import free_port
-from tests.preloaded import Forked, preloaded
+from tests.support.preloaded import Forked, preloaded
 
 # What a proxy does to answers with sampled tokens, and what the run says of it. An answer that is
 # late is no failure.

@@ -21,7 +21,7 @@ from lmforge.core.checkpoint import Manifest, RetentionPolicy, async_save
 from lmforge.core.records.run_records import higher_is_better
 from lmforge.core.records.runs import Run
 from tests.distributed.conftest import weights
-from tests.preloaded import preloaded
+from tests.support.preloaded import preloaded
 
 Train = Callable[..., Run]
 

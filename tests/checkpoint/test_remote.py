@@ -13,7 +13,7 @@ from lmforge.lab.bench.bounds import FP32
 from lmforge.lab.bench.parity import weights_difference
 from tests.conftest import Command, Refusal
 from tests.distributed.conftest import weights
-from tests.object_store import object_store
+from tests.support.object_store import object_store
 
 BUCKET = "s3://models/runs"
 

@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Self
 
-from tests import tools
+from tests.support import tools
 
 ROOT = Path(__file__).parents[2]
 HOSTS = "node1", "node2"

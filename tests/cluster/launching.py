@@ -16,7 +16,7 @@ from lmforge.core.options.options import to_toml
 from lmforge.core.options.stage import PretrainConfig
 from lmforge.core.records.runs import Run
 from tests.distributed.conftest import weights
-from tests.preloaded import preloaded
+from tests.support.preloaded import preloaded
 
 WAIT_SECONDS = 100
 

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from lmforge.core.distributed.rendezvous import free_port
-from tests import tools
 from tests.cluster.laboratory import LOGIN, Laboratory
 from tests.cluster.launching import Desk, with_programs, write_executable
 from tests.conftest import Refusal
+from tests.support import tools
 
 THROTTLE = "tc qdisc add dev eth0 root tbf rate 80mbit burst 64kb latency 200ms"
 

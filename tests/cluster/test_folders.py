@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.preloaded import on_ranks
-from tests.tools import need
+from tests.support.preloaded import on_ranks
+from tests.support.tools import need
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lmforge.core.distributed.joining import OUTSIDE, interface_towards
 from lmforge.core.distributed.rendezvous import free_port
 from tests.conftest import Command
-from tests.preloaded import preloaded
+from tests.support.preloaded import preloaded
 
 # A rank of three, of which rank 1 never comes.
 WAITING = """

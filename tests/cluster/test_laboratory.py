@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import tools
 from tests.cluster.laboratory import HOSTS, LOGIN, Laboratory
+from tests.support import tools
 
 # A test process with a laboratory of its own, which is killed.
 KILLED = """

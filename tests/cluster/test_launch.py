@@ -33,7 +33,7 @@ from tests.cluster.launching import (
     write_executable,
 )
 from tests.conftest import Command, Refusal
-from tests.grids import parametrize
+from tests.support.grids import parametrize
 
 STANDIN = Path(__file__).with_name("pbs_standin.py")
 MANY = ("--train.steps", "100000", "--validation.every_steps", "none")

@@ -20,7 +20,7 @@ from lmforge.text.sources.hf_dataset import find_cached_dataset
 from tests.conftest import Refusal
 from tests.data import hub_server
 from tests.data.test_prepare import content, some_texts, stored_texts
-from tests.preloaded import preloaded
+from tests.support.preloaded import preloaded
 
 
 def all_texts(folder: Path) -> list[str]:

@@ -18,8 +18,8 @@ from lmforge.core.data.order import (
     splitmix64,
     windowed_permutation,
 )
-from tests.grids import parametrize
 from tests.seeds import fresh_seed
+from tests.support.grids import parametrize
 
 GOLDEN_KEY = 8227339661858151388
 GOLDEN_MIX = [0, 6238072747940578789, 15839785061582574730]

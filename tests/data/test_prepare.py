@@ -40,7 +40,7 @@ from lmforge.text.sources import text_sources
 from lmforge.text.sources.units import MAX_LINE_CHARACTERS
 from tests.conftest import Refusal
 from tests.seeds import fresh_random
-from tests.tools import need
+from tests.support.tools import need
 
 WORDS = [
     "the",

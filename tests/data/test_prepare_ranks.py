@@ -15,8 +15,8 @@ from lmforge.text.prepare.dist_context import divide_units
 from lmforge.text.prepare.prepare import prepare
 from tests.conftest import only_line
 from tests.data.test_prepare import content, some_texts, write_lines
-from tests.preloaded import preloaded
 from tests.seeds import fresh_random
+from tests.support.preloaded import preloaded
 
 SCRIPT = """
 import os, signal, sys

@@ -24,9 +24,9 @@ from lmforge.core.stages.training_data import TokenSources, find_missing_folders
 from tests.conftest import Command, Refusal
 from tests.data.file_server import FaultyServer, file_server
 from tests.data.test_shards import flip_bit
-from tests.object_store import object_store
-from tests.preloaded import preloaded
 from tests.seeds import fresh_random
+from tests.support.object_store import object_store
+from tests.support.preloaded import preloaded
 from tests.test_own_folders import NOBODY, as_root
 
 Writer = Callable[..., TokenFolder]

@@ -15,7 +15,7 @@ import sentencepiece
 from lmforge.core.data.tokenizer import Tokenizer
 from lmforge.core.errors import UserError
 from tests.conftest import Refusal
-from tests.text import write_documents
+from tests.support.text import write_documents
 
 
 def write_model(folder: Path) -> Path:

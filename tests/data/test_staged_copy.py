@@ -15,8 +15,8 @@ from lmforge.core.data.shards import staged_copy
 from lmforge.core.data.shards.staged_copy import MARKER, find_staged, stage_folder
 from lmforge.core.errors import UserError
 from tests.conftest import Command, Refusal, without_shape
+from tests.support.tools import need
 from tests.test_own_folders import NOBODY, as_root
-from tests.tools import need
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

@@ -16,8 +16,8 @@ from lmforge.core.errors import UserError
 from lmforge.text.chat.layout import SpecialTokens, encode_layouts
 from lmforge.text.chat.template_sources import LMFORGE_TEMPLATE
 from lmforge.text.chat.templates import ChatTemplate, LossMaskMode, build_layouts, one_layout
-from tests.counted_text import CountedText
 from tests.seeds import fresh_random
+from tests.support.counted_text import CountedText
 
 SAMPLE = [
     "Once upon a time, there was a user.\nThe assistant said: hello, hello world!\n\n  No, it is"

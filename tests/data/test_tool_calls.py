@@ -19,8 +19,8 @@ from lmforge.text.chat.tool_calls import (
     ToolCallFormat,
     tool_call_format,
 )
-from tests.counted_text import CountedText
 from tests.seeds import fresh_seed
+from tests.support.counted_text import CountedText
 
 HERMES, MISTRAL, LLAMA, PYTHONIC = FORMATS
 # Of the shapes that models ship: how tools are listed, and how a call is written.

@@ -17,9 +17,9 @@ from lmforge.core.model.resolve import stored_model_config
 from lmforge.core.records.runs import Run
 from lmforge.lab.bench.bounds import FP32
 from tests.distributed.shapes import SAMPLES
-from tests.preloaded import on_ranks
-from tests.rounding import assert_rounding_apart, each_apart, weights_apart
 from tests.seeds import fresh_seed
+from tests.support.preloaded import on_ranks
+from tests.support.rounding import assert_rounding_apart, each_apart, weights_apart
 
 HERE = Path(__file__).parent
 Case = tuple[str, list[str]]

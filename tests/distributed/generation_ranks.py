@@ -21,8 +21,8 @@ from lmforge.core.parallel.parallel_model import train_step
 from lmforge.core.parallel.parallelize import parallelize
 from lmforge.lab.bench.parity import ParityData
 from lmforge.serve.decoding.sampling import SamplingParams
-from tests.decoding import decode
 from tests.distributed.strategies import CollectiveCounter
+from tests.support.decoding import decode
 
 SIZES = {
     "vocab_size": 131,

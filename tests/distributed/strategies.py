@@ -31,8 +31,8 @@ from lmforge.lab.bench.parity import (
     run_single,
 )
 from tests.distributed.shapes import SHAPES, select_cases
-from tests.near_ties import near_ties
-from tests.rounding import other_rounding
+from tests.support.near_ties import near_ties
+from tests.support.rounding import other_rounding
 
 
 class CollectiveCounter(TorchDispatchMode):

@@ -13,7 +13,7 @@ from lmforge.core.records.runs import Run
 from tests.conftest import Command
 from tests.distributed.conftest import Recipe, assert_agree, weights
 from tests.distributed.shapes import SHAPES
-from tests.rounding import OTHER_ROUNDING
+from tests.support.rounding import OTHER_ROUNDING
 
 BALANCED = ["--model.router_aux_loss_scope", "global_batch", "--model.router_z_loss_coef", "0.1"]
 BALANCED += ["--model.bias_update_speed", "0.01", "--schedule.name", "constant"]

@@ -14,7 +14,7 @@ from lmforge.core.steps.determinism import (
     set_determinism,
 )
 from tests.distributed.conftest import HERE, Recipe, losses, weights
-from tests.preloaded import on_ranks
+from tests.support.preloaded import on_ranks
 
 RANKS = 2
 

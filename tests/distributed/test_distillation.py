@@ -38,8 +38,8 @@ from lmforge.post.reference import chunk_checksum, chunk_paths
 from lmforge.post.rl.engines.rollout_server import ServerProblem
 from tests.conftest import Command, Refusal
 from tests.distributed.conftest import Recipe, losses, run_cases, weights
-from tests.grids import parametrize
 from tests.serve.conftest import Server, serving  # noqa: F401 - a fixture
+from tests.support.grids import parametrize
 
 STEPS = 4
 PADDING = 7  # ids more in the teacher's head

@@ -16,7 +16,7 @@ from lmforge.core.records.runs import Run
 from tests.cluster.laboratory import HostProcess, Laboratory
 from tests.conftest import Command
 from tests.distributed.conftest import RECIPE_STEPS, Recipe, assert_agree, losses
-from tests.rounding import OTHER_ROUNDING
+from tests.support.rounding import OTHER_ROUNDING
 
 FAULTY_RANK = Path(__file__).parent / "faults" / "faulty_rank.py"
 # A checkpoint is saved after the first half of the steps; the fault is after the next ones.

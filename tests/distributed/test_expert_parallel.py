@@ -17,9 +17,9 @@ from tests.distributed.conftest import (
     run_cases,
     weights,
 )
-from tests.preloaded import on_ranks
-from tests.rounding import OTHER_ROUNDING, assert_rounding_apart, weights_apart
 from tests.seeds import fresh_seed
+from tests.support.preloaded import on_ranks
+from tests.support.rounding import OTHER_ROUNDING, assert_rounding_apart, weights_apart
 
 MIXTURE = [
     "--model.preset",

@@ -15,7 +15,7 @@ from lmforge.hf.export import export_folder
 from lmforge.serve.decoding.model_loading import load_model
 from tests.distributed.conftest import assert_agree, losses, run_cases, weights
 from tests.model.foreign import theirs_of
-from tests.rounding import other_rounding
+from tests.support.rounding import other_rounding
 
 pytestmark = pytest.mark.slow
 KINDS = ("gpt_neox", "mixtral")

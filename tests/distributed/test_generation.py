@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from tests.distributed.conftest import HERE
-from tests.preloaded import on_ranks
 from tests.seeds import fresh_seed
+from tests.support.preloaded import on_ranks
 
 
 def test_parallel_models_generate_as_an_unsharded_model_does_and_then_train_on(

@@ -21,7 +21,7 @@ from lmforge.core.records.runs import Run
 from tests.conftest import Command
 from tests.distributed.conftest import losses
 from tests.distributed.gpu_models import trained
-from tests.preloaded import preloaded
+from tests.support.preloaded import preloaded
 
 pytestmark = pytest.mark.gpu
 

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from tests.preloaded import on_ranks
+from tests.support.preloaded import on_ranks
 
 SCRIPT = Path(__file__).with_name("initial_ranks.py")
 

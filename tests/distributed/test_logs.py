@@ -11,7 +11,7 @@ from lmforge.cli import run as lmforge_here
 from lmforge.core.records.runs import Run
 from tests.conftest import Refusal
 from tests.distributed.conftest import Recipe
-from tests.preloaded import preloaded
+from tests.support.preloaded import preloaded
 
 FAULTY_RANK = Path(__file__).parent / "faults" / "faulty_rank.py"
 

@@ -13,7 +13,7 @@ from lmforge.core.parallel.pipeline_parallel import check_stages_are_trained, sp
 from lmforge.lab.bench.bounds import FP32
 from tests.distributed.conftest import HERE, SampledTrials, assert_is_one_process, sampled
 from tests.distributed.shapes import SHAPES, lora_cases, qlora_cases, shapes_on
-from tests.preloaded import on_ranks
+from tests.support.preloaded import on_ranks
 
 
 @pytest.fixture(scope="module")

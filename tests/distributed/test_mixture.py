@@ -15,8 +15,8 @@ from lmforge.lab.bench.bounds import FP32
 from lmforge.text.prepare.prepare import prepare
 from tests.conftest import Command, Refusal, only_line
 from tests.distributed.conftest import assert_agree, losses
-from tests.grids import grid, parametrize
-from tests.rounding import OTHER_ROUNDING
+from tests.support.grids import grid, parametrize
+from tests.support.rounding import OTHER_ROUNDING
 
 WORDS = {
     "web": "the cat sat on a mat and saw dogs",

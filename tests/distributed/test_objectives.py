@@ -6,8 +6,8 @@ import pytest
 
 from tests.distributed.conftest import HERE
 from tests.distributed.objective_ranks import STRATEGIES
-from tests.preloaded import on_ranks
 from tests.seeds import fresh_seed
+from tests.support.preloaded import on_ranks
 
 
 @pytest.mark.parametrize("which", ["sample", pytest.param("all", marks=pytest.mark.slow)])

@@ -24,10 +24,10 @@ from tests.distributed.conftest import (
     run_cases,
     weights,
 )
-from tests.grids import parametrize
-from tests.preloaded import on_ranks
-from tests.rounding import OTHER_ROUNDING, assert_rounding_apart, weights_apart
 from tests.seeds import fresh_seed
+from tests.support.grids import parametrize
+from tests.support.preloaded import on_ranks
+from tests.support.rounding import OTHER_ROUNDING, assert_rounding_apart, weights_apart
 
 MUON = ["--optimizer.name", "muon"]
 BF16 = ["--optimizer.state_dtype", "bf16"]

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from lmforge.core.data.labels import loss_chunk_tokens
-from tests.preloaded import preloaded
+from tests.support.preloaded import preloaded
 
 pytestmark = pytest.mark.slow
 BLOCKS = 3

@@ -23,8 +23,8 @@ from lmforge.core.distributed.processes import STOP_SIGNALS, signal_name
 from lmforge.core.records.runs import Run
 from lmforge.lab.bench.bounds import FP32
 from tests.distributed.conftest import HERE, RECIPE_STEPS, Recipe, losses, run_cases, weights
-from tests.preloaded import Forked, preloaded, rank_variables
 from tests.seeds import fresh_random
+from tests.support.preloaded import Forked, preloaded, rank_variables
 
 PACED_RUN = HERE / "faults" / "paced_run.py"
 STEPS = 20

@@ -15,8 +15,8 @@ from tests.distributed.conftest import (
     weights,
     with_needs,
 )
-from tests.rounding import OTHER_ROUNDING
-from tests.tools import has_compiler
+from tests.support.rounding import OTHER_ROUNDING
+from tests.support.tools import has_compiler
 
 STRATEGIES: dict[str, tuple[int, list[str]]] = {
     "single": (1, []),

@@ -22,8 +22,8 @@ from lmforge.core.records.runs import Run
 from tests.conftest import ROOT
 from tests.distributed.conftest import Recipe, losses
 from tests.distributed.test_resume import PACED_RUN, Pace, reach, started
-from tests.preloaded import Forked
-from tests.text import write_documents
+from tests.support.preloaded import Forked
+from tests.support.text import write_documents
 
 STEPS = 8
 ROWS = re.findall(

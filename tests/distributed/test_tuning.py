@@ -27,7 +27,7 @@ from lmforge.text.chat.examples import ExampleFolder, example_dataset
 from lmforge.text.chat.preferences import encode_completions
 from tests.conftest import Command, Refusal
 from tests.distributed.conftest import Recipe, losses, newest_checkpoint, run_cases
-from tests.grids import parametrize
+from tests.support.grids import parametrize
 
 THINGS = ("apple", "bread", "chair", "door", "engine", "flute", "garden")
 STEPS = 4

@@ -22,8 +22,8 @@ from lmforge.core.steps.bad_steps import BadStep
 from lmforge.core.steps.checkpoints import Checkpoints
 from tests.distributed.conftest import Recipe
 from tests.distributed.test_resume import PACED_RUN, Pace, reach
-from tests.grids import parametrize
-from tests.preloaded import Forked, preloaded, rank_variables
+from tests.support.grids import parametrize
+from tests.support.preloaded import Forked, preloaded, rank_variables
 
 SCHEDULE = [
     "--checkpoint.every_steps",

@@ -18,7 +18,7 @@ import pytest
 from lmforge.core.records.runs import Run
 from tests.distributed.conftest import HERE, Recipe
 from tests.distributed.test_resume import heard, reach, started
-from tests.preloaded import Forked, preloaded
+from tests.support.preloaded import Forked, preloaded
 
 FAULTY_RANK = HERE / "faults" / "faulty_rank.py"
 ENDLESS = [

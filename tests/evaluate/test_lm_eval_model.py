@@ -29,8 +29,8 @@ from lmforge.serve.decoding.prompts import max_input_length
 from lmforge.serve.evaluate import lm_eval_model
 from lmforge.serve.evaluate.lm_eval_model import LMEvalModel, run_lm_eval
 from tests.evaluate.test_tasks import ALONE, on_ranks
-from tests.preloaded import preloaded
 from tests.serve.conftest import Server
+from tests.support.preloaded import preloaded
 
 HI = [{"role": "user", "content": "Hi"}]
 CHOICES = [

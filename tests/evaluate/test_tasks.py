@@ -26,7 +26,7 @@ from lmforge.serve.evaluate.tasks import TaskSettings, check_task, run_task
 from lmforge.serve.options.models import EvaluateOptions
 from lmforge.text.questions import load_task
 from tests.conftest import Refusal
-from tests.preloaded import preloaded
+from tests.support.preloaded import preloaded
 
 CPU = torch.device("cpu")
 ALONE = DistributedContext(RankInfo(), CPU, None)

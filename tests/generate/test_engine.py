@@ -31,10 +31,10 @@ from lmforge.serve.decoding.engine import (
     generate,
 )
 from lmforge.serve.decoding.sampling import SamplingParams
-from tests.decoding import decode
 from tests.generate.conftest import Scripted
 from tests.model.conftest import MODEL_TYPES, ONE_BY_ONE, built, drawn_config
 from tests.seeds import fresh_seed
+from tests.support.decoding import decode
 
 GREEDY = SamplingParams(temperature=0.0)
 SIZES: dict[str, Any] = {

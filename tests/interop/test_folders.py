@@ -48,7 +48,7 @@ from tests.model.conftest import (
     logits,
     one_document,
 )
-from tests.preloaded import preloaded
+from tests.support.preloaded import preloaded
 
 logging.set_verbosity_error()
 TEXT = (

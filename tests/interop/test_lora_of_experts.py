@@ -45,7 +45,7 @@ from tests.model.test_lora import (
     set_adapters,
     with_adapters,
 )
-from tests.near_ties import drawn_without_near_ties
+from tests.support.near_ties import drawn_without_near_ties
 
 ALL = ("experts.gate_up_proj", "experts.down_proj", "gate.weight")
 TARGETS = {

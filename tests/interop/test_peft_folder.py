@@ -29,10 +29,10 @@ from lmforge.hf.merge_adapters import merge_adapters
 from lmforge.hf.peft_folder import load_peft_folder
 from lmforge.hf.pretrained import find_pretrained
 from lmforge.serve.decoding.model_loading import load_model
-from tests.grids import parametrize
 from tests.model.conftest import built, drawn_config
 from tests.model.foreign import theirs_of
 from tests.seeds import fresh_seed
+from tests.support.grids import parametrize
 
 CPU = torch.device("cpu")
 

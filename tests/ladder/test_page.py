@@ -15,8 +15,8 @@ from lmforge.lab.ladder.fit import fit_points
 from lmforge.lab.ladder.frontier import Target, compare, conclusions
 from lmforge.lab.ladder.law import Point
 from lmforge.lab.ladder.page import check_text, interval_text, write_page
-from tests.browser import browser, open_page
 from tests.ladder.ladders import ladder
+from tests.support.browser import browser, open_page
 
 __all__ = ["browser"]
 HOSTILE = "<script>document.title='taken'</script><b>"

@@ -16,8 +16,8 @@ from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.init_weights import init_weights
 from lmforge.core.options.builtin_names import FAMILIES
-from tests.near_ties import drawn_without_near_ties
 from tests.seeds import fresh_seed
+from tests.support.near_ties import drawn_without_near_ties
 
 MODEL_TYPES = tuple(FAMILIES)
 # For transformers, whose kernel that multiplies all experts at once refuses most of the sizes that

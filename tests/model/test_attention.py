@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_leaves
 
 from lmforge.core.model.attention import AttentionMask, attend, create_attention_mask
 from lmforge.core.model.config import ModelConfig
-from tests.grids import parametrize
 from tests.model.conftest import (
     MODEL_TYPES,
     Rows,
@@ -23,6 +22,7 @@ from tests.model.conftest import (
     one_document,
     packed,
 )
+from tests.support.grids import parametrize
 
 
 def plain_attention(

@@ -26,8 +26,8 @@ from lmforge.serve.decoding.incremental import (
     is_plain,
 )
 from tests.generate.test_engine import SHAPES, SIZES
-from tests.grids import parametrize
 from tests.seeds import fresh_seed
+from tests.support.grids import parametrize
 
 CPU = torch.device("cpu")
 BATCH, MAX_LENGTH = 5, 600

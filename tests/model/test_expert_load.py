@@ -15,8 +15,8 @@ from lmforge.core.parallel.activation_checkpointing import apply_activation_chec
 from lmforge.core.records.runs import Run
 from lmforge.ops.monitor.expert_load import DEAD_AFTER_STEPS, ExpertLoad
 from tests.conftest import Command, without_shape
-from tests.grids import parametrize
 from tests.model.conftest import built, drawn_config, packed
+from tests.support.grids import parametrize
 
 ALONE = DistributedContext(RankInfo(), torch.device("cpu"), None)
 

@@ -29,7 +29,7 @@ from lmforge.hf.safetensors_file import SafetensorsFile, write_safetensors
 from lmforge.hf.stored_experts import pieces, stored_name
 from lmforge.hf.weights import load_folder
 from tests.model.conftest import ONE_BY_ONE, built, drawn_config, logits, one_document
-from tests.near_ties import drawn_without_near_ties, near_ties
+from tests.support.near_ties import drawn_without_near_ties, near_ties
 
 BALANCED_BY_TRANSFORMERS = ("mixtral", "olmoe", "qwen3_moe")
 MIXTURES = (*BALANCED_BY_TRANSFORMERS, "deepseek_v3")

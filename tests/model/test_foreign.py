@@ -31,9 +31,9 @@ from lmforge.hf.transformers_model import TransformersConfig, TransformersModel
 from lmforge.hf.weights import load_folder
 from lmforge.serve.decoding.engine import Engine, GenerationRequest
 from lmforge.serve.decoding.sampling import SamplingParams
-from tests.decoding import decode
 from tests.model.conftest import built, drawn_config, logits, one_document, packed
 from tests.model.foreign import FAMILIES, SIZES, described, saved, theirs_of, wrapped
+from tests.support.decoding import decode
 
 # fp32 sums of a few dozen terms of size one, in another order.
 TOLERANCE = 1e-5

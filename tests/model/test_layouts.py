@@ -33,8 +33,8 @@ from lmforge.core.model.build import build_model
 from lmforge.hf.resolve import resolve_model_config
 from lmforge.hf.weights import load_folder
 from lmforge.serve.decoding.model_loading import load_model
-from tests.fuzzing import DAMAGED_PICKLES
 from tests.model.conftest import logits, one_document
+from tests.support.fuzzing import DAMAGED_PICKLES
 
 pytestmark = pytest.mark.usefixtures("registered")
 

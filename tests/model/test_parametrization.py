@@ -30,7 +30,7 @@ from lmforge.lab.bench.coordinates_table import FLAT, bars
 from lmforge.lab.bench.parity import SMALL_MIXTURE, SMALL_MODEL
 from lmforge.ops.verbs.show.tensor_table import describe_tensors
 from tests.conftest import Refusal
-from tests.grids import parametrize
+from tests.support.grids import parametrize
 
 _DENSE: dict[str, Any] = {
     "vocab_size": 512,

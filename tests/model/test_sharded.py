@@ -20,7 +20,7 @@ from lmforge.hf.resolve import resolve_model_config
 from lmforge.hf.safetensors_file import BLOCK_BYTES, SafetensorsFile
 from lmforge.hf.weights import load_folder
 from tests.model.conftest import built, drawn_config
-from tests.preloaded import on_ranks
+from tests.support.preloaded import on_ranks
 
 SLOW = pytest.mark.slow
 

@@ -12,8 +12,8 @@ from lmforge.core.data.labels import CHUNK_TOKENS, IGNORE_INDEX
 from lmforge.core.losses.language import cross_entropy_and_z_loss, head_chunks
 from lmforge.core.losses.logprobs import token_losses
 from lmforge.core.losses.sharded_head import Scoring
-from tests.rounding import assert_rounding_apart, each_apart
 from tests.seeds import fresh_seed
+from tests.support.rounding import assert_rounding_apart, each_apart
 
 # Sums over thousands of tokens in another order; relative to the largest entry of a gradient.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}

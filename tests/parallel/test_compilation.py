@@ -20,7 +20,7 @@ from lmforge.core.parallel.parallel_model import LossFn, ParallelModel, unsharde
 from lmforge.core.parallel.parallelize import parallelize
 from lmforge.lab.bench.parity import SMALL_MODEL, ParityData
 from lmforge.post.reference import ReferenceModel, reference_logprobs
-from tests.grids import grid
+from tests.support.grids import grid
 
 MODES = tuple(CHECKPOINTING_MODES)
 LOSS = NextTokenObjective().loss

@@ -18,7 +18,7 @@ from lmforge.lab.bench.parity import SMALL_MODEL
 from tests.conftest import Command
 from tests.distributed import float8_ranks
 from tests.distributed.float8_ranks import SHAPE
-from tests.preloaded import on_ranks
+from tests.support.preloaded import on_ranks
 
 NEEDS_GPU = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),

@@ -32,7 +32,7 @@ from lmforge.core.parallel.validate import why_not_compiled
 from lmforge.core.records.runs import Run
 from lmforge.lab.bench.parity import SMALL_MODEL, ParityData
 from tests.conftest import Command
-from tests.grids import parametrize
+from tests.support.grids import parametrize
 
 CPU = torch.device("cpu")
 CPUINFO = Path("/proc/cpuinfo")

@@ -42,7 +42,7 @@ from lmforge.core.parallel.tensor_parallel import apply_tensor_parallel
 from lmforge.core.parallel.validate import why_not_compiled
 from lmforge.lab.plan.operators import Product
 from lmforge.lab.plan.traces import TracedModel, model_shapes, trace_block
-from tests.grids import parametrize
+from tests.support.grids import parametrize
 
 # No dimension of a parameter is their product, or the first.
 SEQUENCES, LENGTH = 2, 96

@@ -23,8 +23,8 @@ from lmforge.lab.plan.calibration import (
 from lmforge.lab.plan.hardware import data_sheets
 from lmforge.lab.plan.planning import choose_dtypes, find_machine
 from lmforge.lab.plan.prediction.rates import Group, Rates
-from tests.calibrations import EXPERTS, calibration, write_calibration
 from tests.conftest import Command, Refusal
+from tests.support.calibrations import EXPERTS, calibration, write_calibration
 
 CPU_PLAN = ["--gpu_type", "cpu", "--train.global_batch_size", "8"]
 

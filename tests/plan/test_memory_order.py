@@ -24,8 +24,8 @@ from lmforge.core.options.sections import ParallelOptions
 from lmforge.core.parallel.parallelize import parallelize
 from lmforge.lab.plan.prediction.simulator import simulate
 from lmforge.lab.plan.prediction.step_config import StepConfig
-from tests.grids import parametrize
 from tests.plan.step_program import step_program
+from tests.support.grids import parametrize
 
 MIB = 2**20
 # Whose peak is in the loss, and whose is in the backward pass of a block. The loss has one chunk:

@@ -39,7 +39,7 @@ from lmforge.lab.plan.prediction.simulator import COMPUTE, NETWORK, Operation, s
 from lmforge.lab.plan.prediction.step_config import StepConfig
 from lmforge.lab.plan.traces import trace_block
 from tests.conftest import Refusal
-from tests.grids import parametrize
+from tests.support.grids import parametrize
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "llama2-7b.toml"

@@ -16,9 +16,9 @@ import pytest
 from lmforge.core.records.runs import Run
 from lmforge.post.rewards.functions import load_reward_functions
 from tests.conftest import Command
-from tests.grids import parametrize
-from tests.preloaded import preloaded
-from tests.tools import need
+from tests.support.grids import parametrize
+from tests.support.preloaded import preloaded
+from tests.support.tools import need
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "chess"
 GAMES, MEASURE = RECIPE / "games.py", RECIPE / "measure.py"

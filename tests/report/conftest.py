@@ -7,7 +7,7 @@ import pytest
 
 from lmforge.cli import run as command
 from lmforge.core.records.runs import Run
-from tests.browser import browser  # noqa: F401 - a fixture
+from tests.support.browser import browser  # noqa: F401 - a fixture
 
 
 @pytest.fixture(scope="module")

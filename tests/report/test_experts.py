@@ -15,12 +15,12 @@ from lmforge.core.records.runs import Run
 from lmforge.ops.monitor.expert_load import MAX_RECORDS, ExpertLoad
 from lmforge.ops.report import run_data
 from lmforge.ops.report.run_data import read_run
-from tests.browser import browser  # noqa: F401 - a fixture
 from tests.conftest import without_shape
 from tests.model.conftest import built
 from tests.model.test_expert_load import ALONE
 from tests.report.test_page import chart, opened
 from tests.seeds import fresh_random
+from tests.support.browser import browser  # noqa: F401 - a fixture
 
 SIZES = {
     "hidden_size": 32,

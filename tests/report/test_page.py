@@ -11,8 +11,8 @@ from playwright.sync_api import Browser, Locator, Page, expect
 
 from lmforge.cli import run as command
 from lmforge.core.records.runs import Run
-from tests.browser import open_page
 from tests.report.conftest import add_event, copied
+from tests.support.browser import open_page
 
 HOSTILE = "</script><img src=x onerror=\"document.title='taken'\"><!-- <b>bold</b> \u2028"
 

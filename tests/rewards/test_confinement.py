@@ -17,7 +17,7 @@ from lmforge.post.rewards.code_server import MAX_FOLDER_BYTES, STAGES
 from lmforge.post.rewards.confinement import DENIED_CALLS, WRITE_CALLS, architecture
 from lmforge.post.rewards.sandbox import ProgramResult, Sandbox
 from tests.seeds import fresh_random
-from tests.tools import syscall_header
+from tests.support.tools import syscall_header
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import pytest
 from lmforge.core.errors import UserError
 from lmforge.post.rewards.builtin import _extract_code as extract_code
 from lmforge.post.rewards.functions import load_reward_functions
-from tests.grids import parametrize
+from tests.support.grids import parametrize
 
 FUNCTIONS = """
 import asyncio, os, subprocess, sys, time

@@ -15,9 +15,9 @@ import pytest
 
 from lmforge.core.data.tokenizer import Tokenizer
 from lmforge.hf.export import export_folder
-from tests.browser import browser  # noqa: F401 - a fixture
 from tests.generate.conftest import Scripted, byte_tokenizer, models, one_thread, scripted, spelling  # noqa: F401 - fixtures
-from tests.preloaded import Forked, preloaded
+from tests.support.browser import browser  # noqa: F401 - a fixture
+from tests.support.preloaded import Forked, preloaded
 
 if TYPE_CHECKING:
     import openai  # imported where it is used: a GPU's environment may lack it

@@ -43,9 +43,9 @@ from lmforge.serve.protocol import (
 )
 from lmforge.serve.token_api import GenerateRequest
 from lmforge.text.chat.templates import ChatTemplate
-from tests.preloaded import preloaded
 from tests.seeds import fresh_seed
 from tests.serve.conftest import Server
+from tests.support.preloaded import preloaded
 
 HI: list[Any] = [{"role": "user", "content": "Hi"}]
 Serving = Callable[..., Server]

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from tests.browser import open_page
 from tests.serve.conftest import Server
+from tests.support.browser import open_page
 
 
 @pytest.fixture

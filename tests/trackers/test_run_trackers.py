@@ -16,8 +16,8 @@ from lmforge.cli import run as command
 from lmforge.core.records.runs import Run
 from lmforge.ops.trackers import run_trackers
 from tests.conftest import Refusal
-from tests.grids import parametrize
-from tests.tools import need
+from tests.support.grids import parametrize
+from tests.support.tools import need
 
 Train = Callable[..., int]
 

@@ -19,7 +19,7 @@ import pytest
 from lmforge.cli import run as command
 from lmforge.core.records.runs import Run
 from lmforge.ops.trackers import run_trackers
-from tests.tools import need
+from tests.support.tools import need
 
 PROMPT = "def "
 VARIABLES = (

@@ -37,8 +37,8 @@ from lmforge.hf.resolve import resolve_model_config
 from lmforge.lab.bench.parity import SMALL_MODEL, ParityData
 from tests.conftest import Command, without_shape
 from tests.distributed.conftest import losses
-from tests.grids import grid
 from tests.seeds import fresh_random
+from tests.support.grids import grid
 
 ALONE = DistributedContext(RankInfo(), torch.device("cpu"), None)
 

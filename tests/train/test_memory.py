@@ -34,9 +34,9 @@ from lmforge.lab.plan.adapters import block_adapters
 from lmforge.lab.plan.operators import ActivationTracker
 from lmforge.lab.plan.prediction.step_config import StepConfig
 from lmforge.lab.plan.traces import TracedModel, trace_block
-from tests.grids import parametrize
 from tests.model.conftest import draw, drawn_config  # noqa: F401 - a fixture
 from tests.plan.step_program import predicted_activation_bytes, step_program
+from tests.support.grids import parametrize
 
 RANKS = DistributedContext(RankInfo(), torch.device("cpu"), None)
 

@@ -15,8 +15,8 @@ from lmforge.lab.plan.observer import PREDICTED_STEPS, PredictionCheck
 from lmforge.lab.plan.planning import RunPrediction, predict_run
 from lmforge.lab.plan.prediction.step_config import StepConfig
 from lmforge.ops.report.run_data import read_run
-from tests.calibrations import calibration, write_calibration
 from tests.plan.test_plan import step_config_of
+from tests.support.calibrations import calibration, write_calibration
 
 GIB = 2**30
 WORDS: dict[str, object] = {

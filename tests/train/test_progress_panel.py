@@ -25,7 +25,7 @@ from lmforge.core.distributed.rank_info import RankInfo
 from lmforge.ops.monitor.console import MAX_TEXT_LINES, ConsoleLogger, ProgressPanel
 from lmforge.ops.monitor.rank_log import RankLog, write_to_terminal
 from lmforge.ops.terminal.cells import sparkline
-from tests.terminal import Terminal, terminal, wait_for_screen  # noqa: F401 - a fixture
+from tests.support.terminal import Terminal, terminal, wait_for_screen  # noqa: F401 - a fixture
 
 ALONE = DistributedContext(RankInfo(), torch.device("cpu"), None)
 RECORD: dict[str, Any] = {

@@ -40,10 +40,10 @@ from lmforge.serve.decoding.model_loading import load_model
 from lmforge.serve.decoding.sampling import SamplingParams
 from tests.cluster.laboratory import Laboratory
 from tests.conftest import Command, Refusal, only_line
-from tests.grids import parametrize
-from tests.preloaded import preloaded
-from tests.rounding import assert_rounding_apart, other_rounding
 from tests.serve.conftest import KEY, Server
+from tests.support.grids import parametrize
+from tests.support.preloaded import preloaded
+from tests.support.rounding import assert_rounding_apart, other_rounding
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,8 @@ from lmforge.core.losses.logprobs import label_logprobs
 from lmforge.post.rl.journal import SEQUENCE_TENSORS
 from lmforge.serve.decoding.model_loading import load_model
 from tests.conftest import Command, Refusal
-from tests.rounding import assert_rounding_apart, other_rounding
 from tests.serve.conftest import Server
+from tests.support.rounding import assert_rounding_apart, other_rounding
 from tests.train.test_rollout_engines import STARTED, started
 
 STEPS = 8

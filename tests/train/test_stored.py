@@ -20,8 +20,8 @@ from lmforge.core.options.options import validate_options
 from lmforge.core.options.sections import OptimizerOptions
 from lmforge.core.options.stage import PretrainConfig
 from lmforge.lab.bench.parity import SMALL_MODEL
-from tests.grids import parametrize
 from tests.seeds import fresh_random, fresh_seed
+from tests.support.grids import parametrize
 
 NUMBERS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8}
 

@@ -15,7 +15,7 @@ from lmforge.serve.decoding.engine import generate
 from lmforge.serve.decoding.model_loading import load_model
 from lmforge.serve.decoding.sampling import SamplingParams
 from tests.conftest import Command, Refusal
-from tests.rounding import OTHER_ROUNDING, assert_rounding_apart, each_apart
+from tests.support.rounding import OTHER_ROUNDING, assert_rounding_apart, each_apart
 
 CHOICES = [
     {

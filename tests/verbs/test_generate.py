@@ -26,8 +26,8 @@ from lmforge.serve.decoding.model_loading import load_model
 from lmforge.serve.decoding.sampling import SamplingParams
 from lmforge.serve.model_registry import ModelRegistry, ServingLimits
 from tests.conftest import Command, Refusal
-from tests.preloaded import preloaded
 from tests.seeds import fresh_seed
+from tests.support.preloaded import preloaded
 
 Capture = pytest.CaptureFixture[str]
 

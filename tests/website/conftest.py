@@ -1,3 +1,3 @@
 """A browser for the tests of the site."""
 
-from tests.browser import browser  # noqa: F401 - a fixture
+from tests.support.browser import browser  # noqa: F401 - a fixture

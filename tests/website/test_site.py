@@ -16,7 +16,7 @@ from urllib.parse import unquote
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
-from tests.browser import open_page
+from tests.support.browser import open_page
 from website.cut_down import shortened
 
 pytestmark = pytest.mark.slow

@@ -1,7 +1,7 @@
 """`lmforge`, whose ranks begin a step only when the file PACE allows it: it holds the number of the
 last step that may begin.
 
-Ranks that a launcher starts are forked from it (tests/preloaded.py), and wait too. So a run does
+Ranks that a launcher starts are forked from it (tests/support/preloaded.py), and wait too. So a run does
 not end before the test has acted on it.
 """
 

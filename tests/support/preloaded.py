@@ -354,7 +354,7 @@ def _become_command(arguments: list[str], environment: Mapping[str, str]) -> NoR
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+    sys.path.insert(0, str(Path(__file__).parents[2]))
     from lmforge import cli
 
     cli.limit_spinning()  # read when torch is imported
@@ -363,7 +363,7 @@ if __name__ == "__main__":
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
     from lmforge.core.options.verbs import VERBS
-    from tests import rounding
+    from tests.support import rounding
 
     for verb in VERBS.values():  # a verb's modules are imported when it is called
         verb.load()

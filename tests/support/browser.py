@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.tools import chromium, need
+from tests.support.tools import chromium, need
 
 if TYPE_CHECKING:
     # Imported where it is used: a GPU's environment may lack it.

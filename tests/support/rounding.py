@@ -26,7 +26,7 @@ TIMES = 8
 ROUNDING = torch.finfo(torch.float32).eps
 # Of a gradient; a bound that lets it pass says nothing.
 FAULT = 1e-4
-# A process that is started with one of them (variables of tests/preloaded.py) rounds differently,
+# A process that is started with one of them (variables of tests/support/preloaded.py) rounds differently,
 # or makes the fault where it is one of several ranks, or samples by servers.
 OTHER_ROUNDING = {"LMFORGE_TEST_ROUNDING": "other"}
 PLANTED = {"LMFORGE_TEST_FAULT": "planted"}
