@@ -22,16 +22,13 @@ from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import dropwhile
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from lmforge import __version__
-from lmforge.core.distributed.environment import ENVIRONMENT_VARIABLE, LAUNCHER_PID_VARIABLE
-from lmforge.core.distributed.launch import launch_local, launch_plainly
-from lmforge.core.distributed.node_group import (
-    NodeGroup,
-    agree_on_address,
-    launch_on_node,
-    read_node_group,
+from lmforge.core.distributed.environment import (
+    ENVIRONMENT_VARIABLE,
+    LAUNCHER_PID_VARIABLE,
+    NODES_VARIABLE,
 )
 from lmforge.core.distributed.rank_info import count_restarts, read_rank_info
 from lmforge.core.errors import DISK_FULL_ERRNOS, RunFailed, UserError, did_you_mean
@@ -50,10 +47,11 @@ from lmforge.core.options.verbs import VERBS
 from lmforge.core.parallel.dims import plan_batches
 from lmforge.core.plugins import load_plugins
 from lmforge.core.records.runs import Run
-from lmforge.lab.options.bench import BenchConfig
+from lmforge.core.registry import import_named
 from lmforge.ops.monitor.rank_log import losing_output
-from lmforge.ops.options.examine import DoctorOptions
-from lmforge.ops.options.running import LaunchVerbOptions, parse_launch
+
+if TYPE_CHECKING:  # loaded where ranks are started
+    from lmforge.core.distributed.node_group import NodeGroup
 
 HELP_WORDS = ("-h", "--help", "help")
 # Set by --debug, and so passed on to the ranks that a verb starts.
@@ -290,9 +288,10 @@ def _overview() -> str:
 def parse_command(name: str, arguments: list[str]) -> Any:
     """The options of a command line whose verb is `name`. Raises UserError."""
     check_text(arguments)  # the recipe is not an option
-    options_class = VERBS[name].options
-    if options_class is LaunchVerbOptions:
-        return parse_launch(arguments)
+    verb = VERBS[name]
+    options_class = verb.options
+    if verb.parse is not None:
+        return import_named(verb.parse)(arguments)
     if not issubclass(options_class, StageConfig):
         return parse_verb(options_class, arguments)
     config = parse_config(
@@ -328,11 +327,11 @@ def _carry_out(name: str, arguments: list[str], chosen: Any, plugins: list[str])
 
         print(dry_run(chosen, everything=scope == "all"))
         return 0
-    if name in STAGES and (group := read_node_group()):
-        return _launch(name, command, chosen, chosen.launch.processes, group)
-    if name == "doctor" and (group := read_node_group()):
-        where = agree_on_address(group, chosen.timeout_seconds)
-        return launch_plainly(chosen.processes, command, group.rank, len(group.names), *where)
+    if NODES_VARIABLE in os.environ and (name in STAGES or name == "doctor"):
+        from lmforge.core.distributed.node_group import read_node_group
+
+        if group := read_node_group():
+            return _launch_on_node(name, command, chosen, group)
     # Ranks that lmforge started have the same command line; their environment variables tell their
     # rank.
     if isinstance(chosen, StageConfig):
@@ -341,34 +340,45 @@ def _carry_out(name: str, arguments: list[str], chosen: Any, plugins: list[str])
         environment = getattr(chosen, "environment", "auto")
     if environment != "auto" and LAUNCHER_PID_VARIABLE not in os.environ:
         os.environ[ENVIRONMENT_VARIABLE] = environment
-    elsewhere = isinstance(chosen, DoctorOptions) and chosen.is_elsewhere
-    if verb.distributed and not elsewhere and not read_rank_info().launched:
+    if verb.distributed and chosen.uses_ranks and not read_rank_info().launched:
         processes = chosen.launch.processes if isinstance(chosen, StageConfig) else chosen.processes
-        if processes > 1 and not (isinstance(chosen, BenchConfig) and chosen.bench.sweep):
+        if processes > 1:
             return _launch(name, command, chosen, processes)
     if verb.pass_arguments:
         return verb.load()(chosen, arguments)
     return verb.load()(chosen)
 
 
-def _launch(
-    name: str, command: list[str], chosen: Any, processes: int, group: NodeGroup | None = None
-) -> int:
-    """Start the ranks of this machine: all of them, or those of a node of the `group` that `lmforge
-    launch` has started.
-    """
+def _launch(name: str, command: list[str], chosen: Any, processes: int) -> int:
+    """Start all ranks on this machine."""
+    from lmforge.core.distributed.launch import launch_local
+
     if isinstance(chosen, StageConfig):  # refused here, before ranks are started
-        nodes = 1
-        if group:
-            nodes = len(group.names)
-        plan_batches(chosen, processes * nodes)
+        plan_batches(chosen, processes)
     if name not in STAGES:
         return launch_local(processes, command)
+    return _launch_stage(launch_local, command, chosen)
+
+
+def _launch_on_node(name: str, command: list[str], chosen: Any, group: "NodeGroup") -> int:
+    """Start the ranks of this machine, a node of the `group` that `lmforge launch` has started."""
+    from lmforge.core.distributed.launch import launch_plainly
+    from lmforge.core.distributed.node_group import agree_on_address, launch_on_node
+
+    if name not in STAGES:
+        address, port = agree_on_address(group, chosen.timeout_seconds)
+        number = len(group.names)
+        return launch_plainly(chosen.processes, command, group.rank, number, address, port)
+    plan_batches(chosen, chosen.launch.processes * len(group.names))
+    return _launch_stage(partial(launch_on_node, group), command, chosen)
+
+
+def _launch_stage(launch: Callable[..., int], command: list[str], chosen: StageConfig) -> int:
+    """Start ranks that train, and again where one was lost after the run had begun."""
     run = Run.from_config(chosen)
     before = run.started_at_ns
-    launch: Callable[..., int] = partial(launch_on_node, group) if group else launch_local
     return launch(
-        processes,
+        chosen.launch.processes,
         command,
         max_restarts=chosen.launch.max_restarts,
         restart_arguments=RESUME_ARGUMENTS,

@@ -294,21 +294,21 @@ def test_ranks_of_a_verb_load_the_plugin_that_has_it(tmp_path: Path, lmforge: Co
 
 
 def test_a_verb_that_records_its_plugins_takes_them_after_its_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert command(["--plugins", str(tmp_path / "mine.py"), "pretrain"]) == 2
     assert (
-        capsys.readouterr().err
+        capfd.readouterr().err
         == f"lmforge: --plugins {tmp_path}/mine.py: write it after pretrain\n"
     )
 
 
 def test_a_verb_has_only_the_facts_of_verbs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "mine.py").write_text(OPTIONS + VERB.replace("distributed=", "distribute="))
     assert command(["--plugins", str(tmp_path / "mine.py"), "greet"]) == 2
-    assert capsys.readouterr().err == "lmforge: verb greet: distribute: a verb has no such fact\n"
+    assert capfd.readouterr().err == "lmforge: verb greet: distribute: a verb has no such fact\n"
 
 
 def test_an_installed_package_is_found_by_its_entry_point(tmp_path: Path, recipe: Path) -> None:

@@ -168,24 +168,25 @@ class Batch:
         return self.map(torch.Tensor.pin_memory)
 
 
-class Extra:
+class _Named:
+    """An attribute that knows its name."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+
+class Extra(_Named):
     """One of a batch's extras, as an attribute of a BatchView.
 
     Reading it raises ValueError where the batch does not have it.
     """
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
     def __get__(self, view: "BatchView", owner: type) -> torch.Tensor:
         return view.batch.extra(self._name)
 
 
-class OptionalExtra:
+class OptionalExtra(_Named):
     """One of a batch's extras, as an attribute of a BatchView; None where the batch lacks it."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
 
     def __get__(self, view: "BatchView", owner: type) -> torch.Tensor | None:
         return view.batch.extra_tensors.get(self._name)

@@ -83,10 +83,11 @@ class ModelConfig(ModelFields):
         if family.latent_attention:
             check_latent_attention(self)
             self._set("head_dim", max(self.qk_head_dim, self.v_head_dim))
+        left_over = self.hidden_size % self.num_attention_heads  # then head_dim has no default
         for name, derived in (
             ("intermediate_size", self.hidden_size * family.intermediate_ratio),
             ("num_key_value_heads", self.num_attention_heads),
-            ("head_dim", _default_head_dim(self.hidden_size, self.num_attention_heads)),
+            ("head_dim", None if left_over else self.hidden_size // self.num_attention_heads),
             ("hidden_act", family.activations[0]),
         ):
             if not getattr(self, name):
@@ -324,8 +325,3 @@ def _parse_rope_scaling(table: dict[str, Any], max_positions: int) -> RopeScalin
                 f"rope_scaling: truncate: expected true or false, got {quoted(values['truncate'])}"
             )
     return RopeScaling(rope_type, **values) if values else None
-
-
-def _default_head_dim(hidden_size: int, num_heads: int) -> int | None:
-    """head_dim where it is not given; None where the heads do not divide the width."""
-    return hidden_size // num_heads if hidden_size % num_heads == 0 else None

@@ -198,7 +198,11 @@ FACTS: dict[tuple[str, str], dict[str, Any]] = {
         "writes": True,
     },
     ("verb", "run"): {"config": "lmforge.ops.options.running:RunPipelineOptions", "writes": True},
-    ("verb", "launch"): {"config": "lmforge.ops.options.running:LaunchVerbOptions", "writes": True},
+    ("verb", "launch"): {
+        "config": "lmforge.ops.options.running:LaunchVerbOptions",
+        "parse": "lmforge.ops.options.running:parse_launch",
+        "writes": True,
+    },
     ("verb", "stop"): {"config": "lmforge.ops.options.running:StopOptions"},
     ("verb", "evaluate"): {
         "config": "lmforge.serve.options.models:EvaluateOptions",

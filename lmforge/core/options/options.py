@@ -64,6 +64,13 @@ class Options(BaseModel):
     # help lists them.
     ESSENTIAL: ClassVar[str] = ""
 
+    @property
+    def uses_ranks(self) -> bool:
+        """Whether a distributed verb with these options works on the ranks that `lmforge` starts;
+        else it starts what it needs itself.
+        """
+        return True
+
     def problems(self) -> Iterator[str]:
         """Problems of options that are valid individually, as lines for the user.
 

@@ -51,6 +51,8 @@ class Verb:
     writes: its work is what it writes or serves, not what it prints: it goes on where nothing reads
     its output.
     pass_arguments: the function is called with the command line too, without the verb.
+    parse: the function, "module:name", that makes the options of a command line, where its words
+    are not all options of the verb.
     """
 
     options: type[Options]
@@ -58,6 +60,7 @@ class Verb:
     distributed: bool = False
     writes: bool = False
     pass_arguments: bool = False
+    parse: str | None = None
 
     @property
     def usage(self) -> str:

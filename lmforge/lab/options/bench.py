@@ -55,6 +55,11 @@ class BenchConfig(PretrainConfig):
     """
 
     of_verb: ClassVar[str | None] = "bench"
+
+    @property
+    def uses_ranks(self) -> bool:
+        return not self.bench.sweep
+
     SHORT: ClassVar[Mapping[str, str]] = {
         **PretrainConfig.SHORT,
         **{name: f"bench.{name}" for name in ("sweep", "trace", "calibrate", "out")},

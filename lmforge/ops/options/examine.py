@@ -145,6 +145,10 @@ class DoctorOptions(JobOptions):
         yield from super().problems()
 
     @property
+    def uses_ranks(self) -> bool:
+        return not self.is_elsewhere
+
+    @property
     def is_elsewhere(self) -> bool:
         """Whether other hosts are to be checked than this one."""
         return self.on not in (None, "local")

@@ -72,7 +72,8 @@ class TeacherServer(TokenServer):
         try:
             names = [each.id for each in self._call("/v1/models", _Models).data]
             for text in texts:
-                theirs = self._call("/tokenize", _Tokenized, _to_tokenize(text)).tokens
+                request = {"prompt": text, "add_special_tokens": False}
+                theirs = self._call("/tokenize", _Tokenized, request).tokens
                 ours = tokenizer.encode(text)
                 if theirs != ours:
                     at = next(
@@ -167,7 +168,3 @@ class TeacherServer(TokenServer):
                 " continues"
             ) from None
         return scored
-
-
-def _to_tokenize(text: str) -> dict[str, object]:
-    return {"prompt": text, "add_special_tokens": False}
