@@ -16,7 +16,7 @@ from lmforge.core.model.init_weights import named_tensors
 from lmforge.core.model.resolve import stored_model_config
 from lmforge.core.records.runs import Run
 from lmforge.lab.bench.bounds import FP32
-from tests.distributed.shapes import SAMPLES
+from tests.distributed.shapes import SAMPLES, SHAPES
 from tests.seeds import fresh_seed
 from tests.support.preloaded import on_ranks
 from tests.support.rounding import assert_rounding_apart, each_apart, weights_apart
@@ -62,16 +62,22 @@ class Trials(dict[int, Path]):
 
 class SampledTrials:
     """Results of strategies.py for the cases of `make test`, and, when a slow test uses them, for
-    the others.
+    the others of its model config: all at once would take longer than a test may.
     """
 
     def __init__(self, folder: Path, kind: str) -> None:
         self._kind = kind
-        self._trials = {which: Trials(folder / which, kind, which) for which in ("sample", "rest")}
+        self._trials = {
+            which: Trials(folder / which, kind, which)
+            for which in ("sample", *(f"rest of {shape}" for shape in SHAPES))
+        }
 
     def read(self, world_size: int, name: str, rank: int | None = None) -> Any:
         """The result of a case; with `rank`, the memory of that rank."""
-        which = "sample" if is_sampled(self._kind, world_size, name) else "rest"
+        which = "sample"
+        if not is_sampled(self._kind, world_size, name):
+            shape = max((each for each in SHAPES if name.startswith(f"{each} ")), key=len)
+            which = f"rest of {shape}"
         file = f"{name}.json" if rank is None else f"{name}-{rank}.json"
         return json.loads((self._trials[which][world_size] / file).read_text())
 

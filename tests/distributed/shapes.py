@@ -412,15 +412,16 @@ SAMPLES = {
 def select_cases(kind: str, which: str, world_size: int) -> dict[str, list[ParityCase]]:
     """The cases of a kind (plain, dropout, lora, qlora) on this number of ranks, by model config.
 
-    which: all; sample: those of `make test`; rest: the others.
+    which: all; sample: those of `make test`; rest of SHAPE: the others of a model config.
     """
     cases = {shape: CASES[kind](shape, world_size) for shape in shapes_on(world_size)}
     if which == "all":
         return cases
     sample = SAMPLES[kind].get(world_size, {})
-    return {
-        shape: [
-            case for case in of_shape if (case.name in sample.get(shape, ())) == (which == "sample")
-        ]
-        for shape, of_shape in cases.items()
-    }
+    if which == "sample":
+        return {
+            shape: [case for case in of_shape if case.name in sample.get(shape, ())]
+            for shape, of_shape in cases.items()
+        }
+    shape = which.removeprefix("rest of ")
+    return {shape: [case for case in cases[shape] if case.name not in sample.get(shape, ())]}

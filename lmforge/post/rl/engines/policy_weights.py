@@ -58,17 +58,14 @@ class PolicyWeights:
             partial(_make_weights_folder, options, run)
         )
 
-    def path(self, name: str) -> Path:
-        """The folder of the weights of a name. Servers may still load those of others."""
-        return self._folder / name
-
     def write(self, name: str) -> Path:
         """Write the weights as they are under a name. Returns their folder. Every rank calls it.
+        Servers may still load those of other names.
 
         One tensor at a time: rank 0 says which one is next, and the ranks that hold parts of it
         gather it.
         """
-        folder = self.path(name)
+        folder = self._folder / name
         model = self._parallel_model.model
         is_rank0 = self._dist_ctx.is_rank0
         tensors = dict(named_tensors(model))
