@@ -194,7 +194,6 @@ def pad_vocabulary(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-@pytest.mark.slow
 def test_a_line_warns_where_what_is_stored_is_little_of_the_teacher(world: World) -> None:
     logs = {name: world.run(name).log_path(1, 0).read_text() for name in ("stored", "stored all")}
     assert "likeliest tokens hold 0." in logs["stored"]

@@ -47,6 +47,7 @@ def test_losses_in_float8_fall_like_those_in_fp32_but_are_not_the_same(
     assert rounded == pytest.approx(exact, rel=0.01)
 
 
+@pytest.mark.slow
 def test_recomputing_operators_in_float8_computes_the_same(trained: dict[str, Any]) -> None:
     assert trained["float8, selective-ops"]["losses"] == trained["float8"]["losses"]
 
