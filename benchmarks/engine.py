@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from setting import benchmark_parser, machine, machine_lines, summarize, write_result
+from setting import add_threads, benchmark_parser, machine, machine_lines, summarize, write_result
 
 from lmforge.core.distributed.distributed import keep_freed_memory
-from lmforge.core.distributed.rank_info import threads_per_rank
 from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.flops import parameter_count
@@ -254,9 +253,7 @@ def main() -> int:
     parser.add_argument(
         "--new_tokens", type=int, default=128, help="written after each prompt (default: 128)"
     )
-    parser.add_argument(
-        "--threads", type=int, default=threads_per_rank(1), help="of each (default: all cores)"
-    )
+    add_threads(parser)
     parser.add_argument(
         "--tiny", action="store_true", help="a small model, to see that everything works"
     )

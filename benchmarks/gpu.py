@@ -40,10 +40,10 @@ from contenders import (
     Contest,
     recipe_of,
 )
-from setting import RESULTS, machine, machine_lines, summarize, tokens_of_stdlib, word
+from setting import RESULTS, add_threads, machine, machine_lines, summarize, tokens_of_stdlib, word
 
 from lmforge.core.distributed.distributed import DistributedContext
-from lmforge.core.distributed.rank_info import RankInfo, threads_per_rank
+from lmforge.core.distributed.rank_info import RankInfo
 from lmforge.core.errors import UserError
 from lmforge.core.files.atomic_files import atomic_write_json, atomic_write_text
 from lmforge.core.model.config import ModelConfig
@@ -584,12 +584,7 @@ def arguments(on_gpu: bool) -> argparse.Namespace:
         action="store_true",
         help="all start and compile at once and are timed in turn, where memory has room",
     )
-    parser.add_argument(
-        "--threads",
-        type=int,
-        default=threads_per_rank(1),
-        help="CPU threads of each (default: the cores there are)",
-    )
+    add_threads(parser)
     parser.add_argument(
         "--out",
         type=Path,

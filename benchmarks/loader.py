@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from setting import (
+    add_threads,
     benchmark_parser,
     machine,
     machine_lines,
@@ -26,7 +27,6 @@ from lmforge.core.data.batch import Batch
 from lmforge.core.data.dataset import TokenDataset
 from lmforge.core.data.loader import BatchLoader
 from lmforge.core.data.shards.folder import TokenFolder
-from lmforge.core.distributed.rank_info import threads_per_rank
 
 BATCHES = ((8, 256), (64, 2048))
 STEP_SECONDS = 0.1
@@ -102,12 +102,7 @@ def main() -> int:
     parser.add_argument(
         "--steps", type=int, default=50, help="steps of one measurement (default: 50)"
     )
-    parser.add_argument(
-        "--threads",
-        type=int,
-        default=threads_per_rank(1),
-        help="CPU threads of the step (default: the cores there are)",
-    )
+    add_threads(parser, "the step")
     chosen = parser.parse_args()
     if min(chosen.rounds, chosen.steps, chosen.threads) < 1:
         parser.error("--rounds, --steps, --threads: at least 1")

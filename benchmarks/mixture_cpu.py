@@ -18,6 +18,7 @@ import torch
 from contender_process import Contender
 from contenders import LMFORGE, LMFORGE_DENSE, TRAINER, WARM_UP_STEPS, Contest
 from setting import (
+    add_turns,
     benchmark_parser,
     machine,
     machine_lines,
@@ -28,7 +29,6 @@ from setting import (
     write_result,
 )
 
-from lmforge.core.distributed.rank_info import threads_per_rank
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.config_json import to_config_json
 from lmforge.core.model.flops import flops_per_token, parameter_count
@@ -182,18 +182,7 @@ def say(line: str) -> None:
 
 def main() -> int:
     parser = benchmark_parser(__doc__, 7, "turns of each")
-    parser.add_argument(
-        "--seconds", type=float, default=10.0, help="length of a turn (default: 10)"
-    )
-    parser.add_argument(
-        "--threads",
-        type=int,
-        default=threads_per_rank(1),
-        help="CPU threads of each (default: all cores)",
-    )
-    parser.add_argument(
-        "--force-bf16", action="store_true", help="measure bf16 also where the CPU only emulates it"
-    )
+    add_turns(parser)
     parser.add_argument(
         "--seeds",
         type=int,

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from lmforge.core.data.shards.folder import TokenFolder
+from lmforge.core.distributed.rank_info import threads_per_rank
 from lmforge.core.records.runs import Run, describe_environment
 from lmforge.text.prepare.prepare import prepare
 
@@ -44,6 +45,29 @@ def benchmark_parser(docstring: str, rounds: int, what: str) -> argparse.Argumen
         help="folder of the result (default: benchmarks/results)",
     )
     return parser
+
+
+def add_threads(parser: argparse.ArgumentParser, of: str = "each") -> None:
+    """Give a parser the option --threads, by default all that one process may use."""
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=threads_per_rank(1),
+        help=f"CPU threads of {of} (default: all cores)",
+    )
+
+
+def add_turns(parser: argparse.ArgumentParser) -> None:
+    """Give a parser the options of contenders that take turns on a CPU: --seconds, --threads and
+    --force-bf16.
+    """
+    parser.add_argument(
+        "--seconds", type=float, default=10.0, help="length of a turn (default: 10)"
+    )
+    add_threads(parser)
+    parser.add_argument(
+        "--force-bf16", action="store_true", help="measure bf16 also where the CPU only emulates it"
+    )
 
 
 def tokens_of_stdlib(folder: Path, *, files: int | None, vocab_size: int) -> TokenFolder:

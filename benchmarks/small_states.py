@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from setting import (
+    add_threads,
     benchmark_parser,
     machine,
     machine_lines,
@@ -21,8 +22,6 @@ from setting import (
     train_run,
     write_result,
 )
-
-from lmforge.core.distributed.rank_info import threads_per_rank
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "quickstart.toml"
 REFERENCE = "fp32"
@@ -91,12 +90,7 @@ def table(record: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = benchmark_parser(__doc__, 3, "seeds")
-    parser.add_argument(
-        "--threads",
-        type=int,
-        default=threads_per_rank(1),
-        help="CPU threads of each (default: all cores)",
-    )
+    add_threads(parser)
     parser.add_argument(
         "--folder", type=Path, help="keep the runs here, and go on with those that are here already"
     )

@@ -26,6 +26,7 @@ from contenders import (
     Contest,
 )
 from setting import (
+    add_turns,
     benchmark_parser,
     machine,
     machine_lines,
@@ -34,7 +35,6 @@ from setting import (
     write_result,
 )
 
-from lmforge.core.distributed.rank_info import threads_per_rank
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.config_json import to_config_json
 from lmforge.core.model.flops import FLOPS_CONVENTION, flops_per_token, parameter_count
@@ -147,18 +147,7 @@ def say(line: str) -> None:
 
 def main() -> int:
     parser = benchmark_parser(__doc__, 7, "turns of each contender")
-    parser.add_argument(
-        "--seconds", type=float, default=10.0, help="length of a turn (default: 10)"
-    )
-    parser.add_argument(
-        "--threads",
-        type=int,
-        default=threads_per_rank(1),
-        help="CPU threads of each (default: the cores there are)",
-    )
-    parser.add_argument(
-        "--force-bf16", action="store_true", help="measure bf16 also where the CPU only emulates it"
-    )
+    add_turns(parser)
     parser.add_argument(
         "--tiny",
         action="store_true",

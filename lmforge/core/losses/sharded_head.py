@@ -71,7 +71,8 @@ class ShardedHead:
     def from_weight(
         cls, hidden: Tensor, weight: Tensor, labels: Tensor, head: HeadOptions
     ) -> "ShardedHead":
-        """The head of this rank, from `hidden` [sequences, length, width] and `labels` [sequences, length].
+        """The head of this rank, from `hidden` [sequences, length, width] and `labels` [sequences,
+        length].
 
         With a sharded `weight` (a DTensor), `hidden` is this rank's [sequences, length / T, width];
         `labels` are always full.

@@ -275,8 +275,8 @@ def attend_in_chunks(
     ranges: Sequence[tuple[int, int]],
     scale: float | None,
 ) -> Tensor:
-    """Attention on a CPU in chunks of queries, where `seen` bool [sequences, 1, queries, keys]; `ranges` are the slots
-    of the queries; else as `attend`.
+    """Attention on a CPU in chunks of queries, where `seen` bool [sequences, 1, queries, keys];
+    `ranges` are the slots of the queries; else as `attend`.
 
     The kernel does not know that the upper triangle is masked. With chunks of queries, each with
     the keys up to its end, most of it is skipped: a third of the time at 1,024 tokens on a CPU.
@@ -479,13 +479,13 @@ class KVCache:
     def view(
         self, first: int, positions: Tensor, end: int, groups: Sequence[DecodeGroup] = ()
     ) -> list[LayerKVCache]:
-        """The cache of each block for a forward pass over tokens at `positions` int64 [sequences, length] of the sequences
-        from `first` on.
+        """The cache of each block for a forward pass over tokens at `positions` int64 [sequences,
+        length] of the sequences from `first` on.
 
-        `end` is one more than the largest position. The positions
-        of a sequence are consecutive; what pads a shorter one at the right is written to slots that
-        its later tokens overwrite. `groups`, if any, are all sequences: attention reads the keys of
-        each up to its longest only.
+        `end` is one more than the largest position. The positions of a sequence are consecutive;
+        what pads a shorter one at the right is written to slots that its later tokens overwrite.
+        `groups`, if any, are all sequences: attention reads the keys of each up to its longest
+        only.
         """
         if end > self.max_length:
             raise ValueError(f"the cache has {self.max_length} slots and {end} tokens")

@@ -282,7 +282,7 @@ class LanguageModel(nn.Module):
         drops = setup.dropout or (self.lora_config is not None and self.lora_config.dropout)
         if rng_keys is None or not (drops or setup.neftune_noise_alpha):
             return None
-        part, parts = self.setup.sequence_shard
+        part, parts = setup.sequence_shard
         scale = None
         if setup.neftune_noise_alpha:
             scale = neftune_noise_scale(

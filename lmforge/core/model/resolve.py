@@ -43,7 +43,9 @@ def build_model_config(
     keeps_vocabulary: bool = False,
 ) -> ModelConfig:
     """The config of `chosen` fields and `overrides`, for a tokenizer of `vocab_size` entries, whose
-    size it takes unless it `keeps_vocabulary`, which `may_grow`. Raises UserError, beginning with `where`.
+    size it takes unless it `keeps_vocabulary`, which `may_grow`.
+
+    Raises UserError, beginning with `where`.
     """
     chosen = with_overrides(chosen, overrides)
     if vocab_size is not None and not keeps_vocabulary and "vocab_size" not in overrides:

@@ -17,6 +17,7 @@ from lmforge.core.data.labels import IGNORE_INDEX
 from lmforge.core.data.packing import PackedSequences
 from lmforge.core.losses.logprobs import document_sums
 from lmforge.post.objectives.policy import (
+    PolicyBatch,
     PolicyLossConfig,
     compute_advantages,
     has_nonzero_std,
@@ -100,14 +101,15 @@ def add_advantages(
 
     rewards: fp64 [completions], NaN where there is none, groups one after another. failures:
     metrics of what failed, fp32 [completions]. learned: whether a completion is learned from, bool
-    [completions]. With the extra "reference_logprobs" of the batch, k1 is taken off the rewards.
+    [completions]. Where the batch has a reference, k1 is taken off the rewards.
     """
     groups = rewards.view(-1, options.num_generations)
     metrics = _completion_metrics(groups, failures, completions, options.pass_threshold)
-    if "reference_logprobs" in batch.extra_tensors:
-        names = ("old_logprobs", "reference_logprobs")
+    own = PolicyBatch(batch)
+    if own.has_reference:
         ours, theirs = (
-            document_sums(batch.extra(name), batch.document_ids)[:, 0].double() for name in names
+            document_sums(logprobs, batch.document_ids)[:, 0].double()
+            for logprobs in (own.old_logprobs, own.reference_logprobs)
         )
         rewards = subtract_kl_penalty(rewards, ours, theirs, loss_config)
     advantages = compute_advantages(rewards.view(groups.shape), loss_config).float().flatten()

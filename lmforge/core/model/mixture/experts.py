@@ -293,7 +293,9 @@ def permute_rows(x: Tensor, order: Tensor, inverse: Tensor, copies: int = 1) -> 
 
 
 class _PermutedRows(torch.autograd.Function):
-    """Rows in another order. The gradient is a gather and a sum; that of an index would be added up in an order that may
+    """Rows in another order.
+
+    The gradient is a gather and a sum; that of an index would be added up in an order that may
     change from run to run.
     """
 
