@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from lmforge import __version__
 from lmforge.core.distributed.environment import (
+    CLOSED_VARIABLE,
     ENVIRONMENT_VARIABLE,
     LAUNCHER_PID_VARIABLE,
     NODES_VARIABLE,
@@ -89,6 +90,8 @@ def main() -> None:
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(number, True)
     os.close(number)
+    for stream in os.environ.pop(CLOSED_VARIABLE, "").split():
+        setattr(sys, stream, None)
     limit_spinning()
     # A profiler's own output would mix with that of a run.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")

@@ -114,7 +114,7 @@ def test_under_nohup_a_run_goes_on_when_the_terminal_is_closed(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("lost", ["a reader that leaves", "a full disk"])
+@pytest.mark.parametrize("lost", ["a reader that leaves", "a full disk", "closed"])
 def test_output_that_cannot_be_written_is_dropped_and_the_run_goes_on(
     lost: str, processes: int, recipe: Recipe, tmp_path: Path
 ) -> None:
@@ -128,6 +128,9 @@ def test_output_that_cannot_be_written_is_dropped_and_the_run_goes_on(
     if lost == "a full disk":
         with open("/dev/full", "wb") as full:
             assert subprocess.run(command, stdout=full, stderr=full).returncode == 0
+    elif lost == "closed":
+        shell = ["bash", "-c", 'exec "$@" >&- 2>&-', "-"]
+        assert subprocess.run([*shell, *command]).returncode == 0
     else:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         assert process.stdout
@@ -136,7 +139,9 @@ def test_output_that_cannot_be_written_is_dropped_and_the_run_goes_on(
         assert process.wait() == 0
     assert max(losses(run)) == STEPS
     log = run.log_path(1, 0).read_text()
-    reason = "No space left on device" if lost == "a full disk" else "Broken pipe"
+    reason = {"a full disk": "No space left on device", "closed": "closed"}.get(
+        lost, "Broken pipe"
+    )
     assert (
         log.count(
             f"standard output: {reason}; from now on it is written to this log only; the run goes"

@@ -33,6 +33,8 @@ STATUS_VARIABLE = "LMFORGE_STATUS_FILE"
 JOB_VARIABLE = "LMFORGE_JOB"
 # Set for ranks that `--launch.processes` starts: the id of the process that started them.
 LAUNCHER_PID_VARIABLE = "LMFORGE_LAUNCHER"
+# Set for them too: the standard streams that were closed when it began, where they get /dev/null.
+CLOSED_VARIABLE = "LMFORGE_CLOSED"
 MAX_RANKS: int = RANKS["le"]
 # Slurm's step ids from this value on are not steps of tasks: the batch script, an interactive
 # shell, the prolog.

@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any
 
 from lmforge.core.distributed.environment import (
+    CLOSED_VARIABLE,
     ENVIRONMENT_VARIABLE,
     JOB_VARIABLE,
     LAUNCHER_PID_VARIABLE,
@@ -294,6 +295,8 @@ def launcher_environment() -> Iterator[Interruption]:
     os.environ[LAUNCHER_PID_VARIABLE] = str(os.getpid())
     os.environ[SIGNAL_FILE_VARIABLE] = f"/proc/{os.getpid()}/fd/{interruption.file}"
     os.environ[ENVIRONMENT_VARIABLE] = TORCHRUN.name  # whatever else started this process
+    streams = {"stdout": sys.__stdout__, "stderr": sys.__stderr__}
+    os.environ[CLOSED_VARIABLE] = " ".join(name for name in streams if streams[name] is None)
     try:
         yield interruption
     finally:
@@ -305,6 +308,7 @@ def launcher_environment() -> Iterator[Interruption]:
             LAUNCHER_PID_VARIABLE,
             SIGNAL_FILE_VARIABLE,
             ENVIRONMENT_VARIABLE,
+            CLOSED_VARIABLE,
             "OMP_NUM_THREADS",
         ):
             os.environ.pop(name)
