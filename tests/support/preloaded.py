@@ -10,9 +10,11 @@ starts ranks, that is forked too (`ForkingPopen`). Other tests cover real starts
 import atexit
 import ctypes
 import gc
+import importlib
 import json
 import logging
 import os
+import pkgutil
 import runpy
 import signal
 import subprocess
@@ -23,6 +25,8 @@ from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NoReturn
+
+import pydantic
 
 from lmforge.core.distributed.rendezvous import free_port
 
@@ -353,6 +357,13 @@ def _become_command(arguments: list[str], environment: Mapping[str, str]) -> NoR
         cli._leave(status)
 
 
+def build_schemas(options: type[pydantic.BaseModel]) -> None:
+    """Build the schemas of all options that are derived from `options`."""
+    for derived in options.__subclasses__():
+        derived.model_rebuild()
+        build_schemas(derived)
+
+
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
     from lmforge import cli
@@ -362,11 +373,18 @@ if __name__ == "__main__":
     import torch.distributed.launcher.api  # noqa: F401  imported by a launcher
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
+    from lmforge import core, ops, post
+    from lmforge.core.options.options import Options
     from lmforge.core.options.verbs import VERBS
     from tests.support import rounding
 
     for verb in VERBS.values():  # a verb's modules are imported when it is called
         verb.load()
+    # So are those that an option chooses, and schemas of options are built when they are used.
+    for wing in (core, post, ops):
+        for module in pkgutil.walk_packages(wing.__path__, f"{wing.__name__}."):
+            importlib.import_module(module.name)
+    build_schemas(Options)
     gc.freeze()  # the collector of a child does not scan what is loaded already
     own_request = _serve()
     if own_request is not None:
