@@ -27,7 +27,7 @@ from lmforge.cli import limit_spinning, run
 from lmforge.core import plugins, registry
 from lmforge.text.prepare.prepare import prepare
 from tests import seeds
-from tests.cluster.laboratory import Laboratory
+from tests.ops.cluster.laboratory import Laboratory
 from tests.support import tools
 from tests.support.preloaded import TIMEOUT_SECONDS, preloaded
 from tests.support.text import write_documents

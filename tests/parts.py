@@ -44,15 +44,15 @@ class Part:
 
 # Fast tests that use random numbers.
 REPEATED = (
-    "data/test_examples.py",
-    "data/test_order.py",
-    "generate/test_sampling.py",
-    "objectives/test_cross_entropy.py",
-    "checkpoint/test_blocks.py",
-    "train/test_bad_steps.py",
-    "train/test_rollouts.py",
-    "monitor/test_stragglers.py",
-    "monitor/test_step_time_drift.py",
+    "text/test_examples.py",
+    "core/data/test_order.py",
+    "serve/decoding/test_sampling.py",
+    "core/losses/test_cross_entropy.py",
+    "core/checkpoint/test_blocks.py",
+    "core/steps/test_bad_steps.py",
+    "post/rl/test_rollouts.py",
+    "ops/monitor/test_stragglers.py",
+    "ops/monitor/test_step_time_drift.py",
 )
 DISTRIBUTED = (
     "balance",
@@ -81,30 +81,19 @@ DISTRIBUTED = (
     "two_runs",
     "watch",
 )
-TRAIN = (
-    "train",
-    "trackers",
-    "objectives",
-    "rewards",
-    "environments",
-    "plan",
-    "monitor",
-    "checkpoint",
-    "cluster",
-    "ladder",
-)
-GENERATE = ("generate", "evaluate", "serve", "report", "verbs", "interop")
 STRATEGIES = ("strategies", "same_result", "dropout", "lora", "optimizers", "objectives", "foreign")
 
 PARTS = {
     "strategies": Part(tuple(f"distributed/test_{name}.py" for name in STRATEGIES)),
     "distributed": Part(tuple(f"distributed/test_{name}.py" for name in DISTRIBUTED)),
-    "commands": Part(("test_[!d]*.py", "test_doctor.py", "benchmarks/*.py", "recipes/*.py")),
+    "commands": Part(("test_[!d]*.py", "benchmarks/*.py", "recipes/*.py")),
     "docs": Part(("test_docs.py", "website/test_*.py")),
-    "data": Part(("data/test_*.py",)),
-    "model": Part(("model/test_*.py", "parallel/test_*.py")),
-    "train": Part(tuple(f"{name}/test_*.py" for name in TRAIN)),
-    "generate": Part(tuple(f"{name}/test_*.py" for name in GENERATE)),
+    "core": Part(("core/**/test_*.py",)),
+    "text": Part(("text/test_*.py", "hf/test_*.py")),
+    "serve": Part(("serve/**/test_*.py",)),
+    "post": Part(("post/**/test_*.py",)),
+    "ops": Part(("ops/**/test_*.py",)),
+    "lab": Part(("lab/**/test_*.py",)),
     "chaos": Part(
         command=("-m", "tests.chaos", "--faults", "200", "--minutes", str(CHAOS_MINUTES))
     ),

@@ -29,27 +29,30 @@ SETTINGS = {
 LEAST_SETTINGS = 3
 # Where tests compare numbers, and the files there that compare none.
 FOLDERS = (
-    "model",
-    "objectives",
-    "parallel",
-    "train",
-    "generate",
-    "evaluate",
-    "interop",
+    "core/model",
+    "core/losses",
+    "core/optim",
+    "core/parallel",
+    "core/steps",
+    "hf",
+    "serve/decoding",
+    "serve/evaluate",
+    "post/objectives",
+    "post/rl",
     "distributed",
 )
 WITHOUT_NUMBERS = (
+    "core/model/test_shapes.py",
+    "core/steps/test_profiling.py",
     "distributed/test_chaos.py",
     "distributed/test_hub.py",
     "distributed/test_logs.py",
     "distributed/test_signals.py",
     "distributed/test_top.py",
     "distributed/test_watch.py",
-    "interop/test_kinds.py",
-    "model/test_shapes.py",
-    "train/test_profiling.py",
-    "train/test_progress_panel.py",
-    "train/test_tuning_input.py",
+    "hf/test_hub.py",
+    "hf/test_kinds.py",
+    "post/rl/test_tuning_input.py",
 )
 # Tests whose bound is a multiple of how far one process is from itself, and what of each is judged
 # so.
@@ -64,27 +67,27 @@ JUDGED = {
             NORM + WEIGHTS,
         ),
         (
-            "train/test_rollout_engines.py",
+            "post/rl/test_rollout_engines.py",
             "test_in_a_pipeline_servers_get_the_weights_and_adapters_of_all_stages",
             NORM,
         ),
         (
-            "train/test_rollout_engines.py",
+            "post/rl/test_rollout_engines.py",
             "test_a_policy_that_ranks_split_learns_from_servers_what_one_process_does[grpo-tensor]",
             NORM,
         ),
         (
-            "train/test_rollout_engines.py",
+            "post/rl/test_rollout_engines.py",
             "test_adapters_are_merged_into_the_weights_that_servers_get",
             NORM,
         ),
         (
-            "train/test_routed_experts.py",
+            "post/rl/test_routed_experts.py",
             "test_runs_replay_the_experts_of_the_trainer_itself_and_of_a_server_and_resume_amid_a_set",
             NORM,
         ),
         (
-            "train/test_tasks.py",
+            "serve/evaluate/test_tasks_in_training.py",
             "test_scores_while_training_are_those_of_the_checkpoints_and_the_best_can_be_kept",
             ("val/chosen/bits_per_byte",),
         ),

@@ -42,7 +42,7 @@ from lmforge.lab.options.ladder import LadderConfig
 from lmforge.lab.options.plan import PlanConfig
 from lmforge.post.options.align import AlignConfig
 from lmforge.post.options.tuning import DistillConfig
-from tests.model.foreign import theirs_of
+from tests.core.model.foreign import theirs_of
 from tests.support.preloaded import preloaded
 from tests.support.text import corpus
 from website.cut_down import FENCED, TINY_MODEL, is_command, shortened

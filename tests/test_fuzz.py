@@ -27,9 +27,9 @@ from lmforge.core.errors import UserError
 from lmforge.core.options.options import iter_options
 from lmforge.core.options.verbs import VERBS
 from tests.conftest import without_shape
-from tests.generate.conftest import byte_tokenizer, models, one_thread, scripted  # noqa: F401
 from tests.seeds import fresh_random
 from tests.serve.conftest import Server, serving  # noqa: F401 - its fixture
+from tests.serve.decoding.conftest import byte_tokenizer, models, one_thread, scripted  # noqa: F401
 from tests.support.fuzzing import (
     JSON_VALUES,
     RAW_JSON,

@@ -15,8 +15,8 @@ NEEDED = ("benchmarks", "lmforge", "recipes", "tests")
 # Tests that leave options at their defaults; in the checkout some would find the decoys.
 CHOSEN = (
     "tests/test_probe.py",
-    "tests/report/test_list_runs.py",
-    "tests/plan/test_plan.py",
+    "tests/ops/report/test_list_runs.py",
+    "tests/lab/plan/test_plan.py",
     "-k",
     "probe or runs or refused",
 )

@@ -19,8 +19,8 @@ from lmforge.core.model.init_weights import init_weights
 from lmforge.hf.export import export_folder
 from lmforge.hf.resolve import resolve_model_config
 from tests.conftest import Command, without_shape
-from tests.data.hub_server import serving, variables
 from tests.distributed.test_hub import SIZES
+from tests.hf.hub_server import serving, variables
 from tests.support.text import write_documents
 
 WITHOUT_NETWORK = ["unshare", "--map-root-user", "--net"]

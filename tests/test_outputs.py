@@ -11,7 +11,7 @@ import pytest
 from lmforge.core.options.options import iter_options
 from lmforge.core.options.verbs import VERBS
 from tests.conftest import Refusal
-from tests.model.test_layouts import TOLD, saved_by_torchtitan, torchtitan_state
+from tests.core.model.test_layouts import TOLD, saved_by_torchtitan, torchtitan_state
 
 # The words of each command that writes a file or a folder of a user's choice.
 WRITTEN = {
@@ -31,7 +31,7 @@ WRITTEN = {
     ("prepare", "out"): "text.txt OUT --vocab_size 301 --workers 1 --overwrite",
 }
 # Runs and caches, into which commands of many kinds write below names of their own, and downloads
-# (tests/data/test_hub.py).
+# (tests/hf/test_hub.py).
 KEPT = {
     "run.folder",
     "distill.logprobs",

@@ -27,7 +27,7 @@ LEAST_WORK = {
     "prepare": "--rounds 1 --megabytes 1 --workers 1 --beside lmforge",
     "rollout_engines": "--rounds 1 --steps 1 --engines in-process lmforge",
 }
-TESTED_ELSEWHERE = {"plan"}  # tests/plan/test_plan.py
+TESTED_ELSEWHERE = {"plan"}  # tests/lab/plan/test_plan.py
 
 
 def test_every_benchmark_is_run_by_a_test() -> None:

@@ -32,8 +32,8 @@ from lmforge.post.objectives.distillation import (
 )
 from lmforge.post.objectives.policy import PolicyLossConfig, PolicyObjective
 from lmforge.post.objectives.preference import KTOObjective, PreferenceObjective, dpo
-from tests.model.foreign import described
-from tests.objectives.oracle import drawn_pairs, logprobs_under, moved, packed, with_extras
+from tests.core.losses.oracle import drawn_pairs, logprobs_under, moved, packed, with_extras
+from tests.core.model.foreign import described
 
 # A head that tensor parallel shares out by rows, and one that it leaves whole on each rank.
 SHAPES: dict[Any, ModelConfig] = {

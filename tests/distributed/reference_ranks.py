@@ -19,8 +19,8 @@ from lmforge.core.model.layers import LanguageModel
 from lmforge.core.model.setup import ModelSetup
 from lmforge.core.parallel.parallelize import parallelize
 from lmforge.post.reference import ReferenceModel
+from tests.core.losses.oracle import logprobs_under
 from tests.distributed.objective_ranks import SHAPES, STRATEGIES, whole_batch
-from tests.objectives.oracle import logprobs_under
 
 
 def noisy(seed: int, is_context: bool) -> LanguageModel:

@@ -16,10 +16,10 @@ from lmforge.core.records.runs import Run
 from lmforge.lab.bench.bounds import FP32, MUON
 from lmforge.lab.bench.parity import weights_difference
 from tests.conftest import Command
+from tests.core.model.conftest import quantized
 from tests.distributed.conftest import Recipe, losses, weights
 from tests.distributed.shapes import SHAPES
 from tests.distributed.test_balance import without_model
-from tests.model.conftest import quantized
 from tests.serve.conftest import Server, serving  # noqa: F401 - a fixture
 
 pytestmark = pytest.mark.slow

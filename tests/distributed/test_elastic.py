@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from lmforge.core.records.runs import Run
-from tests.cluster.laboratory import HostProcess, Laboratory
 from tests.conftest import Command
 from tests.distributed.conftest import RECIPE_STEPS, Recipe, assert_agree, losses
+from tests.ops.cluster.laboratory import HostProcess, Laboratory
 from tests.support.rounding import OTHER_ROUNDING
 
 FAULTY_RANK = Path(__file__).parent / "faults" / "faulty_rank.py"

@@ -13,8 +13,8 @@ from lmforge.core.data.shards.folder import TokenFolder
 from lmforge.core.records.runs import Run
 from lmforge.hf.export import export_folder
 from lmforge.serve.decoding.model_loading import load_model
+from tests.core.model.foreign import theirs_of
 from tests.distributed.conftest import assert_agree, losses, run_cases, weights
-from tests.model.foreign import theirs_of
 from tests.support.rounding import other_rounding
 
 pytestmark = pytest.mark.slow

@@ -46,9 +46,9 @@ from lmforge.ops.monitor.flight_recorder import recent_collectives
 from lmforge.post.reference import ReferenceModel, reference_logprobs
 from lmforge.serve.decoding.incremental import incremental_decoder
 from tests.conftest import Command
+from tests.core.losses.oracle import whole_logits
 from tests.distributed.gpu_models import gradients, language_model, trained
-from tests.objectives.oracle import whole_logits
-from tests.plan.step_program import predicted_activation_bytes
+from tests.lab.plan.step_program import predicted_activation_bytes
 
 pytestmark = pytest.mark.gpu
 

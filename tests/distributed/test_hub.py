@@ -14,7 +14,7 @@ from lmforge.core.model.init_weights import init_weights
 from lmforge.hf.export import export_folder
 from lmforge.hf.resolve import resolve_model_config
 from tests.conftest import Command, without_shape
-from tests.data.hub_server import Hub, serving, variables
+from tests.hf.hub_server import Hub, serving, variables
 
 SIZES = {
     "hidden_size": 32,

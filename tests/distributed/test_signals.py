@@ -139,9 +139,7 @@ def test_output_that_cannot_be_written_is_dropped_and_the_run_goes_on(
         assert process.wait() == 0
     assert max(losses(run)) == STEPS
     log = run.log_path(1, 0).read_text()
-    reason = {"a full disk": "No space left on device", "closed": "closed"}.get(
-        lost, "Broken pipe"
-    )
+    reason = {"a full disk": "No space left on device", "closed": "closed"}.get(lost, "Broken pipe")
     assert (
         log.count(
             f"standard output: {reason}; from now on it is written to this log only; the run goes"

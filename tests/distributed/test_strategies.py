@@ -20,7 +20,7 @@ from tests.distributed.shapes import (
     settings_of,
     shapes_on,
 )
-from tests.plan.step_program import predicted_activation_bytes, step_program
+from tests.lab.plan.step_program import predicted_activation_bytes, step_program
 
 
 def all_cases() -> Iterator[tuple[int, str]]:

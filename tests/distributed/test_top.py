@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from lmforge.cli import run as lmforge_here
-from tests.cluster.laboratory import Laboratory
 from tests.conftest import Refusal
 from tests.distributed.conftest import Recipe
 from tests.distributed.test_watch import Going, going
+from tests.ops.cluster.laboratory import Laboratory
 from tests.support.terminal import Terminal, terminal, wait_for_screen  # noqa: F401 - a fixture
 
 # A stand-in for ssh: a host is what its name says.

@@ -1,4 +1,4 @@
-"""Servers of the models that tests/generate/conftest.py makes."""
+"""Servers of the models that tests/serve/decoding/conftest.py makes."""
 
 import json
 import signal
@@ -15,7 +15,14 @@ import pytest
 
 from lmforge.core.data.tokenizer import Tokenizer
 from lmforge.hf.export import export_folder
-from tests.generate.conftest import Scripted, byte_tokenizer, models, one_thread, scripted, spelling  # noqa: F401 - fixtures
+from tests.serve.decoding.conftest import (  # noqa: F401 - fixtures
+    Scripted,
+    byte_tokenizer,
+    models,
+    one_thread,
+    scripted,
+    spelling,
+)
 from tests.support.browser import browser  # noqa: F401 - a fixture
 from tests.support.preloaded import Forked, preloaded
 
@@ -23,7 +30,7 @@ if TYPE_CHECKING:
     import openai  # imported where it is used: a GPU's environment may lack it
 
 
-# Of servers whose weights a trainer replaces, and of trainers in tests/train.
+# Of servers whose weights a trainer replaces, and of trainers in tests/post/rl.
 KEY = {"LMFORGE_API_KEY": "the-trainers"}
 
 

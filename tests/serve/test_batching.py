@@ -17,7 +17,7 @@ from lmforge.core.model.layers import LanguageModel
 from lmforge.serve.batching import ContinuousBatcher, EngineStopped, QueuedRequest
 from lmforge.serve.decoding.engine import Engine, GeneratedToken, GenerationRequest
 from lmforge.serve.decoding.sampling import SamplingParams
-from tests.generate.conftest import Scripted
+from tests.serve.decoding.conftest import Scripted
 
 LENGTH = 12
 

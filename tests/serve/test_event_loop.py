@@ -26,7 +26,7 @@ from lmforge.serve import token_api
 from lmforge.serve.api import create_app
 from lmforge.serve.decoding.engine import Engine, GenerationRequest
 from lmforge.serve.model_registry import ModelRegistry, ServingLimits
-from tests.generate.conftest import Scripted
+from tests.serve.decoding.conftest import Scripted
 
 LENGTH = 3_000
 CHATS, TEXTS, IDS = "/v1/chat/completions", "/v1/completions", "/inference/v1/generate"

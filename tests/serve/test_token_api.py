@@ -11,8 +11,8 @@ import torch
 
 from lmforge.core.data.tokenizer import Tokenizer
 from lmforge.serve.decoding.weights_folder import write_weights
-from tests.generate.conftest import Scripted
 from tests.serve.conftest import Server
+from tests.serve.decoding.conftest import Scripted
 
 LENGTH = 4_000
 

@@ -11,9 +11,9 @@ import pytest
 
 from lmforge.core.data.tokenizer import Tokenizer
 from lmforge.hf.export import export_folder
-from tests.data.test_tool_calls import TURNS, WRITTEN
-from tests.generate.conftest import Scripted
 from tests.serve.conftest import Server
+from tests.serve.decoding.conftest import Scripted
+from tests.text.test_tool_calls import TURNS, WRITTEN
 
 TOOLS: Any = [
     {

@@ -3,7 +3,7 @@
 They gather, compute, reduce and free.
 
 For FSDP2 the order of allocations was read from fully_shard's hooks (torch 2.13) and is compared
-with what FSDPMemTracker sees (tests/plan/test_memory_order.py). In the forward pass a unit's
+with what FSDPMemTracker sees (tests/lab/plan/test_memory_order.py). In the forward pass a unit's
 all-gather buffer lives until the next unit is waited for. In the backward pass the unit before is
 gathered while this one computes, and a unit's reduce-scatter input lives until the next
 reduce-scatter. FSDP1 does the same with one flat tensor.

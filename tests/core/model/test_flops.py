@@ -1,0 +1,99 @@
+"""Parameters and FLOPs of a model config, checked against counting."""
+
+import random
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from lmforge.core.model.build import build_model
+from lmforge.core.model.flops import active_parameters, flops_per_token, parameter_count
+from lmforge.core.model.presets import PRESETS, get_preset
+from lmforge.lab.plan.hardware import data_sheets
+from tests.core.model.conftest import MODEL_TYPES, drawn_config, one_document
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_parameters_are_those_of_the_model(model_type: str, draw: random.Random) -> None:
+    for _ in range(5):
+        config = drawn_config(model_type, draw)
+        model = build_model(config, "meta")
+        counts = parameter_count(config)
+        assert counts.total == sum(parameter.numel() for parameter in model.parameters())
+        assert counts.input_embedding == sum(module.weight.numel() for module in model.embeddings)
+        head = 0 if not config.tie_word_embeddings else model.lm_head.weight.numel()
+        experts = sum(each.numel() for each in model.blocks.parameters() if each.ndim == 3)
+        idle = experts - experts * config.num_experts_per_tok // max(1, config.num_experts)
+        assert counts.active_matmul == counts.total - counts.input_embedding + head - idle
+        assert active_parameters(config) == counts.total - idle
+        assert counts.block_matrices == sum(
+            each.numel() for each in model.blocks.parameters() if each.ndim >= 2
+        )
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_flops_are_those_that_torch_counts(model_type: str, draw: random.Random) -> None:
+    config = drawn_config(model_type, draw)
+    model = build_model(config, "meta")
+    length = 40
+    rows = one_document(2, length, config.vocab_size)
+    with FlopCounterMode(display=False) as counted:
+        model.lm_head(
+            model(*(x.to("meta") for x in (rows.tokens, rows.positions, rows.documents)))
+        ).sum().backward()
+    # Norms and biases have parameters, which the convention counts, and no matrix product.
+    vectors = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 1)
+    print(counted.get_flop_counts()["Global"])
+    # Latent attention computes with queries and values of one width, and the convention counts what
+    # they have.
+    heads = config.num_hidden_layers * config.num_attention_heads
+    padding = (
+        6
+        * length
+        * heads
+        * (2 * config.head_dim - config.qk_head_dim - (config.v_head_dim or config.head_dim))
+    )
+    assert (
+        counted.get_total_flops() / (2 * length)
+        == flops_per_token(config, length) - 6 * vectors + padding
+    )
+
+
+def test_published_sizes() -> None:
+    billions = {
+        "llama2-7b": 6.74,
+        "llama2-70b": 68.98,
+        "llama3-8b": 8.03,
+        "llama3.1-405b": 405.85,
+        "1b": 1.236,
+        "olmo2-1b": 1.4849,
+        "gemma3-270m": 0.2681,
+        "gemma3-1b": 0.99989,
+        "olmoe-1b-7b": 6.919,
+        "mixtral-8x7b": 46.70,
+        "qwen3-30b-a3b": 30.53,
+        "deepseek-v3": 671.0,
+        "gpt2-124m": 0.1244,
+    }
+    for name, size in billions.items():
+        assert parameter_count(get_preset(name)).total / 1e9 == pytest.approx(size, rel=1e-3)
+    assert set(billions) < set(PRESETS)
+    active = {"olmoe-1b-7b": 1.3, "mixtral-8x7b": 12.9, "qwen3-30b-a3b": 3.3, "deepseek-v3": 37.0}
+    # With the embedding that is looked up, as their reports count.
+    for name, size in active.items():
+        assert active_parameters(get_preset(name)) / 1e9 == pytest.approx(size, rel=0.02)
+
+
+def test_peaks_are_known_by_the_names_that_cuda_gives() -> None:
+    def peak_flops(device_name: str, dtype: str) -> float | None:
+        gpu = data_sheets().find(device_name)
+        return None if gpu is None else gpu.peak_flops(dtype)
+
+    assert peak_flops("NVIDIA H100 80GB HBM3", "bf16") == 989e12
+    assert peak_flops("NVIDIA H100 PCIe", "bf16") == 756e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB", "fp16") == 312e12
+    assert peak_flops("NVIDIA L40S", "bf16") == 362e12
+    assert peak_flops("Tesla V100-SXM2-32GB", "bf16") is None
+    assert peak_flops("Tesla V100-SXM2-32GB", "fp16") == 125e12
+    assert peak_flops("Some Future Chip", "bf16") is None
+    assert torch.cuda.is_available() or peak_flops("cpu", "fp32") is None

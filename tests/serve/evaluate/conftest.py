@@ -1,0 +1,8 @@
+from tests.serve.conftest import serving  # noqa: F401 - a fixture
+from tests.serve.decoding.conftest import (  # noqa: F401 - fixtures
+    byte_tokenizer,
+    models,
+    one_thread,
+    scripted,
+    tiny_model_and_tokenizer,
+)
