@@ -61,7 +61,7 @@ KINDS = {
             "parallel.activation_checkpointing",
             has_options=False,
         ),
-        RegistryKind("feed_forward", "model", "the config of a model", is_open=False),
+        RegistryKind("mixer", "model", "the config of a model", is_open=False),
         RegistryKind("packing", "data", "data.packing", is_open=False),
         RegistryKind("engine", "parallel", "parallel.engine", is_open=False),
         RegistryKind("transform", "parallel", "parallel", is_open=False),

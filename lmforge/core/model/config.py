@@ -8,19 +8,21 @@ costs is in flops.py.
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from importlib import import_module
 from typing import Any, ClassVar, Self
 
 from lmforge.core import registry
 from lmforge.core.errors import UserError
 from lmforge.core.files.untrusted import quoted
+from lmforge.core.model.blocks import Block
 from lmforge.core.model.config_checks import (
     check_latent_attention,
     check_numbers,
     check_options,
     number_problem,
 )
-from lmforge.core.model.family import Family, Linear, load_family, mixture_linears, name_layer_types
+from lmforge.core.model.family import Family, load_family, name_layer_types
 from lmforge.core.model.fields import ModelFields, Rope, RopeScaling
 from lmforge.core.options.ranges import MODEL_RANGES, ROPE_SCALING_RANGES
 
@@ -155,32 +157,24 @@ class ModelConfig(ModelFields):
         return 1 if self.reward else self.vocab_size
 
     @property
-    def sparse_layers(self) -> tuple[bool, ...]:
-        """Whether each layer is a mixture of experts."""
-        sparse = {
-            *range(self.decoder_sparse_step - 1, self.num_hidden_layers, self.decoder_sparse_step)
-        }
-        sparse -= {*self.mlp_only_layers, *range(self.first_k_dense_replace)}
-        return tuple(
-            bool(self.num_experts) and layer in sparse for layer in range(self.num_hidden_layers)
-        )
+    def blocks(self) -> tuple[Block, ...]:
+        """What each layer is made of."""
+        return _blocks(self)
 
     @property
-    def layer_kinds(self) -> tuple[tuple[str | None, bool], ...]:
-        """For each layer its entry of layer_types, None where there are none, and whether it is a
-        mixture of experts.
-        """
-        return tuple(
-            zip(
-                self.layer_types or (None,) * self.num_hidden_layers,
-                self.sparse_layers,
-                strict=True,
-            )
-        )
+    def block_kinds(self) -> tuple[Block, ...]:
+        """The different ones among `blocks`, in the order of the layers."""
+        return tuple(dict.fromkeys(self.blocks))
 
-    def with_layers(self, count: int, layer_type: str | None = None, *, sparse: bool) -> Self:
-        """This model with `count` layers, all of one kind."""
-        types = None if layer_type is None else (layer_type,) * count
+    @property
+    def residual_linears(self) -> tuple[str, ...]:
+        """The names of the linear layers that write into the residual stream."""
+        linears = (each for block in self.block_kinds for each in block.linears)
+        return tuple(each.name for each in linears if each.residual)
+
+    def with_layers(self, count: int, like: int = 0) -> Self:
+        """This model with `count` layers, all as layer number `like` of it."""
+        types = self.layer_types and (self.layer_types[like],) * count
         model = replace(
             self,
             num_hidden_layers=count,
@@ -189,21 +183,11 @@ class ModelConfig(ModelFields):
             mlp_only_layers=(),
             first_k_dense_replace=0,
         )
-        if not self.num_experts or sparse:
+        if not self.num_experts or self.sparse_layers[like]:
             return model
         if "first_k_dense_replace" in self.family.fields:
             return replace(model, first_k_dense_replace=count)
         return replace(model, mlp_only_layers=tuple(range(count)))
-
-    def block_linears(self, sparse: bool) -> tuple[Linear, ...]:
-        """The linear layers of a block, in the order of the forward pass."""
-        linears = self.family.linears(self)
-        if not sparse:
-            return linears
-        return (
-            *(each for each in linears if not each.name.startswith("mlp.")),
-            *mixture_linears(self),
-        )
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
@@ -263,6 +247,12 @@ class ModelConfig(ModelFields):
         flops.py derives them.
         """
         return None
+
+
+@lru_cache(maxsize=256)
+def _blocks(config: ModelConfig) -> tuple[Block, ...]:
+    family = config.family
+    return tuple(family.block(family, config, layer) for layer in range(config.num_hidden_layers))
 
 
 def base_model_type(model_type: str) -> str:

@@ -1,5 +1,5 @@
-"""What a model family is, said once and without torch: the matrices and norms of a block, the names
-of its modules, which options its configs have, and how its config.json spells them.
+"""What a model family is, said once and without torch: what its blocks are made of, which options
+its configs have, and how its config.json spells them.
 
 Everything else follows from that: numbers of parameters and FLOPs (flops.py), the modules
 (decoder.py), the checks of configs (config.py), the split of tensor parallelism
@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from lmforge.core.errors import UserError
 from lmforge.core.files.untrusted import quoted
+from lmforge.core.model.blocks import Block, Branch, Linear, Mixer, Norm
 from lmforge.core.model.fields import ModelFields
 
 # Fields of a config.json that all families with rotary positions have.
@@ -71,57 +72,34 @@ STORED_EXPERTS = {
 }
 
 
-@dataclass(frozen=True)
-class Linear:
-    """A linear layer of a block by its name there.
-
-    A `residual` one writes into the residual stream: it starts with smaller weights, and tensor
-    parallelism splits its inputs; of the others it splits the outputs, but for a `whole` one.
-    `experts` of them may be stacked.
-    """
-
-    name: str
-    inputs: int
-    outputs: int
-    bias: bool = False
-    residual: bool = False
-    experts: int = 1
-    whole: bool = False
-
-
-@dataclass(frozen=True)
-class Norm:
-    """A norm of a block by its name there, with `size` weights, and `eps` if it is not that of the
-    model. `over` says what tensor parallelism has split before it: the sequence of hidden states,
-    the heads of queries and keys, or their channels, over which the norm goes; nothing of latents.
-    """
-
-    name: str
-    size: int
-    over: Literal["sequence", "heads", "channels", "latents"] = "sequence"
-    eps: float | None = None
-
-
-def gated_linears(config: ModelFields) -> tuple[Linear, ...]:
-    """Grouped attention and a gated feed-forward, in the order of the forward pass."""
+def grouped_attention(family: "Family", config: ModelFields) -> Mixer:
+    """Grouped attention (arXiv 2305.13245), whose queries and keys the family may normalize."""
     width = config.hidden_size
-    inner = config.intermediate_size
     queries = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim
-    return (
+    norms: tuple[Norm, ...] = ()
+    if family.qk_norm == "heads":
+        norms = (
+            Norm("self_attn.q_norm", config.head_dim, "heads"),
+            Norm("self_attn.k_norm", config.head_dim, "heads"),
+        )
+    elif family.qk_norm == "channels":
+        norms = (
+            Norm("self_attn.q_norm", queries, "channels"),
+            Norm("self_attn.k_norm", keys, "channels"),
+        )
+    linears = (
         Linear("self_attn.q_proj", width, queries, config.attention_bias),
         Linear("self_attn.k_proj", width, keys, config.attention_bias),
         Linear("self_attn.v_proj", width, keys, config.attention_bias),
         Linear("self_attn.o_proj", queries, width, config.attention_output_bias, residual=True),
-        Linear("mlp.gate_proj", width, inner, config.mlp_bias),
-        Linear("mlp.up_proj", width, inner, config.mlp_bias),
-        Linear("mlp.down_proj", inner, width, config.mlp_bias, residual=True),
     )
+    return Mixer("self_attn", "attention", linears, norms, mixes_tokens=True)
 
 
-def latent_linears(config: ModelFields) -> tuple[Linear, ...]:
+def latent_attention(config: ModelFields) -> Mixer:
     """Latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values, and queries if
-    q_lora_rank, come from a few channels. The feed-forward is gated.
+    q_lora_rank, come from a few channels.
     """
     width = config.hidden_size
     heads = config.num_attention_heads
@@ -129,14 +107,14 @@ def latent_linears(config: ModelFields) -> tuple[Linear, ...]:
     keys = config.kv_lora_rank
     queries = heads * config.qk_head_dim
     latents = config.q_lora_rank
-    down = (Linear("self_attn.q_a_proj", width, latents, bias, whole=True),) if latents else ()
-    return (
-        *down,
-        (
-            Linear("self_attn.q_b_proj", latents, queries)
-            if latents
-            else Linear("self_attn.q_proj", width, queries)
-        ),
+    of_queries: tuple[Linear, ...] = (Linear("self_attn.q_proj", width, queries),)
+    if latents:
+        of_queries = (
+            Linear("self_attn.q_a_proj", width, latents, bias, whole=True),
+            Linear("self_attn.q_b_proj", latents, queries),
+        )
+    linears = (
+        *of_queries,
         Linear(
             "self_attn.kv_a_proj_with_mqa", width, keys + config.qk_rope_head_dim, bias, whole=True
         ),
@@ -148,27 +126,63 @@ def latent_linears(config: ModelFields) -> tuple[Linear, ...]:
             config.attention_output_bias,
             residual=True,
         ),
-        *(each for each in gated_linears(config) if each.name.startswith("mlp.")),
     )
+    sizes = {"q_a_layernorm": latents, "kv_a_layernorm": keys}
+    # Their eps is RMSNorm's default, whatever rms_norm_eps is.
+    norms = tuple(
+        Norm(f"self_attn.{name}", size, "latents", 1e-6) for name, size in sizes.items() if size
+    )
+    return Mixer("self_attn", "latent-attention", linears, norms, mixes_tokens=True)
 
 
-def mixture_linears(config: ModelFields) -> tuple[Linear, ...]:
-    """The router and the experts that a sparse block has in place of its feed-forward."""
+def gated_feed_forward(config: ModelFields) -> Mixer:
+    width = config.hidden_size
+    inner = config.intermediate_size
+    linears = (
+        Linear("mlp.gate_proj", width, inner, config.mlp_bias),
+        Linear("mlp.up_proj", width, inner, config.mlp_bias),
+        Linear("mlp.down_proj", inner, width, config.mlp_bias, residual=True),
+    )
+    return Mixer("mlp", "gated", linears)
+
+
+def mixture_of_experts(config: ModelFields) -> Mixer:
+    """A router and experts, and shared ones if there are any."""
     width = config.hidden_size
     inner = config.expert_size
     experts = config.num_experts
     shared = inner * config.n_shared_experts
-    linears = (
+    of_shared = (
         Linear("mlp.shared_experts.gate_proj", width, shared),
         Linear("mlp.shared_experts.up_proj", width, shared),
         Linear("mlp.shared_experts.down_proj", shared, width, residual=True),
     )
-    return (
+    linears = (
         Linear("mlp.gate", width, experts),
         Linear("mlp.experts.gate_up_proj", width, 2 * inner, experts=experts),
         Linear("mlp.experts.down_proj", inner, width, residual=True, experts=experts),
-        *(linears if shared else ()),
+        *(of_shared if shared else ()),
     )
+    return Mixer("mlp", "mixture", linears, is_mixture=True)
+
+
+def decoder_block(
+    family: "Family",
+    config: ModelFields,
+    layer: int,
+    attention_norms: tuple[str | None, str | None] = ("input_layernorm", None),
+    mlp_norms: tuple[str | None, str | None] = ("post_attention_layernorm", None),
+) -> Block:
+    """Attention, then a feed-forward, which is a mixture in sparse layers; with the names of the
+    norms before and after each. Llama has those before.
+    """
+    attention = grouped_attention(family, config)
+    if family.latent_attention:
+        attention = latent_attention(config)
+    feed_forward = gated_feed_forward(config)
+    if config.sparse_layers[layer]:
+        feed_forward = mixture_of_experts(config)
+    return Block((Branch((attention,), *attention_norms), Branch((feed_forward,), *mlp_norms)))
 
 
 def read_rope(content: dict[str, Any], table: Any = None) -> dict[str, Any]:
@@ -209,15 +223,13 @@ class Family:
 
     Modules:
         module: "module:class" that computes it.
-        linears: the linear layers of a block, in the order of the forward pass.
-        attention_norms, mlp_norms: names of the norms of a block: of what attention and
-            feed-forward are given, and of what they return; None where there is none.
+        block: (family, config, number of a layer) → what that layer is made of (blocks.py).
         layer_norm: norms subtract the mean and have biases. norm_offset: of an RMSNorm, as in
         layers.RMSNorm.
         qk_norm: what queries and keys are normalized over: the channels of each head, or all
         channels; None: they are not.
-        latent_attention: `linears` are those of `latent_linears`. sigmoid_router: a router scores
-            experts by sigmoids, and chooses by scores with a bias, and by groups, as DeepSeek-V3's
+        latent_attention: as in `latent_attention`. sigmoid_router: a router scores experts by
+            sigmoids, and chooses by scores with a bias, and by groups, as DeepSeek-V3's
             (arXiv 2412.19437).
         activations: values of hidden_act; the first is the default.
         scaled_embeddings: they are multiplied by sqrt(hidden_size).
@@ -257,9 +269,7 @@ class Family:
     architecture: str
     classifier: str
     module: str = "lmforge.core.model.modules.decoder:Decoder"
-    linears: Callable[[ModelFields], tuple[Linear, ...]] = gated_linears
-    attention_norms: tuple[str | None, str | None] = ("input_layernorm", None)
-    mlp_norms: tuple[str | None, str | None] = ("post_attention_layernorm", None)
+    block: Callable[["Family", ModelFields, int], Block] = decoder_block
     layer_norm: bool = False
     norm_offset: float | None = None
     qk_norm: Literal["heads", "channels"] | None = None
@@ -291,35 +301,6 @@ class Family:
     write: Callable[[ModelFields], dict[str, Any]] = lambda config: {}
     optional_prefix: str = ""
     unread_layers: tuple[str, int] = ("", 0)
-
-    def norms(self, config: ModelFields) -> tuple[Norm, ...]:
-        """The norms of a block."""
-        sequence = [
-            Norm(name, config.hidden_size)
-            for name in (*self.attention_norms, *self.mlp_norms)
-            if name
-        ]
-        if self.latent_attention:  # their eps is RMSNorm's default, whatever rms_norm_eps is
-            latents = {"q_a_layernorm": config.q_lora_rank, "kv_a_layernorm": config.kv_lora_rank}
-            sequence += [
-                Norm(f"self_attn.{name}", size, "latents", 1e-6)
-                for name, size in latents.items()
-                if size
-            ]
-        if self.qk_norm is None:
-            return tuple(sequence)
-        heads = {"q_norm": config.num_attention_heads, "k_norm": config.num_key_value_heads}
-        return (
-            *sequence,
-            *(
-                Norm(
-                    f"self_attn.{name}",
-                    config.head_dim * (count if self.qk_norm == "channels" else 1),
-                    self.qk_norm,
-                )
-                for name, count in heads.items()
-            ),
-        )
 
 
 def name_layer_types(num_layers: int, every: int) -> tuple[str, ...]:

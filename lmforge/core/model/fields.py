@@ -118,3 +118,14 @@ class ModelFields:
         """layer_types as a config.json names each layer."""
         one = "full_attention" if self.sliding_window is None else "sliding_attention"
         return [*(self.layer_types or (one,) * self.num_hidden_layers)]
+
+    @property
+    def sparse_layers(self) -> tuple[bool, ...]:
+        """Whether each layer is a mixture of experts."""
+        sparse = {
+            *range(self.decoder_sparse_step - 1, self.num_hidden_layers, self.decoder_sparse_step)
+        }
+        sparse -= {*self.mlp_only_layers, *range(self.first_k_dense_replace)}
+        return tuple(
+            bool(self.num_experts) and layer in sparse for layer in range(self.num_hidden_layers)
+        )

@@ -7,8 +7,8 @@ estimated in plan/, which has the peak FLOP/s of GPUs too (lab/plan/hardware.py)
 from dataclasses import dataclass
 
 from lmforge.core.errors import format_count
+from lmforge.core.model.blocks import Block
 from lmforge.core.model.config import ModelConfig
-from lmforge.core.model.family import mixture_linears
 
 FLOPS_CONVENTION = (
     "FLOPs per token = 6 x (parameters without input embedding; a tied one counts, as the head) +"
@@ -43,9 +43,9 @@ def parameter_count(config: ModelConfig) -> ParameterCount:
     if counted is not None:
         return ParameterCount(*counted)
     family = config.family
-    linears = [each for sparse in config.sparse_layers for each in config.block_linears(sparse)]
-    matrices = sum(each.experts * each.inputs * each.outputs for each in linears)
-    blocks = sum(block_parameters(config, sparse) for sparse in config.sparse_layers)
+    linears = [each for block in config.blocks for each in block.linears]
+    matrices = sum(each.weights for each in linears)
+    blocks = sum(block_parameters(config, block) for block in config.blocks)
     blocks += norm_parameters(config, config.hidden_size)
     idle = sum(
         (each.experts - config.num_experts_per_tok) * each.inputs * each.outputs
@@ -77,18 +77,11 @@ def describe_experts(config: ModelConfig) -> str:
     return f"{each}, in {layers}, so {active_parameters(config):,} parameters are active"
 
 
-def mixture_parameters(config: ModelConfig) -> int:
-    """The parameters of the router and the experts of a sparse block."""
-    return sum(each.experts * each.inputs * each.outputs for each in mixture_linears(config))
-
-
-def block_parameters(config: ModelConfig, sparse: bool = False) -> int:
+def block_parameters(config: ModelConfig, block: Block) -> int:
     """The parameters of one block."""
-    linears = sum(
-        each.experts * each.inputs * each.outputs + each.bias * each.outputs
-        for each in config.block_linears(sparse)
-    )
-    return linears + sum(norm_parameters(config, each.size) for each in config.family.norms(config))
+    linears = sum(each.weights + each.bias * each.outputs for each in block.linears)
+    norms = block.norms(config.hidden_size)
+    return linears + sum(norm_parameters(config, each.size) for each in norms)
 
 
 def norm_parameters(config: ModelConfig, size: int) -> int:

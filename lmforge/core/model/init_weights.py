@@ -118,8 +118,7 @@ def initial_value(
     if len(shape) == 1:
         return InitialValue(loc=1.0 - (config.family.norm_offset or 0.0))
     std = config.initializer_range if embedding_std is None else embedding_std
-    linears = {*config.block_linears(False), *config.block_linears(any(config.sparse_layers))}
-    if name.removesuffix(".weight").endswith(tuple(each.name for each in linears if each.residual)):
+    if name.removesuffix(".weight").endswith(config.residual_linears):
         std /= math.sqrt(2 * config.num_hidden_layers)
     return InitialValue(standard_normal, scale=std)
 

@@ -15,6 +15,7 @@ from torch.nn.functional import gelu, linear, silu
 
 from lmforge.core.data.batch import Batch
 from lmforge.core.model.attention import ContextParallel, LayerKVCache, create_attention_mask
+from lmforge.core.model.blocks import Mixer
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.init_weights import FlatShard, InitialValue, initial_value
 from lmforge.core.model.lora_config import LoraConfig
@@ -68,18 +69,14 @@ class Conv1D(nn.Module):
         return linear(x, self.weight.t(), self.bias)
 
 
-def add_linears(module: nn.Module, owner: str, config: ModelConfig, sparse: bool = False) -> None:
-    """Give `module`, which a block calls `owner`, the linear layers that the family describes
-    there.
+def add_linears(module: nn.Module, mixer: Mixer, owner: str = "") -> None:
+    """Give `module`, which a block calls `owner` (default: the name of the mixer), the linear layers
+    that the description of the mixer has there.
     """
-    for each in config.block_linears(sparse):
+    for each in mixer.linears:
         prefix, _, name = each.name.rpartition(".")
-        if prefix == owner:
-            sizes = each.inputs, each.outputs
-            module.add_module(
-                name,
-                Conv1D(*sizes) if config.family.transposed else nn.Linear(*sizes, bias=each.bias),
-            )
+        if prefix == (owner or mixer.name):
+            module.add_module(name, nn.Linear(each.inputs, each.outputs, bias=each.bias))
 
 
 def apply_linear(layer: nn.Module, x: Tensor, token_rng: TokenRng | None) -> Tensor:
@@ -90,16 +87,16 @@ def apply_linear(layer: nn.Module, x: Tensor, token_rng: TokenRng | None) -> Ten
 
 
 class GatedMLP(nn.Module):
-    """A gated feed-forward that a block calls `owner`."""
+    """A gated feed-forward, which a block calls by the name of its mixer, or `owner`."""
 
     gate_proj: nn.Linear
     up_proj: nn.Linear
     down_proj: nn.Linear
 
-    def __init__(self, config: ModelConfig, owner: str = "mlp", sparse: bool = False) -> None:
+    def __init__(self, config: ModelConfig, mixer: Mixer, owner: str = "") -> None:
         super().__init__()
         self.activation = ACTIVATIONS[config.hidden_act]
-        add_linears(self, owner, config, sparse)
+        add_linears(self, mixer, owner)
 
     def forward(self, x: Tensor, token_rng: TokenRng | None = None) -> Tensor:
         gated = self.activation(apply_linear(self.gate_proj, x, token_rng)) * apply_linear(

@@ -77,15 +77,12 @@ class Parametrization:
     ) -> TensorScale:
         width = self.width
         depth = self.depth
-        family = config.family
         module = re.sub(r"(\.lora_[AB])?\.(weight|bias)$", "", name)
-        linears = {*config.block_linears(False), *config.block_linears(any(config.sparse_layers))}
-        residual = module.endswith(tuple(each.name for each in linears if each.residual))
+        residual = module.endswith(config.residual_linears)
         # What a block adds to the residual stream is divided by the depth in the last tensor that
         # it passes.
-        norms_of_outputs = tuple(
-            name for _, name in (family.attention_norms, family.mlp_norms) if name
-        )
+        branches = (branch for block in config.block_kinds for branch in block.branches)
+        norms_of_outputs = tuple(branch.after for branch in branches if branch.after)
         last = module.endswith(norms_of_outputs) if norms_of_outputs else residual
         branch, inside = (1 / depth, 1.0) if last else (1.0, 1 / depth)
         attention = self._attention_factor(module, config)

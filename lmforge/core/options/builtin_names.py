@@ -93,7 +93,9 @@ BUILT_IN_NAMES: dict[str, dict[str, str]] = {
         "full": "lmforge.core.options.activation_checkpointing:FullCheckpointing",
     },
     # Of a block.
-    "feed_forward": {
+    "mixer": {
+        "attention": "lmforge.core.model.modules.decoder:Attention",
+        "latent-attention": "lmforge.core.model.modules.decoder:LatentAttention",
         "gated": "lmforge.core.model.layers:GatedMLP",
         "mixture": "lmforge.core.model.mixture.experts:MixtureOfExperts",
     },

@@ -25,8 +25,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from lmforge.core.model.blocks import Block, Linear
 from lmforge.core.model.config import ModelConfig
-from lmforge.core.model.family import Linear
 from lmforge.core.model.layers import LanguageModel
 
 # Hidden states are local tensors of DTensors, which are views; nothing here writes into them.
@@ -43,8 +43,8 @@ def apply_tensor_parallel(model: LanguageModel, mesh: DeviceMesh) -> None:
     place.
     """
     model.setup = replace(model.setup, sequence_shard=(mesh.get_local_rank(), mesh.size()))
-    for block, sparse in zip(model.blocks, model.config.sparse_layers, strict=True):
-        parallelize_module(block, mesh, _block_plan(model.config, sparse))
+    for layer, block in zip(model.blocks, model.config.blocks, strict=True):
+        parallelize_module(layer, mesh, _block_plan(model.config, block))
     if model.balance is not None:
         model.balance.groups += (mesh.get_group(),)
     parallelize_module(model.final_norm, mesh, SequenceParallel(use_local_output=True))
@@ -70,15 +70,7 @@ def apply_tensor_parallel(model: LanguageModel, mesh: DeviceMesh) -> None:
     model.tie_weights()
 
 
-def _block_plan(config: ModelConfig, sparse: bool) -> dict[str, ParallelStyle]:
-    def gather_first(num_arguments: int) -> ParallelStyle:
-        rest = (None,) * (num_arguments - 1)
-        return PrepareModuleInput(
-            input_layouts=(Shard(SEQUENCE_DIM), *rest),
-            desired_input_layouts=(Replicate(), *rest),
-            use_local_output=False,
-        )
-
+def _block_plan(config: ModelConfig, block: Block) -> dict[str, ParallelStyle]:
     over = {
         "sequence": SequenceParallel(use_local_output=True),
         # These see [sequences, length, heads, head_dim], split by heads, or [sequences, length,
@@ -87,32 +79,34 @@ def _block_plan(config: ModelConfig, sparse: bool) -> dict[str, ParallelStyle]:
         "channels": ChannelParallelNorm(),
         "latents": Replicated(),
     }
+    plan: dict[str, ParallelStyle] = {}
+    for mixer in block.mixers:
+        owner = mixer.name
+        if mixer.is_mixture:
+            plan |= dict.fromkeys((f"{owner}.gate", f"{owner}.experts"), Replicated())
+            owner = f"{owner}.shared_experts"
+        if split := [each for each in mixer.linears if each.name.startswith(f"{owner}.")]:
+            plan[owner] = _gather_first(4 if mixer.mixes_tokens else 1)
+            plan |= {each.name: _split(each) for each in split}
+    return plan | {each.name: over[each.over] for each in block.norms(config.hidden_size)}
 
-    def of_linear(each: Linear) -> ParallelStyle:
-        if each.whole:
-            return Replicated()
-        return (
-            RowwiseParallel(output_layouts=Shard(SEQUENCE_DIM))
-            if each.residual
-            else ColwiseParallel()
-        )
 
-    plan = {
-        "self_attn": gather_first(4),
-        "mlp.shared_experts" if sparse else "mlp": gather_first(1),
-        **{each.name: over[each.over] for each in config.family.norms(config)},
-        **{each.name: of_linear(each) for each in config.block_linears(sparse)},
-    }
-    if not sparse:
-        return plan
-    own = {
-        name: style
-        for name, style in plan.items()
-        if not name.startswith(("mlp.gate", "mlp.experts"))
-    }
-    if not config.n_shared_experts:
-        del own["mlp.shared_experts"]
-    return own | dict.fromkeys(("mlp.gate", "mlp.experts"), Replicated())
+def _gather_first(num_arguments: int) -> ParallelStyle:
+    """The first of these arguments of a module, the hidden states, is gathered."""
+    rest = (None,) * (num_arguments - 1)
+    return PrepareModuleInput(
+        input_layouts=(Shard(SEQUENCE_DIM), *rest),
+        desired_input_layouts=(Replicate(), *rest),
+        use_local_output=False,
+    )
+
+
+def _split(linear: Linear) -> ParallelStyle:
+    if linear.whole:
+        return Replicated()
+    if linear.residual:
+        return RowwiseParallel(output_layouts=Shard(SEQUENCE_DIM))
+    return ColwiseParallel()
 
 
 class Replicated(ParallelStyle):

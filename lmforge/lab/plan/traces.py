@@ -51,7 +51,7 @@ class TracedModel:
 
     dtype: of weights and activations. lora: its adapters. tensor: how many ranks split the
     matrices, and the sequence between them; `vocabulary` how many split the embedding and the head.
-    sparse: whether the block is a mixture of experts.
+    config has one layer, but for wrapped models.
     """
 
     config: ModelConfig
@@ -59,14 +59,14 @@ class TracedModel:
     lora: LoraConfig | None = None
     tensor: int = 1
     vocabulary: int = 1
-    sparse: bool = False
 
     def build(self) -> LanguageModel:
         """The model with one block, on the meta device."""
         config = self.config
         if config.implementation == "lmforge":
-            config = copy(config.with_layers(1, sparse=self.sparse))
-            split = dict.fromkeys(SPLIT_SIZES[:2] if self.sparse else SPLIT_SIZES, self.tensor)
+            config = copy(config.with_layers(1))
+            sizes = SPLIT_SIZES[:2] if config.sparse_layers[0] else SPLIT_SIZES
+            split = dict.fromkeys(sizes, self.tensor)
             for name, ranks in {**split, "vocab_size": self.vocabulary}.items():
                 # Not by `replace`, which refuses what no whole model has.
                 object.__setattr__(config, name, getattr(config, name) // ranks)

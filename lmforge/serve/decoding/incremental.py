@@ -94,12 +94,11 @@ class IncrementalDecoder:
             else None
         )
         # By layer; None where a block has no mixture.
-        mixtures = [
-            block.mlp if hasattr(block.mlp, "recorded") else None
+        self._mixtures = [
+            next((each for each in block.children() if hasattr(each, "recorded")), None)
             for block in self._model.blocks
             if records_experts
         ]
-        self._mixtures = mixtures
         self._experts: list[Tensor] = []
         if records_experts:
             self._graphs = None

@@ -229,7 +229,9 @@ def test_no_token_is_dropped_where_all_choose_one_expert() -> None:
         num_experts_per_tok=1,
         norm_topk_prob=True,
     )
-    mixture = MixtureOfExperts(config)
+    (block,) = config.block_kinds
+    assert block.mixture
+    mixture = MixtureOfExperts(config, block.mixture)
     with torch.no_grad():
         for parameter in mixture.parameters():
             parameter.normal_()

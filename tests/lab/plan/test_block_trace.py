@@ -198,7 +198,7 @@ def traced_bytes(
     compiled: bool,
     lora: LoraConfig | None = None,
 ) -> int:
-    model = TracedModel(config, torch.bfloat16, lora, ranks, ranks, any(config.sparse_layers))
+    model = TracedModel(config, torch.bfloat16, lora, ranks, ranks)
     trace = trace_block(model, LENGTH, mode, compiled=compiled, on_gpu=True)
     return SEQUENCES * trace.saved_bytes + trace.fixed_bytes
 
@@ -275,10 +275,11 @@ def test_a_compiled_rank_of_tensor_parallelism_keeps_what_its_trace_keeps(mode: 
 def test_a_family_states_the_products_and_parameters_that_are_traced(
     family: str, compiled: bool
 ) -> None:
-    config, sparse = CONFIGS[family], any(CONFIGS[family].sparse_layers)
-    traced = TracedModel(config, torch.float32, sparse=sparse)
+    config = CONFIGS[family]
+    (block,) = config.block_kinds
+    traced = TracedModel(config, torch.float32)
     trace = trace_block(traced, LENGTH, "none", compiled=compiled, on_gpu=True)
-    linears = config.block_linears(sparse)
+    linears = block.linears
     rows = [LENGTH * (config.num_experts_per_tok if each.experts > 1 else 1) for each in linears]
     stated = [
         Product(count, each.inputs, each.outputs, 4, each.experts)
@@ -288,7 +289,7 @@ def test_a_family_states_the_products_and_parameters_that_are_traced(
     assert trace.backward.product_flops == 2 * trace.forward.product_flops
     shapes = model_shapes(traced)
     assert sum(rows * columns for rows, columns in shapes.trained) == block_parameters(
-        config, sparse
+        config, block
     )
     total = sum(
         rows * columns
@@ -302,7 +303,7 @@ def test_a_family_states_the_products_and_parameters_that_are_traced(
 @pytest.mark.parametrize("family", CONFIGS)
 def test_flops_by_the_convention_are_those_of_the_trace(family: str) -> None:
     config = CONFIGS[family]
-    traced_model = TracedModel(config, torch.float32, sparse=any(config.sparse_layers))
+    traced_model = TracedModel(config, torch.float32)
     forward = trace_block(traced_model, LENGTH, "none", compiled=False, on_gpu=True).forward
     head = 2 * config.hidden_size * config.num_outputs
     # The convention has no causal discount, counts vectors as matrices, and a backward pass as

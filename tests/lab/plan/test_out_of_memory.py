@@ -283,7 +283,8 @@ def test_only_what_fits_by_the_estimate_is_suggested_and_nothing_that_fits_is_ca
 ) -> None:
     draw = fresh_random()
     suggested = refused = 0
-    for _ in range(draws):
+    # Nothing fits into no memory at all.
+    for share in (0.0, *(draw.uniform(0.01, 1.05) for _ in range(draws))):
         ranks = draw.choice([1, 2, 8])
         estimator = drawn_estimator(draw, ranks)
         engine = "single" if ranks == 1 else draw.choice(["ddp", "fsdp2"])
@@ -298,9 +299,7 @@ def test_only_what_fits_by_the_estimate_is_suggested_and_nothing_that_fits_is_ca
         )
         current = replace(estimator.step_config, options=options)
         estimator = replace(estimator, step_config=current)
-        available = int(
-            estimator.required_bytes(current) * draw.uniform(0.01, 1.05) + estimator.overhead_bytes
-        )
+        available = int(estimator.required_bytes(current) * share + estimator.overhead_bytes)
         message = estimator.suggest_what_fits(available)
         for way in suggestions(message):
             suggested += 1

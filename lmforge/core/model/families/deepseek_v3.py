@@ -7,7 +7,7 @@ float8 (hf/weights.py).
 
 from typing import Any
 
-from lmforge.core.model.family import EXPERT_FIELDS, STORED_EXPERTS, Family, latent_linears
+from lmforge.core.model.family import EXPERT_FIELDS, STORED_EXPERTS, Family
 from lmforge.core.model.fields import ModelFields
 
 
@@ -24,7 +24,6 @@ def _write(config: ModelFields) -> dict[str, Any]:
 FAMILY = Family(
     architecture="DeepseekV3ForCausalLM",
     classifier="DeepseekV3ForSequenceClassification",
-    linears=latent_linears,
     latent_attention=True,
     sigmoid_router=True,
     stored_experts=STORED_EXPERTS,

@@ -3,11 +3,18 @@ whose weights are added to 1; scaled embeddings; five layers with a window and r
 another base, then one that sees everything.
 """
 
+from functools import partial
 from typing import Any
 
 from lmforge.core.errors import UserError
 from lmforge.core.files.untrusted import quoted
-from lmforge.core.model.family import ROTARY_FIELDS, Family, name_layer_types, read_rope
+from lmforge.core.model.family import (
+    ROTARY_FIELDS,
+    Family,
+    decoder_block,
+    name_layer_types,
+    read_rope,
+)
 
 
 def _read(content: dict[str, Any]) -> dict[str, Any]:
@@ -48,8 +55,11 @@ def _read(content: dict[str, Any]) -> dict[str, Any]:
 FAMILY = Family(
     architecture="Gemma3ForCausalLM",
     classifier="Gemma3TextForSequenceClassification",
-    attention_norms=("input_layernorm", "post_attention_layernorm"),
-    mlp_norms=("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    block=partial(
+        decoder_block,
+        attention_norms=("input_layernorm", "post_attention_layernorm"),
+        mlp_norms=("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    ),
     norm_offset=1.0,
     qk_norm="heads",
     activations=("gelu_pytorch_tanh",),

@@ -3,18 +3,27 @@ positions, LayerNorm, one matrix for queries, keys and values, no gate. Its modu
 core/model/modules/gpt2.py.
 """
 
-from lmforge.core.model.family import Family, Linear
+from lmforge.core.model.blocks import Block, Branch, Linear, Mixer
+from lmforge.core.model.family import Family
 from lmforge.core.model.fields import ModelFields
 
 
-def _linears(config: ModelFields) -> tuple[Linear, ...]:
+def _block(family: Family, config: ModelFields, layer: int) -> Block:
     width = config.hidden_size
     inner = config.intermediate_size
-    return (
+    attention = (
         Linear("attn.c_attn", width, 3 * width, bias=True),
         Linear("attn.c_proj", width, width, bias=True, residual=True),
+    )
+    feed_forward = (
         Linear("mlp.c_fc", width, inner, bias=True),
         Linear("mlp.c_proj", inner, width, bias=True, residual=True),
+    )
+    return Block(
+        (
+            Branch((Mixer("attn", "gpt2", attention, mixes_tokens=True),), "ln_1"),
+            Branch((Mixer("mlp", "gpt2", feed_forward),), "ln_2"),
+        )
     )
 
 
@@ -22,9 +31,7 @@ FAMILY = Family(
     architecture="GPT2LMHeadModel",
     classifier="GPT2ForSequenceClassification",
     module="lmforge.core.model.modules.gpt2:GPT2",
-    linears=_linears,
-    attention_norms=("ln_1", None),
-    mlp_norms=("ln_2", None),
+    block=_block,
     layer_norm=True,
     activations=("gelu_new", "gelu_pytorch_tanh", "gelu"),
     learned_positions=True,

@@ -2,13 +2,18 @@
 before; queries and keys are normalized over all heads together.
 """
 
-from lmforge.core.model.family import ROTARY_FIELDS, Family
+from functools import partial
+
+from lmforge.core.model.family import ROTARY_FIELDS, Family, decoder_block
 
 FAMILY = Family(
     architecture="Olmo2ForCausalLM",
     classifier="Olmo2ForSequenceClassification",
-    attention_norms=(None, "post_attention_layernorm"),
-    mlp_norms=(None, "post_feedforward_layernorm"),
+    block=partial(
+        decoder_block,
+        attention_norms=(None, "post_attention_layernorm"),
+        mlp_norms=(None, "post_feedforward_layernorm"),
+    ),
     norm_offset=0.0,
     qk_norm="channels",
     attention_biases=((False, False), (True, True)),

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from lmforge.core.model.blocks import Mixer
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.layers import ACTIVATIONS, GatedMLP, local_weight, to_autocast_dtype
 from lmforge.core.model.mixture.balance import Balance
@@ -212,7 +213,7 @@ def add_adapter(module: nn.Module, name: str, out: Tensor, *inputs: Tensor) -> T
 
 
 class MixtureOfExperts(nn.Module):
-    """What a sparse block has as its `mlp`."""
+    """A mixture of experts: what a sparse block has as its feed-forward."""
 
     # Set by Balance.
     balance: Balance | None = None
@@ -221,13 +222,13 @@ class MixtureOfExperts(nn.Module):
     # What is chosen is added to it, int64 [sequences, length, count], while a decoder records it.
     recorded: list[Tensor] | None = None
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, mixer: Mixer) -> None:
         super().__init__()
         self.gate = Router(config)
         self.experts = Experts(config)
-        self.shared_experts = (
-            GatedMLP(config, "mlp.shared_experts", sparse=True) if config.n_shared_experts else None
-        )
+        self.shared_experts = None
+        if config.n_shared_experts:
+            self.shared_experts = GatedMLP(config, mixer, f"{mixer.name}.shared_experts")
 
     def forward(
         self,

@@ -1,8 +1,8 @@
 """A decoder with rotary positions and a gated feed-forward, by its Hugging Face tensor names:
 Llama, Mistral, Qwen and others.
 
-What distinguishes them is in their descriptions (family.py): which norms there are, and over what
-they go. No loss here: the objective applies the head.
+What distinguishes them is in their descriptions (family.py): which branches a block has, and over
+what norms go. No loss here: the objective applies the head.
 """
 
 import torch
@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 
 from lmforge.core import registry
 from lmforge.core.model.attention import AttentionMask, LayerKVCache, attend
+from lmforge.core.model.blocks import Block, Mixer
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.layers import (
     LanguageModel,
@@ -33,7 +34,7 @@ class Attention(nn.Module):
     q_norm: RMSNorm
     k_norm: RMSNorm
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, mixer: Mixer) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         self.value_dim = config.head_dim
@@ -41,11 +42,10 @@ class Attention(nn.Module):
         self.scale = (
             None if config.query_pre_attn_scalar is None else config.query_pre_attn_scalar**-0.5
         )
-        add_linears(self, "self_attn", config)
-        for norm in config.family.norms(config):
-            owner, _, name = norm.name.rpartition(".")
-            if owner == "self_attn":
-                self.add_module(name, _make_norm(config, norm.size, norm.eps))
+        add_linears(self, mixer)
+        for norm in mixer.norms:
+            name = norm.name.removeprefix(f"{mixer.name}.")
+            self.add_module(name, _make_norm(config, norm.size, norm.eps))
 
     def forward(
         self,
@@ -95,8 +95,8 @@ class LatentAttention(Attention):
     q_a_layernorm: RMSNorm
     kv_a_layernorm: RMSNorm
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: ModelConfig, mixer: Mixer) -> None:
+        super().__init__(config, mixer)
         self.value_dim = config.v_head_dim
         self.interleaved = config.rope_interleave
         self.has_query_latent = config.q_lora_rank > 0
@@ -139,26 +139,17 @@ class LatentAttention(Attention):
 
 
 class DecoderBlock(nn.Module):
-    """One layer: hidden + norm(attention(norm(hidden))), then the same with the feed-forward.
+    """One layer, by its description: for each branch, hidden + norm(mixers(norm(hidden)))."""
 
-    The family says which of the norms there are.
-
-    Only the weights differ from layer to layer, so that one compilation serves all blocks; `sparse`
-    ones, which have a mixture of experts as their feed-forward, need another.
-    """
-
-    def __init__(self, config: ModelConfig, sparse: bool = False) -> None:
+    def __init__(self, config: ModelConfig, block: Block) -> None:
         super().__init__()
-        (self._before_attention, self._after_attention) = config.family.attention_norms
-        (self._before_mlp, self._after_mlp) = config.family.mlp_norms
-        self._is_sparse = sparse
-        self._add_norm(self._before_attention, config)
-        self.self_attn = (LatentAttention if config.family.latent_attention else Attention)(config)
-        self._add_norm(self._after_attention, config)
-        self._add_norm(self._before_mlp, config)
-        mlp = "mixture" if sparse else "gated"
-        self.mlp = registry.get("feed_forward", mlp).load()(config)
-        self._add_norm(self._after_mlp, config)
+        self._branches = block.branches
+        for branch in block.branches:
+            self._add_norm(branch.before, config)
+            for mixer in branch.mixers:
+                make = registry.get("mixer", mixer.kind).load()
+                self.add_module(mixer.name, make(config, mixer))
+            self._add_norm(branch.after, config)
 
     def _add_norm(self, name: str | None, config: ModelConfig) -> None:
         if name is not None:
@@ -179,16 +170,20 @@ class DecoderBlock(nn.Module):
         """hidden [sequences, length, hidden_size] → the same shape and dtype; `of_mixture`: what
         only a mixture is given.
         """
-        attended = self.self_attn(
-            self._norm(self._before_attention, hidden), rotary, mask, cache, token_rng=token_rng
-        )
-        hidden = add_residual(hidden, self._norm(self._after_attention, attended), token_rng, 0)
-        fed = self.mlp(
-            self._norm(self._before_mlp, hidden),
-            token_rng=token_rng,
-            **of_mixture if self._is_sparse else {},
-        )
-        return add_residual(hidden, self._norm(self._after_mlp, fed), token_rng, 1)
+        for site, branch in enumerate(self._branches):
+            x = self._norm(branch.before, hidden)
+            outputs = []
+            for mixer in branch.mixers:
+                module = getattr(self, mixer.name)
+                if mixer.mixes_tokens:
+                    outputs.append(module(x, rotary, mask, cache, token_rng=token_rng))
+                elif mixer.is_mixture:
+                    outputs.append(module(x, token_rng=token_rng, **of_mixture))
+                else:
+                    outputs.append(module(x, token_rng=token_rng))
+            mixed = self._norm(branch.after, sum(outputs[1:], start=outputs[0]))
+            hidden = add_residual(hidden, mixed, token_rng, site)
+        return hidden
 
 
 class DecoderBackbone(nn.Module):
@@ -197,7 +192,7 @@ class DecoderBackbone(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderBlock(config, sparse) for sparse in config.sparse_layers)
+        self.layers = nn.ModuleList(DecoderBlock(config, block) for block in config.blocks)
         self.norm = _make_norm(config, config.hidden_size)
 
 
@@ -215,8 +210,11 @@ class Decoder(LanguageModel):
             config.hidden_size, config.num_outputs, softcap=config.final_logit_softcapping
         )
         self.tie_weights()
-        sparse = config.sparse_layers
-        mixtures = [block.mlp for block, has in zip(self.model.layers, sparse, strict=True) if has]
+        mixtures = [
+            layer.get_submodule(block.mixture.name)
+            for layer, block in zip(self.model.layers, config.blocks, strict=True)
+            if block.mixture
+        ]
         if mixtures:
             self.balance = registry.import_named("lmforge.core.model.mixture.balance:Balance")(
                 config, mixtures

@@ -15,7 +15,6 @@ from lmforge.core.model.layers import (
     Conv1D,
     LanguageModel,
     LMHead,
-    add_linears,
     add_residual,
     apply_linear,
 )
@@ -23,13 +22,11 @@ from lmforge.core.model.rng.token_rng import TokenRng
 
 
 class GPT2Attention(nn.Module):
-    c_attn: Conv1D
-    c_proj: Conv1D
-
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        add_linears(self, "attn", config)
+        self.c_attn = Conv1D(config.hidden_size, 3 * config.hidden_size)
+        self.c_proj = Conv1D(config.hidden_size, config.hidden_size)
 
     def forward(
         self, x: Tensor, mask: AttentionMask, cache: LayerKVCache | None, token_rng: TokenRng | None
@@ -47,13 +44,11 @@ class GPT2Attention(nn.Module):
 
 
 class GPT2MLP(nn.Module):
-    c_fc: Conv1D
-    c_proj: Conv1D
-
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.activation = ACTIVATIONS[config.hidden_act]
-        add_linears(self, "mlp", config)
+        self.c_fc = Conv1D(config.hidden_size, config.intermediate_size)
+        self.c_proj = Conv1D(config.intermediate_size, config.hidden_size)
 
     def forward(self, x: Tensor, token_rng: TokenRng | None = None) -> Tensor:
         return apply_linear(

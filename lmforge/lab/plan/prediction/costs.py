@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lmforge.core.data.labels import loss_chunk_tokens, stores_exponentials
 from lmforge.core.losses.top_logprobs import CHUNK_TOKENS
-from lmforge.core.model.flops import mixture_parameters
+from lmforge.core.model.blocks import Block
 from lmforge.core.model.state_bytes import DTYPE_BYTES
 from lmforge.core.options.activation_checkpointing import FullCheckpointing, NoCheckpointing
 from lmforge.lab.plan.operators import Product, Work
@@ -67,14 +67,14 @@ def traced_length(step_config: StepConfig) -> int:
     return min(LENGTH, most) // step_config.tensor * step_config.tensor
 
 
-def block_trace(step_config: StepConfig, *, checkpointed: bool, sparse: bool) -> BlockTrace:
+def block_trace(step_config: StepConfig, block: Block, *, checkpointed: bool) -> BlockTrace:
     mode = step_config.checkpointing
     if not checkpointed:
         mode = NoCheckpointing()
     elif not mode.keeps_operators:  # which blocks it recomputes makes no difference to a block
         mode = FullCheckpointing()
     return trace_block(
-        step_config.traced_model(sparse=sparse),
+        step_config.traced_model(block),
         traced_length(step_config),
         mode.name,
         compiled=step_config.compiled,
@@ -84,14 +84,14 @@ def block_trace(step_config: StepConfig, *, checkpointed: bool, sparse: bool) ->
 
 
 def count_block(
-    step_config: StepConfig, rates: Rates, window: int | None, sparse: bool, checkpointed: bool
+    step_config: StepConfig, rates: Rates, window: int | None, block: Block, checkpointed: bool
 ) -> BlockCost:
     """The cost of a block whose attention reaches `window` tokens back (None: all).
 
-    sparse: it is a mixture of experts. checkpointed: `activation_checkpointing` applies to it.
+    checkpointed: `activation_checkpointing` applies to it.
     """
     plain, trace = (
-        block_trace(step_config, checkpointed=each, sparse=sparse) for each in (False, checkpointed)
+        block_trace(step_config, block, checkpointed=each) for each in (False, checkpointed)
     )
     sequences = step_config.tokens / traced_length(step_config)
     length = step_config.sequence_length
@@ -112,7 +112,7 @@ def count_block(
             for each in work.products
         ]
     dispatched = 0.0
-    if sparse:
+    if block.mixture:
         dispatched = dispatched_rows(step_config) * step_config.model.hidden_size * number_bytes
     if dispatched:  # the order of the rows that came, and its reverse
         unchecked += 2 * INT64_BYTES * dispatched_rows(step_config)
@@ -147,7 +147,7 @@ def count_block(
         ]
         if seconds[1]:
             operations.append((f"{colon} experts", seconds[1], "products of experts"))
-        return operations + _collectives(step_config, rates, sparse, backward)
+        return operations + _collectives(step_config, rates, block, backward)
 
     def of_forward(work: Work) -> Parts:
         return parts("", product_seconds(work), work, work.attention_flops)
@@ -178,7 +178,7 @@ def dispatched_rows(step_config: StepConfig) -> float:
     return step_config.tokens / step_config.tensor * step_config.model.num_experts_per_tok
 
 
-def _collectives(step_config: StepConfig, rates: Rates, sparse: bool, backward: bool) -> Parts:
+def _collectives(step_config: StepConfig, rates: Rates, block: Block, backward: bool) -> Parts:
     """The collectives that a block's forward or backward pass waits for."""
     parts = Parts()
     tensor = step_config.tensor
@@ -189,19 +189,19 @@ def _collectives(step_config: StepConfig, rates: Rates, sparse: bool, backward: 
     if tensor > 1:
         group = make_group(tensor, 1, step_config.gpus_per_host)
         hidden_bytes = float(tokens * model.hidden_size * number_bytes)
-        seconds = (2 if sparse else 4) * rates.gather_seconds(hidden_bytes, group)
+        split = sum(not mixer.is_mixture for mixer in block.mixers)
+        seconds = 2 * split * rates.gather_seconds(hidden_bytes, group)
         # Every rank has all experts, for its own tokens.
-        if sparse and backward and step_config.expert == 1:
-            seconds += rates.all_reduce_seconds(
-                float(mixture_parameters(model) * number_bytes), group
-            )
+        if block.mixture and backward and step_config.expert == 1:
+            weights = sum(each.weights for each in block.mixture.linears)
+            seconds += rates.all_reduce_seconds(float(weights * number_bytes), group)
         parts.append((" tensor parallel", seconds, "tensor-parallel collectives"))
     if context > 1:
         group = make_group(context, tensor, step_config.gpus_per_host)
         keys = 2 * model.num_key_value_heads * model.head_dim // tensor
         seconds = rates.gather_seconds(float(tokens * context * keys * number_bytes), group)
         parts.append((" context parallel", seconds, "context-parallel gathers"))
-    if sparse and step_config.expert > 1:
+    if block.mixture and step_config.expert > 1:
         rows = dispatched_rows(step_config) * model.hidden_size * number_bytes
         seconds = 2 * rates.all_to_all_seconds(
             rows, make_group(step_config.expert, 1, step_config.gpus_per_host)
@@ -238,8 +238,8 @@ def embedded_bytes(step_config: StepConfig) -> float:
 
     The block counts its input itself.
     """
-    sparse = step_config.model.sparse_layers[0]
-    traced = block_trace(step_config, checkpointed=False, sparse=sparse).embedded_bytes
+    first = step_config.model.blocks[0]
+    traced = block_trace(step_config, first, checkpointed=False).embedded_bytes
     return step_config.tokens / traced_length(step_config) * traced + mask_bytes(
         step_config, only_kept=True
     )
@@ -274,7 +274,7 @@ def count_head(step_config: StepConfig, rates: Rates, parameters: int) -> HeadCo
     on_gpu = step_config.on_gpu
     compiled = step_config.compiled
     vocabulary = parameters // width
-    traced = step_config.traced_model(sparse=step_config.model.sparse_layers[0])
+    traced = step_config.traced_model(step_config.model.blocks[0])
     trace = trace_head(traced, step_config.loss, is_trained=step_config.trains_head)
     norm = tokens * trace.norm_bytes / step_config.tensor
     # Autocast casts the head.

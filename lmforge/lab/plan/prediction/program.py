@@ -78,7 +78,7 @@ class StepProgram:
         # The seconds of the host for a unit, and for the forward pass of a block.
         self.unit_seconds = 0.0 if rates.is_cpu else UNIT_SECONDS
         self.launch_seconds = 0.0 if rates.is_cpu else kernels * LAUNCH_SECONDS
-        layers = [*zip(model.layer_windows, model.sparse_layers, strict=True)]
+        layers = [*zip(model.layer_windows, model.blocks, strict=True)]
         layers = layers[: stage.blocks] if stage.has_embedding else layers[-stage.blocks :]
         kinds = [
             (*layer, is_checkpointed(step_config, number))
@@ -86,7 +86,7 @@ class StepProgram:
         ]
         costs = {kind: count_block(step_config, rates, *kind) for kind in set(kinds)}
         self.costs = [costs[kind] for kind in kinds]
-        self.units = units = rank_units(step_config, stage, [sparse for _, sparse in layers])
+        self.units = units = rank_units(step_config, stage, [block for _, block in layers])
         teacher = step_config.teacher
         self.teacher = None
         if teacher is not None:

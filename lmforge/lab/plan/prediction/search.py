@@ -249,8 +249,8 @@ def check_step_config(step_config: StepConfig) -> None:
 
 
 @cache
-def _shorter(model: ModelConfig, layers: int, layer_type: str | None, sparse: bool) -> ModelConfig:
-    return model.with_layers(layers, layer_type, sparse=sparse)
+def _shorter(model: ModelConfig, layers: int, like: int) -> ModelConfig:
+    return model.with_layers(layers, like)
 
 
 def estimate(step_config: StepConfig, gpu: GPU, rates: Rates, budget: float) -> Candidate:
@@ -289,11 +289,12 @@ def _on_straight_line(step_config: StepConfig, gpu: GPU, rates: Rates) -> Candid
     host = 0.0
     seconds = 0.0
     parts = dict[str, float]()
-    for kind, count in Counter(step_config.model.layer_kinds).items():
+    model = step_config.model
+    kinds = [*zip(model.layer_windows, model.blocks, strict=True)]
+    for kind, count in Counter(kinds).items():
+        first = kinds.index(kind)
         low, high = (
-            predict(
-                replace(step_config, model=_shorter(step_config.model, blocks, *kind)), gpu, rates
-            )
+            predict(replace(step_config, model=_shorter(model, blocks, first)), gpu, rates)
             for blocks in (few, more)
         )
         share = count / layers

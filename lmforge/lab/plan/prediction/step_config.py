@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any, Literal
 
+from lmforge.core.model.blocks import Block
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.lora_config import LoraConfig
 from lmforge.core.model.state_bytes import DTYPE_BYTES, ParameterCounts
@@ -183,12 +184,12 @@ class StepConfig:
         """True where activations leave the device: on a CPU its memory is the host's."""
         return self.options.activation_offload and self.on_gpu
 
-    def traced_model(self, *, sparse: bool) -> TracedModel:
-        """The part of the model on a rank, with a block that is a mixture or not.
+    def traced_model(self, block: Block) -> TracedModel:
+        """The part of the model on a rank, with one `block` of its kinds.
 
         Its trace serves every depth.
         """
-        return _rank_part(self.model, self.dtype, self.lora, self.tensor, sparse)
+        return _rank_part(self.model, self.dtype, self.lora, self.tensor, block)
 
     @property
     def trains_all(self) -> bool:
@@ -257,9 +258,8 @@ class StepConfig:
 
 @cache  # a search asks often
 def _rank_part(
-    model: ModelConfig, dtype: str, lora: LoraConfig | None, tensor: int, sparse: bool
+    model: ModelConfig, dtype: str, lora: LoraConfig | None, tensor: int, block: Block
 ) -> TracedModel:
     vocabulary = tensor if model.vocab_size % tensor == 0 else 1
-    return TracedModel(
-        model.with_layers(1, sparse=sparse), DTYPES[dtype], lora, tensor, vocabulary, sparse
-    )
+    one = model.with_layers(1, like=model.blocks.index(block))
+    return TracedModel(one, DTYPES[dtype], lora, tensor, vocabulary)

@@ -7,6 +7,7 @@ the model only.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from lmforge.core.model.blocks import Block
 from lmforge.lab.plan.prediction.rates import Group, make_group
 from lmforge.lab.plan.prediction.step_config import StepConfig
 from lmforge.lab.plan.traces import ModelShapes, Shapes, model_shapes
@@ -74,8 +75,8 @@ class Units:
         return [block, self.experts[block.name]]
 
 
-def rank_units(step_config: StepConfig, stage: Stage, sparse_layers: Sequence[bool]) -> Units:
-    """The units of a rank with this stage, whose blocks are mixtures or not."""
+def rank_units(step_config: StepConfig, stage: Stage, layers: Sequence[Block]) -> Units:
+    """The units of a rank with this stage, whose layers are these."""
     shards = step_config.shards
     group = make_group(step_config.shards, step_config.tensor, step_config.gpus_per_host)
     # FSDP1 puts the tensors of a unit into a flat one, which needs no padding.
@@ -92,22 +93,22 @@ def rank_units(step_config: StepConfig, stage: Stage, sparse_layers: Sequence[bo
         return unit(name, shapes) if step_config.trains_all else unit(name, (), shapes)
 
     of_blocks = {
-        sparse: model_shapes(step_config.traced_model(sparse=sparse))
-        for sparse in set(sparse_layers)
+        block: model_shapes(step_config.traced_model(block)) for block in dict.fromkeys(layers)
     }
     shapes = next(iter(of_blocks.values()))  # which differ in their blocks alone
     tied = step_config.model.tie_word_embeddings and stage.has_embedding and stage.has_head
     in_root = tied or (stage.has_embedding and not step_config.options.wrap_embedding)
     own_head = shapes.head if stage.has_head and not tied else ()
     blocks = {
-        sparse: unit("", each.trained, each.frozen, each.quantized)
-        for sparse, each in of_blocks.items()
+        block: unit("", each.trained, each.frozen, each.quantized)
+        for block, each in of_blocks.items()
     }
-    experts: dict[bool, Unit] = {}
-    if step_config.expert > 1 and True in of_blocks:
-        others, experts[True] = _split_experts(step_config, of_blocks[True])
-        blocks[True] = unit("", *others)
-    names = [(f"block {number}", sparse) for number, sparse in enumerate(sparse_layers, start=1)]
+    experts: dict[Block, Unit] = {}
+    for block, shapes_of_block in of_blocks.items():
+        if step_config.expert > 1 and block.mixture:
+            others, experts[block] = _split_experts(step_config, shapes_of_block)
+            blocks[block] = unit("", *others)
+    names = [(f"block {number}", block) for number, block in enumerate(layers, start=1)]
     in_embedding: Shapes = ()
     rest = shapes.rest
     if in_root:
@@ -118,11 +119,11 @@ def rank_units(step_config: StepConfig, stage: Stage, sparse_layers: Sequence[bo
         root=outer("root", rest),
         embedding=outer("embedding", in_embedding),
         head=unit("head", own_head) if step_config.trains_head else outer("head", own_head),
-        blocks=tuple(replace(blocks[sparse], name=name) for name, sparse in names),
+        blocks=tuple(replace(blocks[block], name=name) for name, block in names),
         experts={
-            name: replace(experts[sparse], name=f"experts of {name}")
-            for name, sparse in names
-            if sparse in experts
+            name: replace(experts[block], name=f"experts of {name}")
+            for name, block in names
+            if block in experts
         },
         tied=tied,
         in_root=in_root,

@@ -1,0 +1,103 @@
+"""What a block of a model is made of, said without torch: an ordered list of residual branches, each
+with its norms and one or several mixers, whose outputs are summed.
+
+The families put blocks together (family.py), modules/decoder.py computes them, and what depends on
+their matrices and norms (parameters, FLOPs, first values, tensor parallelism, `lmforge plan`) is
+read from here.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear layer of a block by its name there.
+
+    A `residual` one writes into the residual stream: it starts with smaller weights, and tensor
+    parallelism splits its inputs; of the others it splits the outputs, but for a `whole` one.
+    `experts` of them may be stacked.
+    """
+
+    name: str
+    inputs: int
+    outputs: int
+    bias: bool = False
+    residual: bool = False
+    experts: int = 1
+    whole: bool = False
+
+    @property
+    def weights(self) -> int:
+        """The numbers of its matrices."""
+        return self.experts * self.inputs * self.outputs
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm of a block by its name there, with `size` weights, and `eps` if it is not that of the
+    model. `over` says what tensor parallelism has split before it: the sequence of hidden states,
+    the heads of queries and keys, or their channels, over which the norm goes; nothing of latents.
+    """
+
+    name: str
+    size: int
+    over: Literal["sequence", "heads", "channels", "latents"] = "sequence"
+    eps: float | None = None
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """What a branch computes, by the name of its module in the block.
+
+    kind: the entry of the registry's `mixer` that makes the module. linears: its linear layers, in
+    the order of the forward pass. norms: its own. mixes_tokens: it is given positions, a mask and
+    the cache; others compute each token by itself. is_mixture: of experts.
+    """
+
+    name: str
+    kind: str
+    linears: tuple[Linear, ...]
+    norms: tuple[Norm, ...] = ()
+    mixes_tokens: bool = False
+    is_mixture: bool = False
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A residual branch: hidden + after(sum of mixers of before(hidden)), with names of norms; None
+    where there is none.
+    """
+
+    mixers: tuple[Mixer, ...]
+    before: str | None = None
+    after: str | None = None
+
+
+@dataclass(frozen=True)
+class Block:
+    """One layer. Equal blocks of a model differ in their weights alone, and in what attention sees,
+    so that one compilation and one trace serve them all.
+    """
+
+    branches: tuple[Branch, ...]
+
+    @property
+    def mixers(self) -> tuple[Mixer, ...]:
+        return tuple(mixer for branch in self.branches for mixer in branch.mixers)
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """Its linear layers, in the order of the forward pass."""
+        return tuple(linear for mixer in self.mixers for linear in mixer.linears)
+
+    @property
+    def mixture(self) -> Mixer | None:
+        """The mixture of experts, where it has one."""
+        return next((mixer for mixer in self.mixers if mixer.is_mixture), None)
+
+    def norms(self, width: int) -> tuple[Norm, ...]:
+        """Its norms, where hidden states have this width."""
+        names = (name for branch in self.branches for name in (branch.before, branch.after) if name)
+        own = (norm for mixer in self.mixers for norm in mixer.norms)
+        return (*(Norm(name, width) for name in names), *own)
