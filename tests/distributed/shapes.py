@@ -105,6 +105,23 @@ SHAPES = {
         initializer_range=0.2,
         **_EVEN,
     ),
+    # Three layers of the gated delta rule, then attention with gates and some rotated channels. With
+    # a large eps, since a norm divides the small outputs of a young state by themselves.
+    "hybrid": ModelConfig(
+        model_type="qwen3_5_text",
+        intermediate_size=44,
+        num_key_value_heads=2,
+        head_dim=16,
+        partial_rotary_factor=0.5,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=6,
+        linear_value_head_dim=8,
+        linear_conv_kernel_dim=4,
+        rms_norm_eps=1e-2,
+        initializer_range=0.2,
+        **_EVEN,
+    ),
 }
 # Experts that ranks divide.
 SHAPES["experts"] = replace(SHAPES["mixture"], num_experts=8)
@@ -139,7 +156,8 @@ CASES_OF_SPLIT_SHAPES = {
         "pipeline 2, inter",
     ),
     **dict.fromkeys(
-        ("olmo2", "gemma3"), (*CASES_OF_SHAPES, "tensor 2", "context 2", "pipeline 2, inter")
+        ("olmo2", "gemma3", "hybrid"),
+        (*CASES_OF_SHAPES, "tensor 2", "context 2", "pipeline 2, inter"),
     ),
 }
 # Which cases of these are in `make test`, by number of ranks and model config.
@@ -165,6 +183,7 @@ SAMPLE: dict[int, dict[str, tuple[str, ...]]] = {
         "split gpt2": ("pipeline 2, 4 micro-batches",),
         "olmo2": ("tensor 2",),
         "gemma3": ("tensor 2",),
+        "hybrid": ("fsdp2 full-shard", "tensor 2", "context 2"),
         "mixture": ("fsdp1 full-shard", "fsdp2, checkpointing full"),
         "experts": ("experts 2, checkpointing full, 2 micro-batches",),
         "latents": ("fsdp1 full-shard",),

@@ -1,2 +1,8 @@
 from tests.core.model.conftest import draw  # noqa: F401 - a fixture
-from tests.serve.decoding.conftest import byte_tokenizer, one_thread  # noqa: F401 - fixtures
+from tests.serve.decoding.conftest import (  # noqa: F401 - fixtures
+    byte_tokenizer,
+    models,
+    one_thread,
+    scripted,
+    tiny_model_and_tokenizer,
+)

@@ -94,6 +94,7 @@ class AttentionMask:
     cu_seqlens: for variable-length flash attention, as of `cumulative_lengths`; a token sees at
     most `window` of its document.
     context_parallel: set where only the keys and values of this rank's tokens are local.
+    document_ids: int32 of whole sequences, for recurrent layers; None: each is one document.
     groups: (sequences, slots) of the keys that are read for them, where those of other slots are
     masked; () reads all.
     """
@@ -103,6 +104,7 @@ class AttentionMask:
     cu_seqlens: Tensor | None = None
     window: int | None = None
     context_parallel: ContextParallel | None = None
+    document_ids: Tensor | None = None
     groups: tuple[tuple[slice, slice], ...] = ()
 
 
@@ -393,42 +395,83 @@ class DecodeGroup:
     longest: int
 
 
-class LayerKVCache:
-    """One layer's keys and values of the sequences of a forward pass: a view [2, sequences,
-    key_value_heads, slots, head_dim].
+class LayerCache:
+    """What one layer keeps of the sequences of a forward pass: keys and values of earlier tokens, or
+    the states of a recurrent layer.
 
-    A plain object: FSDP's mixed precision casts the tensors of dataclasses, and `update` must write
-    into the cache itself.
+    A plain object: FSDP's mixed precision casts the tensors of dataclasses, and what is kept must be
+    written into the cache itself.
     """
 
     def __init__(
         self,
-        key_values: Tensor,
-        sequences: Tensor,
+        kept: Sequence[Tensor],
+        part: slice,
         positions: Tensor,
+        end: int,
         groups: Sequence[DecodeGroup],
+        lengths: Tensor | None,
     ) -> None:
-        self._keys, self._values = key_values
-        self._sequences = sequences
+        """kept: what `KVCache` has for the layer, of which `part` are these sequences. `end` and
+        `lengths` as in `KVCache.view`.
+        """
+        self._kept = kept
+        self._part = part
         self._positions = positions
+        self._end = end
         self._groups = groups
+        self._lengths = lengths
 
     def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store keys and values of new tokens, [sequences, key_value_heads, length, head_dim].
 
         Returns views of all tokens so far.
         """
-        for kept, new in ((self._keys, keys), (self._values, values)):
-            kept[self._sequences, :, self._positions] = new.transpose(1, 2).to(kept.dtype)
-        return self._keys, self._values
+        sequences = torch.arange(len(self._positions), device=keys.device)[:, None]
+        kept_keys, kept_values = (each[self._part, :, : self._end] for each in self._kept)
+        for kept, new in ((kept_keys, keys), (kept_values, values)):
+            kept[sequences, :, self._positions] = new.transpose(1, 2).to(kept.dtype)
+        return kept_keys, kept_values
+
+    def states(self) -> tuple[Tensor, Tensor]:
+        """The tokens [sequences, tokens, channels] that a convolution still sees, and the state, of a
+        recurrent layer; zeros for new sequences.
+        """
+        continues = self._positions[:, 0] > 0
+        window, state = (each[self._part] for each in self._kept)
+        return window * continues[:, None, None], state * continues[:, None, None, None]
+
+    def keep_window(self, tokens: Tensor, earlier: Tensor) -> None:
+        """Keep the last of these `tokens` [sequences, length, channels], after `earlier` ones, that
+        are not padding.
+        """
+        whole = torch.cat((earlier.to(tokens.dtype), tokens), dim=1)
+        width = earlier.shape[1]
+        lengths = torch.full_like(self._positions[:, 0], tokens.shape[1])
+        if self._lengths is not None:
+            lengths = self._lengths
+        last = lengths[:, None] + torch.arange(width, device=tokens.device)
+        kept = self._kept[0]
+        kept[self._part] = whole.gather(1, last[..., None].expand(-1, -1, whole.shape[2])).to(
+            kept.dtype
+        )
+
+    def keep_state(self, state: Tensor) -> None:
+        self._kept[1][self._part] = state
+
+    def is_token(self) -> Tensor:
+        """bool [sequences, length]: which tokens are not padding."""
+        length = self._positions.shape[1]
+        if self._lengths is None:
+            return torch.ones_like(self._positions, dtype=torch.bool)
+        return torch.arange(length, device=self._lengths.device) < self._lengths[:, None]
 
     def mask(self, window: int | None) -> AttentionMask:
         """A token sees the slots of its sequence up to its own, at most `window` of them."""
-        num_slots = self._keys.shape[2]
         # New sequences have no earlier tokens.
-        if window is None and self._positions.shape[1] == num_slots:
+        if window is None and self._positions.shape[1] == self._end:
             return AttentionMask()
-        slots = torch.arange(num_slots, device=self._keys.device)
+        slots = torch.arange(self._end, device=self._positions.device)
         first_slots = (
             0 if window is None else max(0, each.shortest + 1 - window) for each in self._groups
         )
@@ -442,7 +485,8 @@ class LayerKVCache:
 
 
 class KVCache:
-    """Keys and values of earlier tokens, so that generation computes each token once.
+    """What layers keep of earlier tokens, so that generation computes each token once: keys and
+    values, or the states of recurrent layers.
 
     `max_length` slots for each of `batch_size` sequences, allocated at once and filled by the
     model's forward: keys and values of the token at position p are in slot p. Sequences have
@@ -461,42 +505,48 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         config.check_length(max_length)
-        # For each layer keys, then values. Zeros: attention still multiplies masked slots, by 0.
-        shape = (2, batch_size, config.num_key_value_heads, max_length, config.head_dim)
+        heads = config.num_key_value_heads, max_length, config.head_dim
+        # States are fp32 whatever the dtype.
+        shapes = [
+            ((block.states[0], dtype), (block.states[1], torch.float32))
+            if block.states
+            else ((heads, dtype),) * 2
+            for block in config.blocks
+        ]
+        needed = sum(math.prod(shape) * each.itemsize for layer in shapes for shape, each in layer)
         what = f"a KV cache of {batch_size:,} sequences of {max_length:,} tokens"
         way = "generate fewer tokens, or decode fewer sequences at once"
-        check_fits(
-            config.num_hidden_layers * math.prod(shape) * dtype.itemsize,
-            torch.device(device),
-            what,
-            way,
-        )
-        self.key_values = [
-            torch.zeros(shape, device=device, dtype=dtype) for _ in range(config.num_hidden_layers)
+        check_fits(batch_size * needed, torch.device(device), what, way)
+        # Zeros: attention still multiplies masked slots, by 0.
+        self.layers = [
+            [torch.zeros((batch_size, *shape), device=device, dtype=each) for shape, each in layer]
+            for layer in shapes
         ]
         self.max_length = max_length
 
     def view(
-        self, first: int, positions: Tensor, end: int, groups: Sequence[DecodeGroup] = ()
-    ) -> list[LayerKVCache]:
+        self,
+        first: int,
+        positions: Tensor,
+        end: int,
+        groups: Sequence[DecodeGroup] = (),
+        lengths: Tensor | None = None,
+    ) -> list[LayerCache]:
         """The cache of each block for a forward pass over tokens at `positions` int64 [sequences,
         length] of the sequences from `first` on.
 
         `end` is one more than the largest position. The positions of a sequence are consecutive;
         what pads a shorter one at the right is written to slots that its later tokens overwrite.
-        `groups`, if any, are all sequences: attention reads the keys of each up to its longest
-        only.
+        `lengths` int64 [sequences]: without padding; None: there is none. `groups`, if any, are all
+        sequences: attention reads the keys of each up to its longest only.
         """
         if end > self.max_length:
             raise ValueError(f"the cache has {self.max_length} slots and {end} tokens")
         part = slice(first, first + len(positions))
-        sequences = torch.arange(len(positions), device=positions.device)[:, None]
-        return [
-            LayerKVCache(key_values[:, part, :, :end], sequences, positions, groups)
-            for key_values in self.key_values
-        ]
+        return [LayerCache(kept, part, positions, end, groups, lengths) for kept in self.layers]
 
     def copy_sequences(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy sequences over other sequences."""
-        for key_values in self.key_values:
-            key_values[:, list(targets)] = key_values[:, list(sources)]
+        for kept in self.layers:
+            for each in kept:
+                each[list(targets)] = each[list(sources)]

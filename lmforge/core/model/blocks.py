@@ -38,12 +38,27 @@ class Norm:
     """A norm of a block by its name there, with `size` weights, and `eps` if it is not that of the
     model. `over` says what tensor parallelism has split before it: the sequence of hidden states,
     the heads of queries and keys, or their channels, over which the norm goes; nothing of latents.
+    has_offset: the family's norm_offset is added to its weights.
     """
 
     name: str
     size: int
     over: Literal["sequence", "heads", "channels", "latents"] = "sequence"
     eps: float | None = None
+    has_offset: bool = True
+
+
+@dataclass(frozen=True)
+class Vector:
+    """A parameter of a block that is no matrix, by its name there: one number for each head, or the
+    few of each channel's convolution [channels, 1, width].
+
+    first: its first value; None: evenly from −1/sqrt(width) to 1/sqrt(width).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    first: float | tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -51,16 +66,22 @@ class Mixer:
     """What a branch computes, by the name of its module in the block.
 
     kind: the entry of the registry's `mixer` that makes the module. linears: its linear layers, in
-    the order of the forward pass. norms: its own. mixes_tokens: it is given positions, a mask and
-    the cache; others compute each token by itself. is_mixture: of experts.
+    the order of the forward pass. norms, vectors: its own. mixes_tokens: it is given positions, a
+    mask and the cache; others compute each token by itself. is_mixture: of experts.
+    states: of a recurrent one, the shapes of what it keeps of a sequence while it decodes: the last
+    tokens of its convolution, [tokens, channels], and the state; others that mix tokens keep keys
+    and values. state_flops: floating-point operations of a token with the state.
     """
 
     name: str
     kind: str
     linears: tuple[Linear, ...]
     norms: tuple[Norm, ...] = ()
+    vectors: tuple[Vector, ...] = ()
     mixes_tokens: bool = False
     is_mixture: bool = False
+    states: tuple[tuple[int, ...], ...] = ()
+    state_flops: int = 0
 
 
 @dataclass(frozen=True)
@@ -95,6 +116,15 @@ class Block:
     def mixture(self) -> Mixer | None:
         """The mixture of experts, where it has one."""
         return next((mixer for mixer in self.mixers if mixer.is_mixture), None)
+
+    @property
+    def states(self) -> tuple[tuple[int, ...], ...]:
+        """Those of its recurrent mixer; () where it has none."""
+        return next((mixer.states for mixer in self.mixers if mixer.states), ())
+
+    @property
+    def vectors(self) -> tuple[Vector, ...]:
+        return tuple(vector for mixer in self.mixers for vector in mixer.vectors)
 
     def norms(self, width: int) -> tuple[Norm, ...]:
         """Its norms, where hidden states have this width."""

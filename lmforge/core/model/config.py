@@ -15,11 +15,12 @@ from typing import Any, ClassVar, Self
 from lmforge.core import registry
 from lmforge.core.errors import UserError
 from lmforge.core.files.untrusted import quoted
-from lmforge.core.model.blocks import Block
+from lmforge.core.model.blocks import Block, Vector
 from lmforge.core.model.config_checks import (
     check_latent_attention,
     check_numbers,
     check_options,
+    check_recurrent_layers,
     number_problem,
 )
 from lmforge.core.model.family import Family, load_family, name_layer_types
@@ -82,6 +83,8 @@ class ModelConfig(ModelFields):
                 self._set(name, tuple(getattr(self, name)))
         check_numbers(self, ("hidden_size", "num_attention_heads"))
         family = self.family
+        if family.recurrent_type:
+            check_recurrent_layers(self)
         if family.latent_attention:
             check_latent_attention(self)
             self._set("head_dim", max(self.qk_head_dim, self.v_head_dim))
@@ -103,13 +106,13 @@ class ModelConfig(ModelFields):
         ):
             if getattr(self, name) is None:
                 self._set(name, value)
-        if (
-            self.layer_types is None
-            and self.sliding_window is not None
-            and family.windows == "by layer"
-        ):
+        other = family.recurrent_type
+        if self.sliding_window is not None and family.windows == "by layer":
+            other = "sliding_attention"
+        if self.layer_types is None and other:
             self._set(
-                "layer_types", name_layer_types(self.num_hidden_layers, family.window_pattern)
+                "layer_types",
+                name_layer_types(self.num_hidden_layers, family.window_pattern, other),
             )
         if self.attention_output_bias is None:
             self._set(
@@ -171,6 +174,17 @@ class ModelConfig(ModelFields):
         """The names of the linear layers that write into the residual stream."""
         linears = (each for block in self.block_kinds for each in block.linears)
         return tuple(each.name for each in linears if each.residual)
+
+    def vector(self, name: str) -> Vector | None:
+        """The description of the parameter of this name, if it is a vector of a mixer."""
+        vectors = (each for block in self.block_kinds for each in block.vectors)
+        return next((each for each in vectors if name.endswith(f".{each.name}")), None)
+
+    def norm_offset(self, name: str) -> float:
+        """What is added to the weights of the norm of this name."""
+        norms = (norm for block in self.block_kinds for norm in block.norms(self.hidden_size))
+        plain = tuple(f".{norm.name}.weight" for norm in norms if not norm.has_offset)
+        return 0.0 if name.endswith(plain) else self.family.norm_offset or 0.0
 
     def with_layers(self, count: int, like: int = 0) -> Self:
         """This model with `count` layers, all as layer number `like` of it."""

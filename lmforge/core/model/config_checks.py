@@ -5,7 +5,13 @@ from typing import Any
 
 from lmforge.core.errors import UserError
 from lmforge.core.files.untrusted import quoted
-from lmforge.core.model.family import EXPERT_FIELDS, OWN_FIELDS, Family, load_family
+from lmforge.core.model.family import (
+    EXPERT_FIELDS,
+    LINEAR_ATTENTION_FIELDS,
+    OWN_FIELDS,
+    Family,
+    load_family,
+)
 from lmforge.core.model.fields import ModelFields
 from lmforge.core.options.ranges import MODEL_RANGES, Range
 
@@ -29,6 +35,7 @@ _OR_ZERO = (
     "qk_nope_head_dim",
     "qk_rope_head_dim",
     "v_head_dim",
+    *LINEAR_ATTENTION_FIELDS,
 )
 
 
@@ -71,9 +78,8 @@ def _check_experts(config: ModelFields, family: Family) -> None:
     for name in OWN_FIELDS:
         kept = family.defaults.get(name, getattr(type(config), name))
         if name not in family.fields and getattr(config, name) != kept:
-            other = next(
-                each for each in ("qwen3_moe", "deepseek_v3") if name in load_family(each).fields
-            )
+            others = ("qwen3_moe", "deepseek_v3", "qwen3_5_text")
+            other = next(each for each in others if name in load_family(each).fields)
             raise UserError(
                 f"{name}: a {model_type} model has none to choose; use {quoted(kept)}, or"
                 f" model_type {other}"
@@ -127,6 +133,18 @@ def check_latent_attention(config: ModelFields) -> None:
         raise UserError(
             f"num_key_value_heads: a {config.model_type} model has as many as query heads; leave"
             " it out"
+        )
+
+
+def check_recurrent_layers(config: ModelFields) -> None:
+    for name in LINEAR_ATTENTION_FIELDS:
+        if problem := number_problem(getattr(config, name), MODEL_RANGES[name], whole=True):
+            raise UserError(f"{name}: {problem}, as all {config.model_type} models have")
+    keys = config.linear_num_key_heads
+    if config.linear_num_value_heads % keys:
+        raise UserError(
+            f"linear_num_key_heads: {keys} does not divide linear_num_value_heads"
+            f" {config.linear_num_value_heads}; choose a divisor"
         )
 
 
@@ -215,7 +233,10 @@ def check_options(config: ModelFields, family: Family) -> None:
         )
     if config.layer_types is None:
         return
-    if config.sliding_window is None or family.windows != "by layer":
+    other = family.recurrent_type
+    if family.windows == "by layer" and config.sliding_window is not None:
+        other = "sliding_attention"
+    if not other:
         raise UserError(
             "layer_types: needs sliding_window and a model_type with windows in some layers; leave"
             " it out"
@@ -226,7 +247,7 @@ def check_options(config: ModelFields, family: Family) -> None:
             " name each"
         )
     for entry in config.layer_types:
-        if entry not in ("full_attention", "sliding_attention"):
+        if entry not in ("full_attention", other):
             raise UserError(
-                f'layer_types: "{entry}" is not supported; use full_attention or sliding_attention'
+                f'layer_types: "{entry}" is not supported; use full_attention or {other}'
             )

@@ -7,15 +7,16 @@ Everything else follows from that: numbers of parameters and FLOPs (flops.py), t
 (core/model/config_json.py). The families themselves are in families/, a file for each model_type.
 """
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
 from typing import Any, Literal
 
 from lmforge.core.errors import UserError
 from lmforge.core.files.untrusted import quoted
-from lmforge.core.model.blocks import Block, Branch, Linear, Mixer, Norm
+from lmforge.core.model.blocks import Block, Branch, Linear, Mixer, Norm, Vector
 from lmforge.core.model.fields import ModelFields
 
 # Fields of a config.json that all families with rotary positions have.
@@ -26,6 +27,13 @@ EXPERT_FIELDS = (
     "num_experts_per_tok",
     "router_aux_loss_coef",
     "output_router_logits",
+)
+LINEAR_ATTENTION_FIELDS = (
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
 )
 # Those that only some families have; of others they have the value that does nothing.
 OWN_FIELDS = (
@@ -44,6 +52,8 @@ OWN_FIELDS = (
     "qk_rope_head_dim",
     "v_head_dim",
     "rope_interleave",
+    "partial_rotary_factor",
+    *LINEAR_ATTENTION_FIELDS,
 )
 # What a router does, by the fields of a config.json, where a mixture of experts has no such field.
 ROUTER_VALUES: dict[str, Any] = {
@@ -95,6 +105,55 @@ def grouped_attention(family: "Family", config: ModelFields) -> Mixer:
         Linear("self_attn.o_proj", queries, width, config.attention_output_bias, residual=True),
     )
     return Mixer("self_attn", "attention", linears, norms, mixes_tokens=True)
+
+
+def output_gated_attention(family: "Family", config: ModelFields) -> Mixer:
+    """Grouped attention whose heads are multiplied by sigmoids, which q_proj computes too: each head
+    of its outputs is a query, then a gate.
+    """
+    mixer = grouped_attention(family, config)
+    queries, *others = mixer.linears
+    return replace(
+        mixer,
+        kind="output-gated-attention",
+        linears=(replace(queries, outputs=2 * queries.outputs), *others),
+    )
+
+
+def gated_delta_rule(config: ModelFields) -> Mixer:
+    """The gated delta rule (arXiv 2412.06464) with one matrix for queries, keys and values."""
+    width = config.hidden_size
+    heads = config.linear_num_value_heads
+    key_dim = config.linear_key_head_dim
+    value_dim = config.linear_value_head_dim
+    values = heads * value_dim
+    channels = 2 * config.linear_num_key_heads * key_dim + values
+    kernel = config.linear_conv_kernel_dim
+    return Mixer(
+        "linear_attn",
+        "gated-delta-rule",
+        (
+            Linear("linear_attn.in_proj_qkv", width, channels),
+            Linear("linear_attn.in_proj_z", width, values),
+            Linear("linear_attn.in_proj_b", width, heads),
+            Linear("linear_attn.in_proj_a", width, heads),
+            Linear("linear_attn.out_proj", values, width, residual=True),
+        ),
+        (Norm("linear_attn.norm", value_dim, "heads", has_offset=False),),
+        (
+            Vector("linear_attn.conv1d.weight", (channels, 1, kernel)),
+            Vector("linear_attn.dt_bias", (heads,), 1.0),
+            # Rates of forgetting that are spread evenly over 0 to 16.
+            Vector(
+                "linear_attn.A_log",
+                (heads,),
+                tuple(math.log(16 * (head + 0.5) / heads) for head in range(heads)),
+            ),
+        ),
+        mixes_tokens=True,
+        states=((kernel - 1, channels), (heads, key_dim, value_dim)),
+        state_flops=6 * heads * key_dim * value_dim + 2 * kernel * channels,
+    )
 
 
 def latent_attention(config: ModelFields) -> Mixer:
@@ -248,7 +307,8 @@ class Family:
         transformers requires that.
         windows: sliding_window: none, one for all layers, or for those that layer_types names.
         default_window: of sliding_window. window_pattern: every how many layers one sees
-            everything, where layer_types is not given; 0: none does.
+            everything, where layer_types is not given; 0: none does. recurrent_type: the entry
+            of layer_types of recurrent layers; the others see everything.
         local_rope_theta: the default of rope_local_base_freq; None: it has none. scales_scores: it
         has query_pre_attn_scalar.
         caps_logits: final_logit_softcapping is an option of transformers, too.
@@ -289,6 +349,7 @@ class Family:
     windows: Literal["none", "all layers", "by layer"] = "none"
     default_window: int | None = None
     window_pattern: int = 0
+    recurrent_type: str = ""
     local_rope_theta: float | None = None
     scales_scores: bool = False
     caps_logits: bool = False
@@ -303,12 +364,14 @@ class Family:
     unread_layers: tuple[str, int] = ("", 0)
 
 
-def name_layer_types(num_layers: int, every: int) -> tuple[str, ...]:
+def name_layer_types(
+    num_layers: int, every: int, other: str = "sliding_attention"
+) -> tuple[str, ...]:
     """The layer_types of a model in which every `every`-th layer sees everything (0: none does);
-    the others have a window.
+    the others are of the type `other`, which has a window.
     """
     return tuple(
-        "full_attention" if every and layer % every == 0 else "sliding_attention"
+        "full_attention" if every and layer % every == 0 else other
         for layer in range(1, num_layers + 1)
     )
 

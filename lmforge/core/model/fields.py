@@ -90,6 +90,12 @@ class ModelFields:
     qk_rope_head_dim: int = 0
     v_head_dim: int = 0
     rope_interleave: bool = False
+    partial_rotary_factor: float = 1.0
+    linear_num_key_heads: int = 0
+    linear_num_value_heads: int = 0
+    linear_key_head_dim: int = 0
+    linear_value_head_dim: int = 0
+    linear_conv_kernel_dim: int = 0
     reward: bool = False
     initializer_range: float = 0.02
     bos_token_id: int | None = None
@@ -111,7 +117,7 @@ class ModelFields:
     @property
     def rotary_dim(self) -> int:
         """The channels of a head that are rotated."""
-        return self.qk_rope_head_dim or self.head_dim
+        return self.qk_rope_head_dim or int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def written_layer_types(self) -> list[str]:

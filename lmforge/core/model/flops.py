@@ -4,6 +4,7 @@ Arithmetic on a ModelConfig, without torch. What a run needs in memory, and how 
 estimated in plan/, which has the peak FLOP/s of GPUs too (lab/plan/hardware.py).
 """
 
+import math
 from dataclasses import dataclass
 
 from lmforge.core.errors import format_count
@@ -80,8 +81,8 @@ def describe_experts(config: ModelConfig) -> str:
 def block_parameters(config: ModelConfig, block: Block) -> int:
     """The parameters of one block."""
     linears = sum(each.weights + each.bias * each.outputs for each in block.linears)
-    norms = block.norms(config.hidden_size)
-    return linears + sum(norm_parameters(config, each.size) for each in norms)
+    norms = sum(norm_parameters(config, each.size) for each in block.norms(config.hidden_size))
+    return linears + norms + sum(math.prod(each.shape) for each in block.vectors)
 
 
 def norm_parameters(config: ModelConfig, size: int) -> int:
@@ -115,7 +116,7 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
     less attention than it counts.
     """
     channels = config.qk_head_dim + (config.v_head_dim or config.head_dim)
-    attention = (
-        6 * config.num_hidden_layers * config.num_attention_heads * channels * sequence_length
-    )
-    return 6 * parameter_count(config).active_matmul + attention
+    attending = sum(not block.states for block in config.blocks)
+    attention = 6 * attending * config.num_attention_heads * channels * sequence_length
+    states = 3 * sum(mixer.state_flops for block in config.blocks for mixer in block.mixers)
+    return 6 * parameter_count(config).active_matmul + attention + states

@@ -102,7 +102,7 @@ def initial_value(
     shape: torch.Size | tuple[int, ...],
     config: ModelConfig,
     embedding_std: float | None = None,
-) -> InitialValue:
+) -> InitialValue | Tensor:
     """The first value of one tensor, of this full shape.
 
     Norms multiply by one and biases are zero. The rest is normal(0, initializer_range), divided by
@@ -111,12 +111,18 @@ def initial_value(
     low-rank adapter's pair, A is uniform in ±1/sqrt(inputs) (Kaiming with a slope of sqrt(5)) and B
     zero: at first an adapter adds nothing.
     """
+    if vector := config.vector(name):
+        if isinstance(vector.first, tuple):
+            return torch.tensor(vector.first)
+        if vector.first is None:
+            return InitialValue(standard_uniform, scale=shape[-1] ** -0.5)
+        return InitialValue(loc=vector.first)
     if name.endswith(("bias", LORA_SUFFIXES[1])):
         return InitialValue(loc=0.0)
     if name.endswith(LORA_SUFFIXES[0]):
         return InitialValue(standard_uniform, scale=shape[-1] ** -0.5)
     if len(shape) == 1:
-        return InitialValue(loc=1.0 - (config.family.norm_offset or 0.0))
+        return InitialValue(loc=1.0 - config.norm_offset(name))
     std = config.initializer_range if embedding_std is None else embedding_std
     if name.removesuffix(".weight").endswith(config.residual_linears):
         std /= math.sqrt(2 * config.num_hidden_layers)
@@ -157,10 +163,9 @@ def init_adapters(model: nn.Module, seed: int, ends: Collection[str] = LORA_SUFF
         if name.endswith(tuple(ends)):
             config: ModelConfig = model.config  # type: ignore[assignment]
             factor = model.tensor_scale(name, tuple(part.shape)).init  # type: ignore[operator]
-            part.fill(
-                initial_value(name, part.shape, config).scaled(factor),
-                derive_key(seed, "weights", name),
-            )
+            value = initial_value(name, part.shape, config)
+            assert isinstance(value, InitialValue), "as of adapters and heads"
+            part.fill(value.scaled(factor), derive_key(seed, "weights", name))
 
 
 def _held_parts(model: nn.Module) -> dict[str, HeldPart]:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.nn.functional import gelu, linear, silu
 
 from lmforge.core.data.batch import Batch
-from lmforge.core.model.attention import ContextParallel, LayerKVCache, create_attention_mask
+from lmforge.core.model.attention import ContextParallel, LayerCache, create_attention_mask
 from lmforge.core.model.blocks import Mixer
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.init_weights import FlatShard, InitialValue, initial_value
@@ -140,9 +140,10 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x32 = x.float()
         normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
+        weight = self.weight if isinstance(x, DTensor) else local_weight(self.weight)
         if self.offset is not None:
-            return (normed * (self.offset + self.weight.float())).to(x.dtype)
-        return (self.weight * normed.to(x.dtype)).to(x.dtype)
+            return (normed * (self.offset + weight.float())).to(x.dtype)
+        return (weight * normed.to(x.dtype)).to(x.dtype)
 
 
 Passes = Literal["operators", "fused", "stored"]
@@ -319,7 +320,7 @@ class LanguageModel(nn.Module):
         hidden: Tensor,
         positions: Tensor,
         document_ids: Tensor,
-        cache: list[LayerKVCache] | None = None,
+        cache: list[LayerCache] | None = None,
         layer_indices: Iterable[int] | None = None,
         token_rng: TokenRng | None = None,
         document_starts: Tensor | None = None,
@@ -340,6 +341,11 @@ class LanguageModel(nn.Module):
                 head_dim=self.config.head_dim,
             )
             masks = {each: make_mask(document_ids, each) for each in set(windows)}
+            if any(block.states for block in self.config.blocks):
+                ids = document_ids
+                if self.context_parallel is not None:
+                    ids = self.context_parallel.all_gather_sequence(ids, 1)
+                masks = {window: replace(mask, document_ids=ids) for window, mask in masks.items()}
         else:
             masks = {each: cache[0].mask(each) for each in set(windows)}
         rotary = {
@@ -373,7 +379,10 @@ class LanguageModel(nn.Module):
         for name, shape in shapes.items():
             is_embedding = name == f"{self.embedding_names[0]}.weight"
             value = initial_value(name, shape, self.config, embedding_std if is_embedding else None)
-            offset = 0.0 if name.endswith("bias") else self.config.family.norm_offset or 0.0
+            if isinstance(value, Tensor):
+                yield name, value
+                continue
+            offset = 0.0 if name.endswith("bias") else self.config.norm_offset(name)
             yield name, value.scaled(self.tensor_scale(name, shape).init, offset)
 
     def tensor_scale(self, name: str, shape: tuple[int, ...]) -> TensorScale:

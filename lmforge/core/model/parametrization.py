@@ -92,7 +92,7 @@ class Parametrization:
             return TensorScale("input", factor, factor, factor, eps)
         if name.endswith(".lora_A.weight"):  # whose first value already follows from its inputs
             return TensorScale("hidden", 1.0, 1 / width, 1 / math.sqrt(width), eps)
-        if len(shape) == 1:
+        if len(shape) == 1 or config.vector(name):
             return TensorScale("vector", factor, factor, factor, eps)
         if module.endswith("mlp.gate"):  # a router scores experts, whose number does not grow
             return TensorScale("output", 1 / width, 1 / width, 1 / width, inside)

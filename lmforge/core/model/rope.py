@@ -26,16 +26,20 @@ class RotaryEmbedding:
 
     def apply_rotary(self, heads: Tensor, interleaved: bool = False) -> Tensor:
         """Rotate [sequences, length, heads, head_dim]; channel i pairs with channel i + head_dim /
-        2, as in transformers.
+        2, as in transformers. Where there are angles for some channels only, those are the first.
 
         interleaved: neighbours are paired, but the result has the first of all pairs before the
         second ones.
         """
+        width = 2 * self.cos.shape[-1]
+        if width < heads.shape[-1]:
+            rotated = self.apply_rotary(heads[..., :width], interleaved)
+            return torch.cat((rotated, heads[..., width:]), dim=-1)
         first, second = (
             (heads[..., 0::2], heads[..., 1::2]) if interleaved else heads.chunk(2, dim=-1)
         )
-        rotated = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
-        return torch.cat(rotated, dim=-1).to(heads.dtype)
+        pairs = (first * self.cos - second * self.sin, second * self.cos + first * self.sin)
+        return torch.cat(pairs, dim=-1).to(heads.dtype)
 
 
 def rotary_frequencies(rope: Rope, head_dim: int, device: torch.device | str = "cpu") -> Tensor:

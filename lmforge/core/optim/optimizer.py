@@ -128,14 +128,18 @@ def tensor_options(
         for module in (*model.embeddings, model.lm_head)
         for parameter in module.parameters()
     }
-    hidden = {id(parameter) for parameter in model.blocks.parameters() if parameter.ndim >= 2}
+    hidden = {
+        id(parameter)
+        for name, parameter in model.blocks.named_parameters(prefix=model.blocks_name)
+        if parameter.ndim >= 2 and not model.config.vector(name)
+    }
     # A pipeline rank has only some of the tensors, so a pattern may match none of them. No pattern
     # may be for a frozen tensor.
     frozen = {name for name, _ in model.named_parameters()} - trainable.keys()
     chosen = assign_groups([name for name in shapes if name not in frozen], options.groups)
     for name, parameter in trainable.items():
         numbers: dict[str, Any] = {"weight_decay": options.weight_decay, "lr_ratio": 1.0}
-        if len(shapes[name]) < 2:
+        if len(shapes[name]) < 2 or model.config.vector(name):
             numbers["weight_decay"] = 0.0
         if id(parameter) in tables:
             numbers["lr_ratio"] = options.embedding_lr_ratio

@@ -65,6 +65,17 @@ MODEL_RANGES: dict[str, Range] = {
     ),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), Range(gt=0, le=2**20)),
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), Range(gt=0, le=2**16)),
+    "partial_rotary_factor": {"gt": 0, "le": 1.0},
+    **dict.fromkeys(
+        (
+            "linear_num_key_heads",
+            "linear_num_value_heads",
+            "linear_key_head_dim",
+            "linear_value_head_dim",
+        ),
+        Range(gt=0, le=2**16),
+    ),
+    "linear_conv_kernel_dim": {"gt": 0, "le": 64},
 }
 # Fields of rope_scaling.
 ROPE_SCALING_RANGES: dict[str, Range] = {

@@ -12,10 +12,18 @@ divides. Where it does not, every rank has them whole, and looks up and scores
 import logging
 import warnings
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -80,15 +88,21 @@ def _block_plan(config: ModelConfig, block: Block) -> dict[str, ParallelStyle]:
         "latents": Replicated(),
     }
     plan: dict[str, ParallelStyle] = {}
+    recurrent = tuple(f"{mixer.name}." for mixer in block.mixers if mixer.states)
     for mixer in block.mixers:
         owner = mixer.name
+        if mixer.states:
+            plan[owner] = WholeSequence()
+            continue
         if mixer.is_mixture:
             plan |= dict.fromkeys((f"{owner}.gate", f"{owner}.experts"), Replicated())
             owner = f"{owner}.shared_experts"
         if split := [each for each in mixer.linears if each.name.startswith(f"{owner}.")]:
             plan[owner] = _gather_first(4 if mixer.mixes_tokens else 1)
             plan |= {each.name: _split(each) for each in split}
-    return plan | {each.name: over[each.over] for each in block.norms(config.hidden_size)}
+    norms = block.norms(config.hidden_size)
+    split_norms = {each.name: each.over for each in norms if not each.name.startswith(recurrent)}
+    return plan | {name: over[kind] for name, kind in split_norms.items()}
 
 
 def _gather_first(num_arguments: int) -> ParallelStyle:
@@ -116,6 +130,23 @@ class Replicated(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(module, device_mesh)
+
+
+class WholeSequence(ParallelStyle):
+    """What every rank has whole and computes for whole sequences: a recurrent mixer. Each keeps its
+    own part of what it returns, so that its gradients are a part of the sums.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def gather(mixer: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+            part = DTensor.from_local(inputs[0], mesh, [Shard(SEQUENCE_DIM)], run_check=False)
+            whole = part.redistribute(mesh, [Replicate()])
+            return whole.to_local(grad_placements=[Partial()]), *inputs[1:]
+
+        def own_part(mixer: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
+            return output.chunk(mesh.size(), SEQUENCE_DIM)[mesh.get_local_rank()]
+
+        return distribute_module(module, device_mesh, None, gather, own_part)
 
 
 class ChannelParallelNorm(ParallelStyle):

@@ -99,6 +99,11 @@ class ModelShapes:
     widest: int = 0
 
 
+def is_stack(parameter: Tensor) -> bool:
+    """Whether it is a stack of matrices, such as experts; the kernels of a convolution have a row."""
+    return parameter.dim() > 2 and parameter.shape[1] > 1
+
+
 @cache
 def model_shapes(traced: TracedModel) -> ModelShapes:
     model = traced.build()
@@ -124,8 +129,8 @@ def model_shapes(traced: TracedModel) -> ModelShapes:
         shapes(tables),
         shapes(trained),
         shapes(frozen),
-        shapes(each for each in trained if each.dim() > 2),
-        shapes(each for each in frozen if each.dim() > 2),
+        shapes(each for each in trained if is_stack(each)),
+        shapes(each for each in frozen if is_stack(each)),
         shapes(head),
         shapes(each for each in model.parameters() if each not in known),
         shapes(each for each in block if each in quantized),
@@ -169,7 +174,7 @@ def trace_block(
     on its data.
     """
     with fake_model(traced) as model:
-        is_stacked = any(parameter.dim() > 2 for parameter in model.blocks.parameters())
+        is_stacked = any(is_stack(parameter) for parameter in model.blocks.parameters())
         if is_stacked and not traced.config.num_experts:
             raise UserError(
                 f"a {traced.config.model_type} model cannot be traced without data: its blocks have"
@@ -252,7 +257,12 @@ def _block_inputs(
     of_block = [hidden, *masks, *(each.rng_keys for each in args if isinstance(each, TokenRng))]
     embedded = tracker.live_bytes() - sum(each.nbytes for each in of_block if each is not None)
     if on_gpu:
-        args = [AttentionMask() if isinstance(each, AttentionMask) else each for each in args]
+        args = [
+            AttentionMask(document_ids=each.document_ids)
+            if isinstance(each, AttentionMask)
+            else each
+            for each in args
+        ]
     ranks = model.setup.sequence_shard[1]
     shape = (hidden.shape[0], hidden.shape[1] // ranks, hidden.shape[2])
     args[0] = torch.empty(shape, dtype=hidden.dtype, requires_grad=True)

@@ -124,7 +124,7 @@ class IncrementalDecoder:
         last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=self._device)
         sequences, length = tokens.shape
         positions = torch.arange(length, device=self._device).expand(sequences, -1)
-        hidden = self._forward(first, tokens, positions, length)
+        hidden = self._forward(first, tokens, positions, length, lengths=last + 1)
         if self._mixtures:
             padded = self._experts.pop()
             self._experts += [
@@ -179,8 +179,9 @@ class IncrementalDecoder:
         positions: Tensor,
         end: int,
         groups: Sequence[DecodeGroup] = (),
+        lengths: Tensor | None = None,
     ) -> Tensor:
-        cache = self._cache.view(first, positions, end, groups)
+        cache = self._cache.view(first, positions, end, groups, lengths)
         with torch.inference_mode(not self._is_sharded), self._autocast:
             for mixture in self._mixtures:
                 if mixture is not None:

@@ -63,6 +63,8 @@ def drawn_config(model_type: str, draw: random.Random, **fixed: Any) -> ModelCon
     if model_type == "deepseek_v3":
         fields |= drawn_deepseek(draw, layers)
         return ModelConfig(**fields | {"num_key_value_heads": 0, "head_dim": 0} | fixed)
+    if model_type == "qwen3_5_text":
+        fields |= drawn_recurrent(draw, layers)
     if model_type in ("mixtral", "olmoe", "qwen3_moe"):
         fields["num_experts"] = experts = draw.choice([1, 4, 5])
         fields["num_experts_per_tok"] = draw.randint(1, min(3, experts))
@@ -101,6 +103,27 @@ def drawn_config(model_type: str, draw: random.Random, **fixed: Any) -> ModelCon
                 draw.choice(["full_attention", "sliding_attention"]) for _ in range(layers)
             ]
     return ModelConfig(**fields | fixed)
+
+
+def drawn_recurrent(draw: random.Random, layers: int) -> dict[str, Any]:
+    """The fields of models with layers of the gated delta rule."""
+    key_heads = draw.choice([1, 2, 3])
+    return {
+        # transformers needs one that sees everything.
+        "layer_types": [
+            *(draw.choice(["linear_attention", "full_attention"]) for _ in range(layers - 1)),
+            "full_attention",
+        ],
+        "head_dim": draw.choice([8, 16]),
+        "partial_rotary_factor": draw.choice([0.25, 0.5, 1.0]),
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": key_heads * draw.choice([1, 2, 3]),
+        "linear_key_head_dim": draw.choice([4, 6, 8]),
+        "linear_value_head_dim": draw.choice([3, 8]),
+        "linear_conv_kernel_dim": draw.choice([2, 4]),
+        "attention_bias": (bias := draw.random() < 0.5),
+        "attention_output_bias": bias,
+    }
 
 
 def drawn_deepseek(draw: random.Random, layers: int) -> dict[str, Any]:

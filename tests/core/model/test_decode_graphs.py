@@ -137,7 +137,7 @@ def test_the_cache_goes_with_its_decoder_and_does_not_wait_for_the_garbage_colle
         return lambda: output
 
     decoder = recording(model_of("llama, grouped"), record)
-    cache, memory = weakref.ref(decoder._cache), weakref.ref(decoder._cache.key_values[0])
+    cache, memory = weakref.ref(decoder._cache), weakref.ref(decoder._cache.layers[0][0])
     gc.disable()
     try:
         with torch.no_grad():

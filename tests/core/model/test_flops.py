@@ -1,12 +1,14 @@
 """Parameters and FLOPs of a model config, checked against counting."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from lmforge.core.model.build import build_model
+from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.flops import active_parameters, flops_per_token, parameter_count
 from lmforge.core.model.presets import PRESETS, get_preset
 from lmforge.lab.plan.hardware import data_sheets
@@ -22,18 +24,22 @@ def test_parameters_are_those_of_the_model(model_type: str, draw: random.Random)
         assert counts.total == sum(parameter.numel() for parameter in model.parameters())
         assert counts.input_embedding == sum(module.weight.numel() for module in model.embeddings)
         head = 0 if not config.tie_word_embeddings else model.lm_head.weight.numel()
-        experts = sum(each.numel() for each in model.blocks.parameters() if each.ndim == 3)
+        # The kernels of a convolution have a row each, and are vectors.
+        matrices = [
+            each for each in model.blocks.parameters() if each.ndim >= 2 and each.shape[1] > 1
+        ]
+        experts = sum(each.numel() for each in matrices if each.ndim == 3)
         idle = experts - experts * config.num_experts_per_tok // max(1, config.num_experts)
         assert counts.active_matmul == counts.total - counts.input_embedding + head - idle
         assert active_parameters(config) == counts.total - idle
-        assert counts.block_matrices == sum(
-            each.numel() for each in model.blocks.parameters() if each.ndim >= 2
-        )
+        assert counts.block_matrices == sum(each.numel() for each in matrices)
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_flops_are_those_that_torch_counts(model_type: str, draw: random.Random) -> None:
     config = drawn_config(model_type, draw)
+    if config.family.recurrent_type:  # which is counted as its recurrence, and computed in chunks
+        config = replace(config, layer_types=("full_attention",) * config.num_hidden_layers)
     model = build_model(config, "meta")
     length = 40
     rows = one_document(2, length, config.vocab_size)
@@ -57,6 +63,30 @@ def test_flops_are_those_that_torch_counts(model_type: str, draw: random.Random)
         counted.get_total_flops() / (2 * length)
         == flops_per_token(config, length) - 6 * vectors + padding
     )
+
+
+def test_a_recurrent_layer_counts_what_a_token_does_with_its_state_and_no_length() -> None:
+    config = ModelConfig(
+        model_type="qwen3_5_text",
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        intermediate_size=48,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=6,
+        linear_value_head_dim=5,
+        linear_conv_kernel_dim=4,
+        layer_types=("linear_attention",),
+    )
+    # Three products with the state [6, 5] of each of 4 heads: what is held under a key, what is
+    # added, and what a query reads. And a kernel of 4 for each channel.
+    state, channels = 3 * 2 * 4 * 6 * 5, 2 * 2 * 6 + 4 * 5
+    expected = 6 * parameter_count(config).active_matmul + 3 * (state + 2 * 4 * channels)
+    assert flops_per_token(config, 10) == flops_per_token(config, 1000) == expected
 
 
 def test_published_sizes() -> None:

@@ -51,11 +51,25 @@ def test_values_have_the_spread_that_is_asked_for(model_type: str, draw: random.
     for name, value in parameters(config, draw.randrange(1000)).items():
         if name.endswith(".bias"):
             assert not value.any(), name
+        elif name.endswith(".A_log"):
+            rates = 16 * (torch.arange(len(value)) + 0.5) / len(value)
+            torch.testing.assert_close(value.exp(), rates)
+        elif name.endswith(".conv1d.weight"):
+            assert value.abs().max() <= value.shape[-1] ** -0.5, name
         elif value.dim() == 1:
-            assert (value == (0 if model_type == "gemma3_text" else 1)).all(), name
+            added = config.family.norm_offset == 1 and not name.endswith(
+                ("linear_attn.norm.weight", "dt_bias")
+            )
+            assert (value == (0 if added else 1)).all(), name
         else:
             residual = name.endswith(
-                ("o_proj.weight", "down_proj.weight", "experts.down_proj", "c_proj.weight")
+                (
+                    "o_proj.weight",
+                    "down_proj.weight",
+                    "experts.down_proj",
+                    "c_proj.weight",
+                    "out_proj.weight",
+                )
             )
             deviation = config.initializer_range / (math.sqrt(4) if residual else 1)
             # Six standard errors of a standard deviation.

@@ -7,6 +7,11 @@ import pytest
 
 from lmforge.cli import run as command
 from lmforge.core.records.runs import Run
+from tests.core.data.conftest import (  # noqa: F401 - fixtures
+    byte_tokenizer,
+    folder_of,
+    impatient,
+)
 from tests.support.browser import browser  # noqa: F401 - a fixture
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from lmforge.core import registry
-from lmforge.core.model.attention import AttentionMask, LayerKVCache, attend
+from lmforge.core.model.attention import AttentionMask, LayerCache, attend
 from lmforge.core.model.blocks import Block, Mixer
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.layers import (
@@ -52,14 +52,21 @@ class Attention(nn.Module):
         x: Tensor,
         rotary: RotaryEmbedding,
         mask: AttentionMask,
-        cache: LayerKVCache | None,
+        cache: LayerCache | None,
         token_rng: TokenRng | None = None,
     ) -> Tensor:
         q, k, v = (each.transpose(1, 2) for each in self.heads(x, rotary, token_rng))
+        attended = self.attend(q, k, v, mask, cache)
+        return apply_linear(self.o_proj, attended, token_rng)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, cache: LayerCache | None
+    ) -> Tensor:
+        """[sequences, length, channels of all heads]."""
         if cache is not None:
             k, v = cache.update(k, v)
         attended = attend(q, k, v, mask, self.scale)[..., : self.value_dim].transpose(1, 2)
-        return apply_linear(self.o_proj, attended.flatten(2), token_rng)
+        return attended.flatten(2)
 
     def heads(
         self, x: Tensor, rotary: RotaryEmbedding, token_rng: TokenRng | None
@@ -70,6 +77,12 @@ class Attention(nn.Module):
         q, k, v = (
             apply_linear(layer, x, token_rng) for layer in (self.q_proj, self.k_proj, self.v_proj)
         )
+        return self.rotated(q, k, v, rotary)
+
+    def rotated(
+        self, q: Tensor, k: Tensor, v: Tensor, rotary: RotaryEmbedding
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The same, of the channels of all heads, with norms and positions."""
         if self.qk_norm == "channels":
             q = self.q_norm(q)
             k = self.k_norm(k)
@@ -78,6 +91,26 @@ class Attention(nn.Module):
             q = self.q_norm(q)
             k = self.k_norm(k)
         return rotary.apply_rotary(q), rotary.apply_rotary(k), v
+
+
+class OutputGatedAttention(Attention):
+    """Attention whose heads are multiplied by sigmoids of gates, which `q_proj` computes too."""
+
+    def forward(
+        self,
+        x: Tensor,
+        rotary: RotaryEmbedding,
+        mask: AttentionMask,
+        cache: LayerCache | None,
+        token_rng: TokenRng | None = None,
+    ) -> Tensor:
+        q, k, v = (
+            apply_linear(layer, x, token_rng) for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, gate = (each.flatten(2) for each in q.unflatten(-1, (-1, 2, self.head_dim)).unbind(-2))
+        q, k, v = (each.transpose(1, 2) for each in self.rotated(q, k, v, rotary))
+        attended = self.attend(q, k, v, mask, cache)
+        return apply_linear(self.o_proj, attended * gate.sigmoid(), token_rng)
 
 
 class LatentAttention(Attention):
@@ -163,7 +196,7 @@ class DecoderBlock(nn.Module):
         hidden: Tensor,
         rotary: RotaryEmbedding,
         mask: AttentionMask,
-        cache: LayerKVCache | None = None,
+        cache: LayerCache | None = None,
         token_rng: TokenRng | None = None,
         **of_mixture: Tensor,
     ) -> Tensor:

@@ -8,7 +8,7 @@ here: the objective applies the head.
 
 from torch import Tensor, nn
 
-from lmforge.core.model.attention import AttentionMask, LayerKVCache, attend
+from lmforge.core.model.attention import AttentionMask, LayerCache, attend
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.layers import (
     ACTIVATIONS,
@@ -29,7 +29,7 @@ class GPT2Attention(nn.Module):
         self.c_proj = Conv1D(config.hidden_size, config.hidden_size)
 
     def forward(
-        self, x: Tensor, mask: AttentionMask, cache: LayerKVCache | None, token_rng: TokenRng | None
+        self, x: Tensor, mask: AttentionMask, cache: LayerCache | None, token_rng: TokenRng | None
     ) -> Tensor:
         heads = (*x.shape[:2], -1, self.head_dim)
         q, k, v = (
@@ -71,7 +71,7 @@ class GPT2Block(nn.Module):
         hidden: Tensor,
         rotary: None,
         mask: AttentionMask,
-        cache: LayerKVCache | None = None,
+        cache: LayerCache | None = None,
         token_rng: TokenRng | None = None,
     ) -> Tensor:
         """hidden [sequences, length, hidden_size] → the same shape and dtype.

@@ -1,0 +1,87 @@
+"""Qwen 3.5, its dense text models: three layers of linear attention by the gated delta rule
+(modules/gated_delta.py), then one of attention whose heads have gates and of whose channels a
+quarter is rotated.
+"""
+
+from typing import Any
+
+from lmforge.core.errors import UserError
+from lmforge.core.files.untrusted import quoted
+from lmforge.core.model.blocks import Block, Branch
+from lmforge.core.model.family import (
+    LINEAR_ATTENTION_FIELDS,
+    ROTARY_FIELDS,
+    Family,
+    gated_delta_rule,
+    gated_feed_forward,
+    name_layer_types,
+    output_gated_attention,
+    read_rope,
+)
+from lmforge.core.model.fields import ModelFields
+
+RECURRENT = "linear_attention"
+
+
+def _block(family: Family, config: ModelFields, layer: int) -> Block:
+    mixer = output_gated_attention(family, config)
+    if config.layer_types and config.layer_types[layer] == RECURRENT:
+        mixer = gated_delta_rule(config)
+    return Block(
+        (
+            Branch((mixer,), "input_layernorm"),
+            Branch((gated_feed_forward(config),), "post_attention_layernorm"),
+        )
+    )
+
+
+def _read(content: dict[str, Any]) -> dict[str, Any]:
+    """layer_types, which may be given as a period; and rotary positions, whose three axes are one
+    for text.
+    """
+    types = content.get("layer_types")
+    every = content.get("full_attention_interval")
+    if not types and every:
+        types = name_layer_types(content["num_hidden_layers"], every, RECURRENT)
+    table = content.get("rope_scaling") or content.get("rope_parameters") or {}
+    if not isinstance(table, dict):
+        raise UserError(f"rope_parameters: expected an object, got {quoted(table)}")
+    table = dict(table)
+    rotated = table.pop("partial_rotary_factor", content.get("partial_rotary_factor"))
+    for name in ("mrope_section", "mrope_interleaved"):
+        table.pop(name, None)
+    plain = {name: each for name, each in content.items() if name != "partial_rotary_factor"}
+    factor = {} if rotated is None else {"partial_rotary_factor": rotated}
+    return {"layer_types": types, **read_rope(plain, table), **factor}
+
+
+FAMILY = Family(
+    architecture="Qwen3_5ForCausalLM",
+    classifier="Qwen3_5TextForSequenceClassification",
+    block=_block,
+    norm_offset=1.0,
+    qk_norm="heads",
+    attention_biases=((False, False), (True, True)),
+    window_pattern=4,
+    recurrent_type=RECURRENT,
+    fields=(
+        *ROTARY_FIELDS,
+        "attention_bias",
+        "partial_rotary_factor",
+        *LINEAR_ATTENTION_FIELDS,
+    ),
+    defaults={
+        "intermediate_size": 12288,
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "partial_rotary_factor": 0.25,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    },
+    read=_read,
+    write=lambda config: {"layer_types": config.written_layer_types},
+)

@@ -1,0 +1,234 @@
+"""The gated delta rule (Gated DeltaNet, arXiv 2412.06464) as Qwen 3.5 has it: linear attention whose
+state, a matrix for each head, forgets by a factor and corrects what it holds under a key.
+
+With context and tensor parallelism every rank computes the whole sequence here, of which it keeps
+its own tokens: sums over ranks are those of attention, and the work is not split.
+
+For each token, with S [key_dim, value_dim] fp32: S ← e^g S; S ← S + β k (v − Sᵀk)ᵀ; output Sᵀq. The
+state begins anew at each document, and so does the window of the convolution before it.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import linear, pad, silu, softplus
+
+from lmforge.core.model.attention import AttentionMask, LayerCache
+from lmforge.core.model.blocks import Mixer
+from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.layers import RMSNorm, add_linears, apply_linear, local_weight
+from lmforge.core.model.rng.token_rng import TokenRng
+from lmforge.core.model.rope import RotaryEmbedding
+
+# Tokens that are computed at once, by matrix products.
+CHUNK = 64
+
+
+def wide(x: Tensor) -> Tensor:
+    """In fp32, or fp64 if it is that."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+class CausalConvolution(nn.Module):
+    """A causal convolution of each channel by itself: weight [channels, 1, width]."""
+
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, 1, width))
+
+    def forward(self, x: Tensor, earlier: Tensor, document_ids: Tensor | None) -> Tensor:
+        """x [sequences, length, channels], after the `earlier` tokens [sequences, width − 1,
+        channels] → the same shape as x. Tokens of other documents [sequences, length] count as
+        zeros; None: all are of one.
+        """
+        length = x.shape[1]
+        back = earlier.shape[1]
+        whole = torch.cat((earlier.to(x.dtype), x), dim=1)
+        ids = None if document_ids is None else pad(document_ids, (back, 0), value=-2)
+        weight = local_weight(self.weight)[:, 0]
+        total = x * weight[:, -1]
+        for steps in range(1, back + 1):
+            shifted = whole[:, back - steps : back - steps + length]
+            if ids is not None and document_ids is not None:
+                same = ids[:, back - steps : back - steps + length] == document_ids
+                shifted = shifted * same[..., None]
+            total = total + shifted * weight[:, -1 - steps]
+        return total.to(x.dtype)
+
+
+class GatedDeltaRule(nn.Module):
+    in_proj_qkv: nn.Linear
+    in_proj_z: nn.Linear
+    in_proj_b: nn.Linear
+    in_proj_a: nn.Linear
+    out_proj: nn.Linear
+
+    def __init__(self, config: ModelConfig, mixer: Mixer) -> None:
+        super().__init__()
+        self.key_dim = config.linear_key_head_dim
+        self.value_dim = config.linear_value_head_dim
+        keys = config.linear_num_key_heads * self.key_dim
+        self.parts = (keys, keys, config.linear_num_value_heads * self.value_dim)
+        self.copies = config.linear_num_value_heads // config.linear_num_key_heads
+        self.conv1d = CausalConvolution(sum(self.parts), config.linear_conv_kernel_dim)
+        self.dt_bias = nn.Parameter(torch.empty(config.linear_num_value_heads))
+        self.A_log = nn.Parameter(torch.empty(config.linear_num_value_heads))
+        self.norm = RMSNorm(self.value_dim, config.rms_norm_eps)
+        add_linears(self, mixer)
+
+    def forward(
+        self,
+        x: Tensor,
+        rotary: RotaryEmbedding,
+        mask: AttentionMask,
+        cache: LayerCache | None,
+        token_rng: TokenRng | None = None,
+    ) -> Tensor:
+        """x [sequences, length, width] → the same shape and dtype; positions are in the order of
+        the tokens alone.
+        """
+        parallel = mask.context_parallel
+        local_rng = token_rng
+        if parallel is not None:
+            x = parallel.all_gather_sequence(x, 1)
+            if token_rng is not None:
+                token_rng = replace(
+                    token_rng, rng_keys=parallel.all_gather_sequence(token_rng.rng_keys, 1)
+                )
+        qkv, z, b, a = (
+            _project(layer, x, token_rng)
+            for layer in (self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
+        )
+        rate, bias = (wide(local_weight(each)) for each in (self.A_log, self.dt_bias))
+        decay = -rate.exp() * softplus(wide(a) + bias)
+        beta = wide(b).sigmoid()
+        if cache is None:
+            earlier = qkv.new_zeros(len(qkv), self.conv1d.weight.shape[-1] - 1, qkv.shape[-1])
+            convolved = silu(self.conv1d(qkv, earlier, mask.document_ids))
+            out, _ = gated_delta_rule(*self._heads(convolved), decay, beta, mask.document_ids)
+        else:
+            earlier, state = cache.states()
+            cache.keep_window(qkv, earlier)
+            convolved = silu(self.conv1d(qkv, earlier, None))
+            is_token = cache.is_token()[..., None]
+            out, state = gated_delta_rule(
+                *self._heads(convolved), decay * is_token, beta * is_token, None, state
+            )
+            cache.keep_state(state)
+        normed = self.norm(out.to(x.dtype)) * silu(wide(z)).unflatten(-1, out.shape[-2:])
+        normed = normed.flatten(2).to(x.dtype)
+        if parallel is not None:
+            ranges = parallel.local_ranges(normed.shape[1] // parallel.group.size())
+            normed = torch.cat([normed[:, first : first + count] for first, count in ranges], dim=1)
+        return _project(self.out_proj, normed, local_rng)
+
+    def _heads(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values in fp32, [sequences, length, value heads, ·] each; queries and
+        keys have length 1, and queries are scaled.
+        """
+        q, k, v = wide(convolved).split(self.parts, dim=-1)
+        q, k = (each.unflatten(-1, (-1, self.key_dim)) for each in (q, k))
+        q, k = (
+            (each * (each.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).repeat_interleave(
+                self.copies, dim=2
+            )
+            for each in (q, k)
+        )
+        return q * self.key_dim**-0.5, k, v.unflatten(-1, (-1, self.value_dim))
+
+
+def _project(layer: nn.Linear, x: Tensor, token_rng: TokenRng | None) -> Tensor:
+    """`layer` of plain hidden states, where tensor parallelism has its weights on every rank."""
+    if isinstance(layer.weight, DTensor):
+        return linear(x, local_weight(layer.weight))
+    return apply_linear(layer, x, token_rng)
+
+
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    document_ids: Tensor | None,
+    state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The outputs [sequences, length, heads, value_dim] and the last state [sequences, heads,
+    key_dim, value_dim], in the dtype of all arguments.
+
+    Args:
+        q, k: [sequences, length, heads, key_dim]. v: [sequences, length, heads, value_dim].
+        decay: g, at most 0, and beta: [sequences, length, heads].
+        document_ids: int [sequences, length]: the state begins anew where they change; None: all
+            tokens are of one document, which continues from `state`, if there is one.
+
+    In chunks (arXiv 2412.06464, section 3.3): within one, what each token adds follows from a
+    triangular system; between chunks the state is carried. Exponents are masked before they are
+    taken, so that none overflows, and each is a sum of its own, since differences of long sums lose
+    digits.
+    """
+    sequences, length, heads, key_dim = q.shape
+    if state is None:
+        state = q.new_zeros(sequences, heads, key_dim, v.shape[-1])
+    if length == 1:
+        return _one_token(q, k, v, decay, beta, state)
+    size = min(CHUNK, length)
+    more = -length % size
+    q, k, v = (_in_chunks(pad(each, (0, 0, 0, 0, 0, more)), size) for each in (q, k, v))
+    decay, beta = (
+        _in_chunks(pad(each, (0, 0, 0, more))[..., None], size)[..., 0] for each in (decay, beta)
+    )
+    causal = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
+    # [sequences, 1, chunks, size, size]: which tokens read which; and which of a chunk are of the
+    # document that comes into it.
+    reads = causal
+    continues = None
+    if document_ids is not None:
+        ids = pad(document_ids, (0, more), value=-2).unflatten(1, (-1, size))[:, None]
+        reads = causal & (ids[..., :, None] == ids[..., None, :])
+        before = pad(ids[:, :, :-1, -1:], (0, 0, 1, 0), value=-3)
+        continues = ids == before
+    steps = decay[..., :, None].expand(*decay.shape, size).masked_fill(~causal.tril(-1), 0.0)
+    # Of each token since each earlier one, and since the chunk began.
+    since = steps.cumsum(-2).masked_fill(~reads, -torch.inf).exp()
+    entered = decay.cumsum(-1)
+    if continues is not None:
+        entered = entered.masked_fill(~continues, -torch.inf)
+    entered = entered.exp()
+    weighted = k * beta[..., None]
+    system = (weighted @ k.transpose(-1, -2) * since).tril(-1)
+    right = torch.cat((v * beta[..., None], weighted * entered[..., None]), dim=-1)
+    solved = torch.linalg.solve_triangular(
+        system + torch.eye(size, dtype=q.dtype, device=q.device),
+        right,
+        upper=False,
+        unitriangular=True,
+    )
+    added, removed = solved.split((v.shape[-1], key_dim), dim=-1)
+    scores = q @ k.transpose(-1, -2) * since
+    asked = q * entered[..., None]
+    kept = (k * since[..., -1, :, None]).transpose(-1, -2)
+    carried = entered[..., -1, None, None]
+    outputs = []
+    for chunk in range(q.shape[2]):
+        values = added[:, :, chunk] - removed[:, :, chunk] @ state
+        outputs.append(asked[:, :, chunk] @ state + scores[:, :, chunk] @ values)
+        state = carried[:, :, chunk] * state + kept[:, :, chunk] @ values
+    return torch.stack(outputs, dim=2).flatten(2, 3)[:, :, :length].transpose(1, 2), state
+
+
+def _in_chunks(x: Tensor, size: int) -> Tensor:
+    """[sequences, length, heads, width] → [sequences, heads, chunks, size, width]."""
+    return x.transpose(1, 2).unflatten(2, (-1, size))
+
+
+def _one_token(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    q, k, v, decay, beta = (each[:, 0] for each in (q, k, v, decay, beta))
+    state = state * decay.exp()[..., None, None]
+    held = (k[..., None, :] @ state)[..., 0, :]
+    state = state + k[..., None] * (beta[..., None] * (v - held))[..., None, :]
+    return (q[..., None, :] @ state)[..., 0, :][:, None], state
