@@ -287,7 +287,7 @@ def shapes_on(world_size: int) -> list[str]:
     shapes = {
         1: ["llama", "gpt2"],
         2: list(SHAPES),
-        4: ["llama", *mixtures],
+        4: ["llama", "hybrid", *mixtures],
         6: ["experts"],
         8: ["experts"],
     }

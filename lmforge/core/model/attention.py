@@ -506,9 +506,10 @@ class KVCache:
     ) -> None:
         config.check_length(max_length)
         heads = config.num_key_value_heads, max_length, config.head_dim
-        # States are fp32 whatever the dtype.
+        # States are at least fp32.
+        wide = torch.promote_types(dtype, torch.float32)
         shapes = [
-            ((block.states[0], dtype), (block.states[1], torch.float32))
+            ((block.states[0], dtype), (block.states[1], wide))
             if block.states
             else ((heads, dtype),) * 2
             for block in config.blocks

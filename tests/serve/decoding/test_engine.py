@@ -55,6 +55,21 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "mistral, window 5": {"model_type": "mistral", "intermediate_size": 40, "sliding_window": 5},
     "gpt2": {"model_type": "gpt2", "max_position_embeddings": 40},
+    "hybrid": {
+        "model_type": "qwen3_5_text",
+        "intermediate_size": 40,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "partial_rotary_factor": 0.5,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 6,
+        "linear_value_head_dim": 5,
+        "linear_conv_kernel_dim": 4,
+        # A norm divides the small outputs of a young state by themselves.
+        "rms_norm_eps": 1e-2,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
 }
 Spelling = Callable[[str], LanguageModel]
 
