@@ -21,6 +21,7 @@ from lmforge.core.model.resolve import (
     check_model_options,
     fit_vocabulary,
 )
+from lmforge.core.model.text_tower import TOWER_OF
 from lmforge.core.options.sections import ModelOptions
 from lmforge.hf.hub import resolve_model_folder
 
@@ -124,6 +125,11 @@ def _resolve_transformers_config(
         for name, value in read_config_json(path).items()
         if name not in ("dtype", "torch_dtype")
     }
+    if TOWER_OF in content:
+        raise UserError(
+            f"{path}: model.implementation = transformers: not of the language model in a"
+            f" {content[TOWER_OF]} folder; leave it out"
+        )
     theirs = read_pretrained_config(content, str(path))
     for name in overrides:
         if not hasattr(theirs, name):

@@ -28,6 +28,7 @@ from lmforge.core.model.layers import LanguageModel
 from lmforge.core.model.lora import add_lora
 from lmforge.core.model.lora_config import LoraConfig, adapted_name
 from lmforge.core.model.quantization.formats import quantized_matrices
+from lmforge.core.model.text_tower import TOWER_OF, tower_tensor
 from lmforge.hf.hub import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, indexed_weight_files
 from lmforge.hf.merge_adapters import LM_HEAD_WEIGHT, copy_part, full_model_of
 from lmforge.hf.quantized.bitsandbytes_folder import StoredMatrix, stored_matrices
@@ -83,7 +84,10 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
     opened = [SafetensorsFile(path) for path in _weight_files(folder)]
     file_of = {name: file for file in opened for name in file.entries}
     conversions: list[TensorConversion] = []
-    if isinstance(model, TransformersModel):
+    content = read_config_json(folder / "config.json")
+    if TOWER_OF in content:
+        our_names = {stored: ours for stored in file_of if (ours := tower_tensor(stored))}
+    elif isinstance(model, TransformersModel):
         our_names, conversions = map_stored_names(model.config.config_dict, file_of)
     else:
         prefix: Any = model.config.family.optional_prefix  # type: ignore[union-attr]
@@ -94,7 +98,6 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
         for name, ours in our_names.items()
         if not ours.endswith(ignored)
     }
-    content = read_config_json(folder / "config.json")
     nf4: dict[str, StoredMatrix] = {}
     beside: Collection[str] = ()
     if is_nf4_folder(content):
@@ -191,6 +194,12 @@ def describe_folder(folder: Path) -> list[str]:
         if any(f".layers.{each}." in name for name in names)
     ]
     notes = []
+    if TOWER_OF in content:
+        others = sum(tower_tensor(name) is None for name in names)
+        notes.append(
+            f"the language model of a {content[TOWER_OF]} folder; its {others} other tensors are"
+            " neither trained nor exported"
+        )
     if fp8_block(content):
         notes.append("dequantized from float8")
     elif is_nf4_folder(content):

@@ -17,6 +17,7 @@ from lmforge.core.errors import UserError
 from lmforge.core.files.untrusted import check_content, describe, quoted, read_json
 from lmforge.core.model.config import ModelConfig, base_model_type
 from lmforge.core.model.family import ROUTER_VALUES, load_family
+from lmforge.core.model.text_tower import read_text_tower
 from lmforge.core.options.ranges import LENGTH, MODEL_RANGES, REPETITION_PENALTY
 
 NUM_EXPERTS_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -137,10 +138,19 @@ class _ConfigJson(BaseModel, strict=True):
 
 
 def read_config_json(path: Path) -> dict[str, Any]:
-    """The content of a config.json, and in `generation_config` that of the file beside it.
+    """The content of a config.json, and in `generation_config` that of the file beside it; of a
+    model that reads images too, its language model's (text_tower.py).
 
     Raises UserError where it cannot be read.
     """
+    content = _read_with_generation(path)
+    try:
+        return read_text_tower(content)
+    except UserError as problem:
+        raise UserError(f"{path}: {problem}") from None
+
+
+def _read_with_generation(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(
             f"{path}: no such file; give a folder in Hugging Face's layout, or the name of a preset"

@@ -1,0 +1,204 @@
+"""The language model of a folder whose model reads images too, made small and random by
+transformers.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from lmforge.core.errors import UserError
+from lmforge.core.model.build import build_model
+from lmforge.core.model.text_tower import TEXT_TOWERS
+from lmforge.hf.export import export_folder
+from lmforge.hf.resolve import resolve_model_config
+from lmforge.hf.weights import describe_folder, load_folder
+
+TEXT: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+}
+QWEN_IDS = {
+    "image_token_id": 299,
+    "video_token_id": 298,
+    "vision_start_token_id": 297,
+    "vision_end_token_id": 296,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "text_config": {**TEXT, "sliding_window": 8, "query_pre_attn_scalar": 16},
+        "vision_config": {"model_type": "siglip_vision_model", **VISION},
+        "mm_tokens_per_image": 1,
+        "image_token_index": 299,
+        "boi_token_index": 298,
+        "eoi_token_index": 297,
+    },
+    "mistral3": {
+        "text_config": {"model_type": "mistral", **TEXT},
+        "vision_config": {"model_type": "pixtral", "head_dim": 8, **VISION},
+        "image_token_index": 299,
+    },
+    "qwen3_5": {
+        "text_config": {
+            **TEXT,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+        },
+        "vision_config": QWEN_VISION,
+        **QWEN_IDS,
+    },
+    "qwen3_vl": {
+        "text_config": TEXT,
+        "vision_config": {**QWEN_VISION, "deepstack_visual_indexes": [0]},
+        **QWEN_IDS,
+    },
+}
+# Beginnings of names on disk, as these folders are published, and as the modules are called.
+MODULES = {
+    "language_model.model.": "model.language_model.",
+    "language_model.lm_head.": "lm_head.",
+    "": "model.",
+}
+
+
+def made(kind: str, folder: Path) -> Any:
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **CONFIGS[kind])
+    model = transformers.AutoModelForImageTextToText.from_config(config).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def logits_of(folder: Path) -> tuple[Any, torch.Tensor]:
+    config = resolve_model_config(folder, {})
+    model = build_model(config, "cpu")
+    load_folder(folder, model)
+    tokens = torch.arange(3, 93).expand(2, -1)
+    positions = torch.arange(90).expand(2, -1)
+    with torch.no_grad():
+        hidden = model(tokens, positions, torch.zeros_like(tokens, dtype=torch.int32))
+        return model, model.lm_head(hidden)
+
+
+def test_each_kind_of_folder_is_made_here() -> None:
+    assert CONFIGS.keys() == TEXT_TOWERS.keys()
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_the_language_model_computes_what_the_whole_model_does_for_text(
+    kind: str, tmp_path: Path
+) -> None:
+    theirs = made(kind, tmp_path / kind)
+    model, logits = logits_of(tmp_path / kind)
+    tokens = torch.arange(3, 93).expand(2, -1)
+    with torch.no_grad():
+        expected = theirs(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    others = [name for name, _ in theirs.named_parameters() if "vis" in name or "project" in name]
+    [note] = describe_folder(tmp_path / kind)
+    assert note == (
+        f"the language model of a {kind} folder; its {len(others)} other tensors are neither"
+        " trained nor exported"
+    )
+    # What is exported is a model of text, which transformers opens as one.
+    export_folder(model, model.config, tmp_path / "text")
+    text = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text").eval()
+    assert "vision_config" not in json.loads((tmp_path / "text" / "config.json").read_text())
+    with torch.no_grad():
+        again = text(input_ids=tokens).logits
+    torch.testing.assert_close(again, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "mistral3"])
+def test_names_of_the_modules_are_read_too(kind: str, tmp_path: Path) -> None:
+    made(kind, tmp_path)
+    _, expected = logits_of(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    renamed = {}
+    for name, tensor in tensors.items():
+        published = next(each for each in MODULES if name.startswith(each))
+        renamed[MODULES[published] + name.removeprefix(published)] = tensor
+    assert any(name.startswith("language_model.model.layers.") for name in tensors)
+    save_file(renamed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert torch.equal(logits_of(tmp_path)[1], expected)
+
+
+def test_what_a_published_gemma_leaves_out_is_what_transformers_assumes(tmp_path: Path) -> None:
+    content = {
+        "model_type": "gemma3",
+        "text_config": {
+            "model_type": "gemma3_text",
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+        },
+    }
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    config = resolve_model_config(tmp_path, {})
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path).text_config
+    for name in ("vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
+        assert getattr(config, name) == getattr(theirs, name), name
+    assert config.tie_word_embeddings
+    assert config.written_layer_types == theirs.layer_types
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"text_config": None}, r"text_config: the language model of a mistral3 folder is one of"),
+        ({"text_config": {"model_type": "ministral3"}}, r'mistral, got "ministral3"'),
+        ({"text_config": {"model_type": "mistral"}}, r"vocab_size: missing"),
+    ],
+)
+def test_what_is_no_language_model_of_the_kind_is_refused(
+    changed: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral3", **changed}))
+    with pytest.raises(UserError, match=message):
+        resolve_model_config(tmp_path, {})
+
+
+def test_a_missing_tensor_of_the_language_model_is_named(tmp_path: Path) -> None:
+    made("mistral3", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = next(each for each in tensors if each.endswith("layers.2.mlp.up_proj.weight"))
+    tensors.pop(name)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"missing model\.layers\.2\.mlp\.up_proj\.weight"):
+        logits_of(tmp_path)
+
+
+def test_it_is_not_wrapped(tmp_path: Path) -> None:
+    made("mistral3", tmp_path)
+    with pytest.raises(UserError, match="not of the language model in a mistral3 folder"):
+        resolve_model_config(tmp_path, {}, implementation="transformers")
