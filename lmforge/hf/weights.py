@@ -395,10 +395,12 @@ def _our_name(stored: str, optional_prefix: str) -> str:
     """Our name of a stored tensor.
 
     GPT-2's first releases leave out the leading `transformer.`; the head of a classifier has
-    another name.
+    another name; a text model that was taken out of a multimodal one may keep its names there.
     """
     if stored == CLASSIFIER_HEAD_WEIGHT:
         return LM_HEAD_WEIGHT
+    if ours := tower_tensor(stored):
+        return ours
     if stored.startswith((optional_prefix, "lm_head.")):
         return stored
     return optional_prefix + stored
