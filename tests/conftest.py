@@ -360,9 +360,9 @@ def tiny_run(
     return folder / "tiny"
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def registered() -> Iterator[None]:
-    """What a test registers is gone after it."""
+    """What a test registers, or a plugin that it loads, is gone after it."""
     before = dict(registry._entries), dict(plugins._files)
     yield
     for current, earlier in zip((registry._entries, plugins._files), before, strict=True):

@@ -160,9 +160,9 @@ def test_every_file_with_a_test_for_a_gpu_is_found() -> None:
     names = {str(Path(file).relative_to(ROOT / "tests")) for file in files_with_tests()}
     assert names >= {
         "distributed/test_gpu.py",
-        "model/test_attention.py",
-        "train/test_loop.py",
-        "parallel/test_float8.py",
+        "core/model/test_attention.py",
+        "core/steps/test_loop.py",
+        "core/parallel/test_float8.py",
     }
     assert Path(files_with_tests()[0]).name == "test_gpu.py"
 

@@ -87,7 +87,6 @@ def test_every_option_that_names_a_path_is_known_to_be_read_or_written() -> None
                 assert name in READ | KEPT or (verb, name) in WRITTEN, f"lmforge {verb} --{name}"
 
 
-@pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize(("verb", "option"), WRITTEN)
 def test_what_is_not_a_commands_own_is_not_overwritten(
     verb: str,

@@ -33,7 +33,6 @@ from tests.conftest import Command
 
 ROOT = Path(__file__).parents[1]
 PLUGINS = ROOT / "examples" / "plugins"
-pytestmark = pytest.mark.usefixtures("registered")
 TINY = """
 [data]
 folder = "{folder}"

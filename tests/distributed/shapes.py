@@ -122,6 +122,16 @@ SHAPES = {
         initializer_range=0.2,
         **_EVEN,
     ),
+    "convolutions": ModelConfig(
+        model_type="lfm2",
+        intermediate_size=44,
+        num_key_value_heads=2,
+        linear_conv_kernel_dim=3,
+        conv_bias=True,
+        layer_types=("conv", "full_attention") * 2,
+        initializer_range=0.2,
+        **_EVEN,
+    ),
 }
 # Experts that ranks divide.
 SHAPES["experts"] = replace(SHAPES["mixture"], num_experts=8)
@@ -156,7 +166,7 @@ CASES_OF_SPLIT_SHAPES = {
         "pipeline 2, inter",
     ),
     **dict.fromkeys(
-        ("olmo2", "gemma3", "hybrid"),
+        ("olmo2", "gemma3", "hybrid", "convolutions"),
         (*CASES_OF_SHAPES, "tensor 2", "context 2", "pipeline 2, inter"),
     ),
 }
@@ -184,6 +194,7 @@ SAMPLE: dict[int, dict[str, tuple[str, ...]]] = {
         "olmo2": ("tensor 2",),
         "gemma3": ("tensor 2",),
         "hybrid": ("fsdp2 full-shard", "tensor 2", "context 2"),
+        "convolutions": ("context 2",),
         "mixture": ("fsdp1 full-shard", "fsdp2, checkpointing full"),
         "experts": ("experts 2, checkpointing full, 2 micro-batches",),
         "latents": ("fsdp1 full-shard",),

@@ -23,8 +23,6 @@ from lmforge.text.sources.token_files import find_token_files, open_token_source
 from tests.conftest import Refusal
 from tests.seeds import fresh_random
 
-pytestmark = pytest.mark.usefixtures("registered")
-
 PLUGINS = Path(__file__).parents[2] / "examples" / "token_files"
 EOS, BOS = 0, 1
 Documents = list[list[int]]

@@ -433,13 +433,15 @@ class LayerCache:
             kept[sequences, :, self._positions] = new.transpose(1, 2).to(kept.dtype)
         return kept_keys, kept_values
 
-    def states(self) -> tuple[Tensor, Tensor]:
-        """The tokens [sequences, tokens, channels] that a convolution still sees, and the state, of a
-        recurrent layer; zeros for new sequences.
+    def window(self) -> Tensor:
+        """The tokens [sequences, tokens, channels] that a convolution still sees; zeros for new
+        sequences.
         """
-        continues = self._positions[:, 0] > 0
-        window, state = (each[self._part] for each in self._kept)
-        return window * continues[:, None, None], state * continues[:, None, None, None]
+        return self._kept[0][self._part] * (self._positions[:, 0] > 0)[:, None, None]
+
+    def state(self) -> Tensor:
+        """The state of a recurrent layer; zeros for new sequences."""
+        return self._kept[1][self._part] * (self._positions[:, 0] > 0)[:, None, None, None]
 
     def keep_window(self, tokens: Tensor, earlier: Tensor) -> None:
         """Keep the last of these `tokens` [sequences, length, channels], after `earlier` ones, that
@@ -509,7 +511,7 @@ class KVCache:
         # States are at least fp32.
         wide = torch.promote_types(dtype, torch.float32)
         shapes = [
-            ((block.states[0], dtype), (block.states[1], wide))
+            [*zip(block.states, (dtype, wide), strict=False)]
             if block.states
             else ((heads, dtype),) * 2
             for block in config.blocks

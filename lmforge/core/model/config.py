@@ -84,7 +84,7 @@ class ModelConfig(ModelFields):
         check_numbers(self, ("hidden_size", "num_attention_heads"))
         family = self.family
         if family.recurrent_type:
-            check_recurrent_layers(self)
+            check_recurrent_layers(self, family)
         if family.latent_attention:
             check_latent_attention(self)
             self._set("head_dim", max(self.qk_head_dim, self.v_head_dim))

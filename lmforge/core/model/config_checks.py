@@ -78,7 +78,7 @@ def _check_experts(config: ModelFields, family: Family) -> None:
     for name in OWN_FIELDS:
         kept = family.defaults.get(name, getattr(type(config), name))
         if name not in family.fields and getattr(config, name) != kept:
-            others = ("qwen3_moe", "deepseek_v3", "qwen3_5_text")
+            others = ("qwen3_moe", "deepseek_v3", "qwen3_5_text", "lfm2")
             other = next(each for each in others if name in load_family(each).fields)
             raise UserError(
                 f"{name}: a {model_type} model has none to choose; use {quoted(kept)}, or"
@@ -136,12 +136,13 @@ def check_latent_attention(config: ModelFields) -> None:
         )
 
 
-def check_recurrent_layers(config: ModelFields) -> None:
-    for name in LINEAR_ATTENTION_FIELDS:
+def check_recurrent_layers(config: ModelFields, family: Family) -> None:
+    names = [name for name in LINEAR_ATTENTION_FIELDS if name in family.fields]
+    for name in names:
         if problem := number_problem(getattr(config, name), MODEL_RANGES[name], whole=True):
             raise UserError(f"{name}: {problem}, as all {config.model_type} models have")
     keys = config.linear_num_key_heads
-    if config.linear_num_value_heads % keys:
+    if "linear_num_key_heads" in names and config.linear_num_value_heads % keys:
         raise UserError(
             f"linear_num_key_heads: {keys} does not divide linear_num_value_heads"
             f" {config.linear_num_value_heads}; choose a divisor"

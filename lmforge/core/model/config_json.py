@@ -133,6 +133,8 @@ class _ConfigJson(BaseModel, strict=True):
     norm_topk_prob: bool | None = None
     output_router_logits: bool | None = None
     rope_interleave: bool | None = None
+    conv_bias: bool | None = None
+    block_auto_adjust_ff_dim: bool = True
     num_experts: int | None = None
     num_local_experts: int | None = None
 

@@ -54,6 +54,7 @@ OWN_FIELDS = (
     "rope_interleave",
     "partial_rotary_factor",
     *LINEAR_ATTENTION_FIELDS,
+    "conv_bias",
 )
 # What a router does, by the fields of a config.json, where a mixture of experts has no such field.
 ROUTER_VALUES: dict[str, Any] = {
@@ -82,27 +83,29 @@ STORED_EXPERTS = {
 }
 
 
-def grouped_attention(family: "Family", config: ModelFields) -> Mixer:
-    """Grouped attention (arXiv 2305.13245), whose queries and keys the family may normalize."""
+def grouped_attention(
+    family: "Family",
+    config: ModelFields,
+    output: str = "o_proj",
+    norms_of: tuple[str, str] = ("q_norm", "k_norm"),
+) -> Mixer:
+    """Grouped attention (arXiv 2305.13245), whose queries and keys the family may normalize; with
+    the names of the output's linear layer and of these norms.
+    """
     width = config.hidden_size
     queries = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim
-    norms: tuple[Norm, ...] = ()
-    if family.qk_norm == "heads":
-        norms = (
-            Norm("self_attn.q_norm", config.head_dim, "heads"),
-            Norm("self_attn.k_norm", config.head_dim, "heads"),
-        )
-    elif family.qk_norm == "channels":
-        norms = (
-            Norm("self_attn.q_norm", queries, "channels"),
-            Norm("self_attn.k_norm", keys, "channels"),
-        )
+    sizes = (queries, keys) if family.qk_norm == "channels" else (config.head_dim,) * 2
+    norms = tuple(
+        Norm(f"self_attn.{name}", size, family.qk_norm)
+        for name, size in zip(norms_of, sizes, strict=True)
+        if family.qk_norm
+    )
     linears = (
         Linear("self_attn.q_proj", width, queries, config.attention_bias),
         Linear("self_attn.k_proj", width, keys, config.attention_bias),
         Linear("self_attn.v_proj", width, keys, config.attention_bias),
-        Linear("self_attn.o_proj", queries, width, config.attention_output_bias, residual=True),
+        Linear(f"self_attn.{output}", queries, width, config.attention_output_bias, residual=True),
     )
     return Mixer("self_attn", "attention", linears, norms, mixes_tokens=True)
 
@@ -194,15 +197,48 @@ def latent_attention(config: ModelFields) -> Mixer:
     return Mixer("self_attn", "latent-attention", linears, norms, mixes_tokens=True)
 
 
-def gated_feed_forward(config: ModelFields) -> Mixer:
+def gated_feed_forward(
+    config: ModelFields,
+    name: str = "mlp",
+    linears: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> Mixer:
+    """A gated feed-forward (arXiv 2002.05202), with the names of the gate, the other factor, and the
+    output.
+    """
     width = config.hidden_size
     inner = config.intermediate_size
-    linears = (
-        Linear("mlp.gate_proj", width, inner, config.mlp_bias),
-        Linear("mlp.up_proj", width, inner, config.mlp_bias),
-        Linear("mlp.down_proj", inner, width, config.mlp_bias, residual=True),
+    gate, up, down = (f"{name}.{each}" for each in linears)
+    return Mixer(
+        name,
+        "gated",
+        (
+            Linear(gate, width, inner, config.mlp_bias),
+            Linear(up, width, inner, config.mlp_bias),
+            Linear(down, inner, width, config.mlp_bias, residual=True),
+        ),
     )
-    return Mixer("mlp", "gated", linears)
+
+
+def short_convolution(config: ModelFields) -> Mixer:
+    """The gated short convolution of LFM2: from one matrix the factors before and after it, and
+    what it convolves.
+    """
+    width = config.hidden_size
+    kernel = config.linear_conv_kernel_dim
+    bias = config.conv_bias
+    vectors = (Vector("conv.conv.weight", (width, 1, kernel)),)
+    return Mixer(
+        "conv",
+        "short-convolution",
+        (
+            Linear("conv.in_proj", width, 3 * width, bias),
+            Linear("conv.out_proj", width, width, bias, residual=True),
+        ),
+        vectors=(*vectors, Vector("conv.conv.bias", (width,), 0.0)) if bias else vectors,
+        mixes_tokens=True,
+        states=((kernel - 1, width),),
+        state_flops=2 * kernel * width,
+    )
 
 
 def mixture_of_experts(config: ModelFields) -> Mixer:
@@ -292,7 +328,7 @@ class Family:
             (arXiv 2412.19437).
         activations: values of hidden_act; the first is the default.
         scaled_embeddings: they are multiplied by sqrt(hidden_size).
-        learned_positions: instead of rotary ones.
+        learned_positions: instead of rotary ones. final_norm: the name of the last norm.
         transposed: weights of linear layers are stored [inputs, outputs].
         why_not_split: why tensor parallelism cannot split it; empty where it can.
         stored_experts: of a mixture of experts; the names on disk of the tensors of a block that
@@ -338,6 +374,7 @@ class Family:
     activations: tuple[str, ...] = ("silu", "swish")
     scaled_embeddings: bool = False
     learned_positions: bool = False
+    final_norm: str = "norm"
     transposed: bool = False
     why_not_split: str = ""
     stored_experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

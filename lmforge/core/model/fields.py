@@ -96,6 +96,7 @@ class ModelFields:
     linear_key_head_dim: int = 0
     linear_value_head_dim: int = 0
     linear_conv_kernel_dim: int = 0
+    conv_bias: bool = False
     reward: bool = False
     initializer_range: float = 0.02
     bos_token_id: int | None = None

@@ -69,14 +69,17 @@ class Conv1D(nn.Module):
         return linear(x, self.weight.t(), self.bias)
 
 
-def add_linears(module: nn.Module, mixer: Mixer, owner: str = "") -> None:
+def add_linears(module: nn.Module, mixer: Mixer, owner: str = "") -> list[str]:
     """Give `module`, which a block calls `owner` (default: the name of the mixer), the linear layers
-    that the description of the mixer has there.
+    that the description of the mixer has there; returns their names in `module`.
     """
+    names = []
     for each in mixer.linears:
         prefix, _, name = each.name.rpartition(".")
         if prefix == (owner or mixer.name):
             module.add_module(name, nn.Linear(each.inputs, each.outputs, bias=each.bias))
+            names.append(name)
+    return names
 
 
 def apply_linear(layer: nn.Module, x: Tensor, token_rng: TokenRng | None) -> Tensor:
@@ -87,22 +90,19 @@ def apply_linear(layer: nn.Module, x: Tensor, token_rng: TokenRng | None) -> Ten
 
 
 class GatedMLP(nn.Module):
-    """A gated feed-forward, which a block calls by the name of its mixer, or `owner`."""
-
-    gate_proj: nn.Linear
-    up_proj: nn.Linear
-    down_proj: nn.Linear
+    """A gated feed-forward, which a block calls by the name of its mixer, or `owner`; its linear
+    layers there are the gate, the other factor, and the output.
+    """
 
     def __init__(self, config: ModelConfig, mixer: Mixer, owner: str = "") -> None:
         super().__init__()
         self.activation = ACTIVATIONS[config.hidden_act]
-        add_linears(self, mixer, owner)
+        self._gate, self._up, self._down = add_linears(self, mixer, owner)
 
     def forward(self, x: Tensor, token_rng: TokenRng | None = None) -> Tensor:
-        gated = self.activation(apply_linear(self.gate_proj, x, token_rng)) * apply_linear(
-            self.up_proj, x, token_rng
-        )
-        return apply_linear(self.down_proj, gated, token_rng)
+        gate = apply_linear(getattr(self, self._gate), x, token_rng)
+        up = apply_linear(getattr(self, self._up), x, token_rng)
+        return apply_linear(getattr(self, self._down), self.activation(gate) * up, token_rng)
 
 
 def to_autocast_dtype(hidden: Tensor) -> Tensor:

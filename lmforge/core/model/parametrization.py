@@ -105,11 +105,15 @@ class Parametrization:
         """The factor of attention's scores, which is that of one module's output: heads divide them
         by the root of their width, or by a number that does not grow.
         """
-        name = "q_proj"
+        mixers = (mixer for block in config.block_kinds for mixer in block.mixers)
+        attention = next((each for each in mixers if each.mixes_tokens and not each.states), None)
+        if attention is None:
+            return 1.0
+        name = attention.linears[0].name
         if config.family.qk_norm:
-            name = "q_norm"
+            name = attention.norms[0].name
         elif config.q_lora_rank:
-            name = "q_b_proj"
+            name = attention.linears[1].name
         if self.head_dim == 1.0 or not module.endswith(name):
             return 1.0
         return (

@@ -97,6 +97,7 @@ BUILT_IN_NAMES: dict[str, dict[str, str]] = {
         "attention": "lmforge.core.model.modules.decoder:Attention",
         "latent-attention": "lmforge.core.model.modules.decoder:LatentAttention",
         "output-gated-attention": "lmforge.core.model.modules.decoder:OutputGatedAttention",
+        "short-convolution": "lmforge.core.model.modules.short_convolution:ShortConvolution",
         "gated-delta-rule": "lmforge.core.model.modules.gated_delta:GatedDeltaRule",
         "gated": "lmforge.core.model.layers:GatedMLP",
         "mixture": "lmforge.core.model.mixture.experts:MixtureOfExperts",

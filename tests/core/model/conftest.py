@@ -65,6 +65,17 @@ def drawn_config(model_type: str, draw: random.Random, **fixed: Any) -> ModelCon
         return ModelConfig(**fields | {"num_key_value_heads": 0, "head_dim": 0} | fixed)
     if model_type == "qwen3_5_text":
         fields |= drawn_recurrent(draw, layers)
+    if model_type == "lfm2":
+        fields |= {
+            "head_dim": 0,
+            "hidden_size": fields["num_attention_heads"] * draw.choice([6, 10]),
+            "layer_types": [
+                *(draw.choice(["conv", "full_attention"]) for _ in range(layers - 1)),
+                "full_attention",
+            ],
+            "linear_conv_kernel_dim": draw.choice([2, 3, 4]),
+            "conv_bias": draw.random() < 0.5,
+        }
     if model_type in ("mixtral", "olmoe", "qwen3_moe"):
         fields["num_experts"] = experts = draw.choice([1, 4, 5])
         fields["num_experts_per_tok"] = draw.randint(1, min(3, experts))

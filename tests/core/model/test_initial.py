@@ -54,7 +54,7 @@ def test_values_have_the_spread_that_is_asked_for(model_type: str, draw: random.
         elif name.endswith(".A_log"):
             rates = 16 * (torch.arange(len(value)) + 0.5) / len(value)
             torch.testing.assert_close(value.exp(), rates)
-        elif name.endswith(".conv1d.weight"):
+        elif name.endswith((".conv1d.weight", ".conv.conv.weight")):
             assert value.abs().max() <= value.shape[-1] ** -0.5, name
         elif value.dim() == 1:
             added = config.family.norm_offset == 1 and not name.endswith(
@@ -69,6 +69,7 @@ def test_values_have_the_spread_that_is_asked_for(model_type: str, draw: random.
                     "experts.down_proj",
                     "c_proj.weight",
                     "out_proj.weight",
+                    "feed_forward.w2.weight",
                 )
             )
             deviation = config.initializer_range / (math.sqrt(4) if residual else 1)

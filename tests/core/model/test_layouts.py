@@ -36,8 +36,6 @@ from lmforge.serve.decoding.model_loading import load_model
 from tests.core.model.conftest import logits, one_document
 from tests.support.fuzzing import DAMAGED_PICKLES
 
-pytestmark = pytest.mark.usefixtures("registered")
-
 VOCABULARY, WIDTH, HEADS, GROUPS, INNER, LAYERS, THETA, EPSILON = 61, 24, 4, 2, 40, 3, 5000.0, 1e-5
 LM_HEAD_WEIGHT = WIDTH // HEADS
 State = dict[str, Tensor]

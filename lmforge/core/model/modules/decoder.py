@@ -30,9 +30,6 @@ class Attention(nn.Module):
     q_proj: nn.Linear
     k_proj: nn.Linear
     v_proj: nn.Linear
-    o_proj: nn.Linear
-    q_norm: RMSNorm
-    k_norm: RMSNorm
 
     def __init__(self, config: ModelConfig, mixer: Mixer) -> None:
         super().__init__()
@@ -42,9 +39,9 @@ class Attention(nn.Module):
         self.scale = (
             None if config.query_pre_attn_scalar is None else config.query_pre_attn_scalar**-0.5
         )
-        add_linears(self, mixer)
-        for norm in mixer.norms:
-            name = norm.name.removeprefix(f"{mixer.name}.")
+        self._output = add_linears(self, mixer)[-1]
+        self._norms = [norm.name.removeprefix(f"{mixer.name}.") for norm in mixer.norms]
+        for name, norm in zip(self._norms, mixer.norms, strict=True):
             self.add_module(name, _make_norm(config, norm.size, norm.eps))
 
     def forward(
@@ -57,7 +54,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         q, k, v = (each.transpose(1, 2) for each in self.heads(x, rotary, token_rng))
         attended = self.attend(q, k, v, mask, cache)
-        return apply_linear(self.o_proj, attended, token_rng)
+        return apply_linear(getattr(self, self._output), attended, token_rng)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, cache: LayerCache | None
@@ -84,13 +81,15 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The same, of the channels of all heads, with norms and positions."""
         if self.qk_norm == "channels":
-            q = self.q_norm(q)
-            k = self.k_norm(k)
+            q, k = self._normed(q, k)
         q, k, v = (each.unflatten(-1, (-1, self.head_dim)) for each in (q, k, v))
         if self.qk_norm == "heads":
-            q = self.q_norm(q)
-            k = self.k_norm(k)
+            q, k = self._normed(q, k)
         return rotary.apply_rotary(q), rotary.apply_rotary(k), v
+
+    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        of_queries, of_keys = self._norms
+        return getattr(self, of_queries)(q), getattr(self, of_keys)(k)
 
 
 class OutputGatedAttention(Attention):
@@ -110,7 +109,7 @@ class OutputGatedAttention(Attention):
         q, gate = (each.flatten(2) for each in q.unflatten(-1, (-1, 2, self.head_dim)).unbind(-2))
         q, k, v = (each.transpose(1, 2) for each in self.rotated(q, k, v, rotary))
         attended = self.attend(q, k, v, mask, cache)
-        return apply_linear(self.o_proj, attended * gate.sigmoid(), token_rng)
+        return apply_linear(getattr(self, self._output), attended * gate.sigmoid(), token_rng)
 
 
 class LatentAttention(Attention):
@@ -226,7 +225,7 @@ class DecoderBackbone(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderBlock(config, block) for block in config.blocks)
-        self.norm = _make_norm(config, config.hidden_size)
+        self.add_module(config.family.final_norm, _make_norm(config, config.hidden_size))
 
 
 class Decoder(LanguageModel):
@@ -234,10 +233,10 @@ class Decoder(LanguageModel):
 
     embedding_names = ("model.embed_tokens",)
     blocks_name = "model.layers"
-    final_norm_name = "model.norm"
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
+        self.final_norm_name = f"model.{config.family.final_norm}"
         self.model = DecoderBackbone(config)
         self.lm_head = LMHead(
             config.hidden_size, config.num_outputs, softcap=config.final_logit_softcapping

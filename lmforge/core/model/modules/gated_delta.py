@@ -1,69 +1,30 @@
 """The gated delta rule (Gated DeltaNet, arXiv 2412.06464) as Qwen 3.5 has it: linear attention whose
 state, a matrix for each head, forgets by a factor and corrects what it holds under a key.
 
-With context and tensor parallelism every rank computes the whole sequence here, of which it keeps
-its own tokens: sums over ranks are those of attention, and the work is not split.
-
 For each token, with S [key_dim, value_dim] fp32: S ← e^g S; S ← S + β k (v − Sᵀk)ᵀ; output Sᵀq. The
 state begins anew at each document, and so does the window of the convolution before it.
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.nn.functional import linear, pad, silu, softplus
+from torch.nn.functional import pad, silu, softplus
 
-from lmforge.core.model.attention import AttentionMask, LayerCache
+from lmforge.core.model.attention import LayerCache
 from lmforge.core.model.blocks import Mixer
 from lmforge.core.model.config import ModelConfig
-from lmforge.core.model.layers import RMSNorm, add_linears, apply_linear, local_weight
+from lmforge.core.model.layers import RMSNorm, add_linears, local_weight
+from lmforge.core.model.modules.recurrent import CausalConvolution, RecurrentMixer, project, wide
 from lmforge.core.model.rng.token_rng import TokenRng
-from lmforge.core.model.rope import RotaryEmbedding
 
 # Tokens that are computed at once, by matrix products.
 CHUNK = 64
 
 
-def wide(x: Tensor) -> Tensor:
-    """In fp32, or fp64 if it is that."""
-    return x if x.dtype == torch.float64 else x.float()
-
-
-class CausalConvolution(nn.Module):
-    """A causal convolution of each channel by itself: weight [channels, 1, width]."""
-
-    def __init__(self, channels: int, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, 1, width))
-
-    def forward(self, x: Tensor, earlier: Tensor, document_ids: Tensor | None) -> Tensor:
-        """x [sequences, length, channels], after the `earlier` tokens [sequences, width − 1,
-        channels] → the same shape as x. Tokens of other documents [sequences, length] count as
-        zeros; None: all are of one.
-        """
-        length = x.shape[1]
-        back = earlier.shape[1]
-        whole = torch.cat((earlier.to(x.dtype), x), dim=1)
-        ids = None if document_ids is None else pad(document_ids, (back, 0), value=-2)
-        weight = local_weight(self.weight)[:, 0]
-        total = x * weight[:, -1]
-        for steps in range(1, back + 1):
-            shifted = whole[:, back - steps : back - steps + length]
-            if ids is not None and document_ids is not None:
-                same = ids[:, back - steps : back - steps + length] == document_ids
-                shifted = shifted * same[..., None]
-            total = total + shifted * weight[:, -1 - steps]
-        return total.to(x.dtype)
-
-
-class GatedDeltaRule(nn.Module):
+class GatedDeltaRule(RecurrentMixer):
     in_proj_qkv: nn.Linear
     in_proj_z: nn.Linear
     in_proj_b: nn.Linear
     in_proj_a: nn.Linear
-    out_proj: nn.Linear
 
     def __init__(self, config: ModelConfig, mixer: Mixer) -> None:
         super().__init__()
@@ -78,51 +39,31 @@ class GatedDeltaRule(nn.Module):
         self.norm = RMSNorm(self.value_dim, config.rms_norm_eps)
         add_linears(self, mixer)
 
-    def forward(
+    def mix(
         self,
         x: Tensor,
-        rotary: RotaryEmbedding,
-        mask: AttentionMask,
+        document_ids: Tensor | None,
         cache: LayerCache | None,
-        token_rng: TokenRng | None = None,
+        token_rng: TokenRng | None,
     ) -> Tensor:
-        """x [sequences, length, width] → the same shape and dtype; positions are in the order of
-        the tokens alone.
-        """
-        parallel = mask.context_parallel
-        local_rng = token_rng
-        if parallel is not None:
-            x = parallel.all_gather_sequence(x, 1)
-            if token_rng is not None:
-                token_rng = replace(
-                    token_rng, rng_keys=parallel.all_gather_sequence(token_rng.rng_keys, 1)
-                )
         qkv, z, b, a = (
-            _project(layer, x, token_rng)
+            project(layer, x, token_rng)
             for layer in (self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
         )
         rate, bias = (wide(local_weight(each)) for each in (self.A_log, self.dt_bias))
         decay = -rate.exp() * softplus(wide(a) + bias)
         beta = wide(b).sigmoid()
+        convolved = silu(self.conv1d(qkv, document_ids, cache))
         if cache is None:
-            earlier = qkv.new_zeros(len(qkv), self.conv1d.weight.shape[-1] - 1, qkv.shape[-1])
-            convolved = silu(self.conv1d(qkv, earlier, mask.document_ids))
-            out, _ = gated_delta_rule(*self._heads(convolved), decay, beta, mask.document_ids)
+            out, _ = gated_delta_rule(*self._heads(convolved), decay, beta, document_ids)
         else:
-            earlier, state = cache.states()
-            cache.keep_window(qkv, earlier)
-            convolved = silu(self.conv1d(qkv, earlier, None))
             is_token = cache.is_token()[..., None]
             out, state = gated_delta_rule(
-                *self._heads(convolved), decay * is_token, beta * is_token, None, state
+                *self._heads(convolved), decay * is_token, beta * is_token, None, cache.state()
             )
             cache.keep_state(state)
         normed = self.norm(out.to(x.dtype)) * silu(wide(z)).unflatten(-1, out.shape[-2:])
-        normed = normed.flatten(2).to(x.dtype)
-        if parallel is not None:
-            ranges = parallel.local_ranges(normed.shape[1] // parallel.group.size())
-            normed = torch.cat([normed[:, first : first + count] for first, count in ranges], dim=1)
-        return _project(self.out_proj, normed, local_rng)
+        return normed.flatten(2).to(x.dtype)
 
     def _heads(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values in fp32, [sequences, length, value heads, ·] each; queries and
@@ -137,13 +78,6 @@ class GatedDeltaRule(nn.Module):
             for each in (q, k)
         )
         return q * self.key_dim**-0.5, k, v.unflatten(-1, (-1, self.value_dim))
-
-
-def _project(layer: nn.Linear, x: Tensor, token_rng: TokenRng | None) -> Tensor:
-    """`layer` of plain hidden states, where tensor parallelism has its weights on every rank."""
-    if isinstance(layer.weight, DTensor):
-        return linear(x, local_weight(layer.weight))
-    return apply_linear(layer, x, token_rng)
 
 
 def gated_delta_rule(
