@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lmforge.core.errors import UserError, name_some
-from lmforge.core.model.config import base_model_type
+from lmforge.core.model.config import ModelConfig, base_model_type
 from lmforge.core.model.config_json import (
     fp8_block,
     is_nf4_folder,
@@ -73,14 +73,6 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
     absent = (*LORA_SUFFIXES, *new_names)
     # A wrapped model's own.
     config = full_model.config
-    expected = dict[str, Tensor]()
-    matrices = quantized_matrices(full_model)
-    for name, each in named_tensors(full_model):
-        if name in matrices:
-            each = torch.empty(matrices[name].shape, device="meta")
-        if not name.endswith(absent):
-            stack = {piece.name: piece.cut(each) for piece in pieces(name, each.shape, config)}
-            expected |= stack or {stored_name(name, config): each}
     opened = [SafetensorsFile(path) for path in _weight_files(folder)]
     file_of = {name: file for file in opened for name in file.entries}
     conversions: list[TensorConversion] = []
@@ -92,6 +84,15 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
     else:
         prefix: Any = model.config.family.optional_prefix  # type: ignore[union-attr]
         our_names = {stored: _our_name(stored, prefix) for stored in file_of}
+    expected = dict[str, Tensor]()
+    matrices = quantized_matrices(full_model)
+    # Some folders have experts stacked as the model has them.
+    whole = frozenset(our_names.values())
+    for name, each in named_tensors(full_model):
+        if name in matrices:
+            each = torch.empty(matrices[name].shape, device="meta")
+        if not name.endswith(absent):
+            expected |= _stored_parts(name, each, config, whole)
     ignored = (*_CONSTANT_SUFFIXES, *new_names)
     stored = {
         ours: (file_of[name], name)
@@ -161,15 +162,15 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
         name: matrix for name, matrix in quantized_matrices(model).items() if name in local
     }
     plain = {name: each for name, each in local.items() if name not in quantized}
-    read(_local_parts(plain, full_model))
+    read(_local_parts(plain, full_model, whole))
     for name, matrix in quantized.items():
         as_stored = nf4.get(stored[name][1]) if name in stored else None
         if as_stored is not None and as_stored.stored == matrix.stored:
             copy_part(local[name], as_stored.read())
             continue
-        whole = torch.empty(matrix.shape, device=local[name].device)
-        read(_local_parts({name: whole}, full_model))
-        copy_part(local[name], matrix.quantize(whole))
+        matrix_values = torch.empty(matrix.shape, device=local[name].device)
+        read(_local_parts({name: matrix_values}, full_model, whole))
+        copy_part(local[name], matrix.quantize(matrix_values))
     if head is not None and tied in local:
         target, part = local_part(local[tied])
         again = torch.empty_like(target)
@@ -245,19 +246,33 @@ def _dequantize(
     target.copy_(target.float() * scale.float()[rows][:, columns].to(target.device))
 
 
+def _stored_parts(
+    name: str, tensor: Tensor, config: ModelConfig, whole: Collection[str]
+) -> dict[str, Tensor]:
+    """What is on disk of a tensor of the model, by its names there: the pieces of a stack that is
+    not among those that are stored `whole`, else all of it.
+    """
+    if name in whole:
+        return {name: tensor}
+    stack = {piece.name: piece.cut(tensor) for piece in pieces(name, tensor.shape, config)}
+    return stack or {stored_name(name, config): tensor}
+
+
 def _local_parts(
-    local: Mapping[str, Tensor], full_model: Any
+    local: Mapping[str, Tensor], full_model: Any, whole: Collection[str]
 ) -> dict[str, tuple[Tensor, tuple[slice, ...]]]:
     """The parts to read, by names on disk.
 
-    Each is a tensor of this rank, and the part of the one on disk that belongs into it.
+    Each is a tensor of this rank, and the part of the one on disk that belongs into it. Stacks that
+    are stored `whole` are not read in pieces.
     """
     parts = {}
     for name, parameter in local.items():
         target, part = local_part(parameter)
-        stack = [*pieces(name, parameter.shape, full_model.config)]
+        stack = [] if name in whole else [*pieces(name, parameter.shape, full_model.config)]
         if not stack:
-            parts[stored_name(name, full_model.config)] = target, part
+            stored = name if name in whole else stored_name(name, full_model.config)
+            parts[stored] = target, part
         for piece in stack:
             cut = piece.cut_part(target, part)
             if cut is not None:

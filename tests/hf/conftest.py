@@ -1,4 +1,4 @@
-from tests.core.model.conftest import draw  # noqa: F401 - a fixture
+from tests.core.model.conftest import draw, token_by_token  # noqa: F401 - fixtures
 from tests.serve.decoding.conftest import (  # noqa: F401 - fixtures
     byte_tokenizer,
     models,

@@ -18,6 +18,8 @@ from lmforge.hf.export import export_folder
 from lmforge.hf.resolve import resolve_model_config
 from lmforge.hf.weights import describe_folder, load_folder
 
+pytestmark = pytest.mark.usefixtures("token_by_token")
+
 TEXT: dict[str, Any] = {
     "vocab_size": 300,
     "hidden_size": 32,
@@ -71,6 +73,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "linear_value_head_dim": 8,
             "linear_num_key_heads": 2,
             "linear_num_value_heads": 4,
+        },
+        "vision_config": QWEN_VISION,
+        **QWEN_IDS,
+    },
+    "qwen3_5_moe": {
+        "text_config": {
+            **TEXT,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 24,
         },
         "vision_config": QWEN_VISION,
         **QWEN_IDS,
@@ -148,6 +165,26 @@ def test_names_of_the_modules_are_read_too(kind: str, tmp_path: Path) -> None:
         renamed[MODULES[published] + name.removeprefix(published)] = tensor
     assert any(name.startswith("language_model.model.layers.") for name in tensors)
     save_file(renamed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert torch.equal(logits_of(tmp_path)[1], expected)
+
+
+def test_experts_are_read_stacked_too_as_qwens_are_published(tmp_path: Path) -> None:
+    made("qwen3_5_moe", tmp_path)
+    _, expected = logits_of(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    own = ".mlp.experts."
+    rest = {name: each for name, each in tensors.items() if own not in name}
+    for layer in range(TEXT["num_hidden_layers"]):
+        of_layer = f"model.language_model.layers.{layer}{own}"
+
+        def stacked(kind: str, of_layer: str = of_layer) -> torch.Tensor:
+            return torch.stack(
+                [tensors[f"{of_layer}{each}.{kind}_proj.weight"] for each in range(4)]
+            )
+
+        rest[f"{of_layer}gate_up_proj"] = torch.cat((stacked("gate"), stacked("up")), dim=1)
+        rest[f"{of_layer}down_proj"] = stacked("down")
+    save_file(rest, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert torch.equal(logits_of(tmp_path)[1], expected)
 
 

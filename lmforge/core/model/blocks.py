@@ -71,6 +71,8 @@ class Mixer:
     states: of a recurrent one, the shapes of what it keeps of a sequence while it decodes: the last
     tokens of its convolution, [tokens, channels], and the state; others that mix tokens keep keys
     and values. state_flops: floating-point operations of a token with the state.
+    shared, shared_gate: of a mixture, its modules for the experts that all tokens go to, and for
+    what these are multiplied by, if there is that.
     """
 
     name: str
@@ -82,6 +84,8 @@ class Mixer:
     is_mixture: bool = False
     states: tuple[tuple[int, ...], ...] = ()
     state_flops: int = 0
+    shared: str = ""
+    shared_gate: str = ""
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ _OR_ZERO = (
     "num_experts",
     "num_experts_per_tok",
     "moe_intermediate_size",
+    "shared_expert_intermediate_size",
     "router_aux_loss_coef",
     "first_k_dense_replace",
     "n_shared_experts",
@@ -78,7 +79,7 @@ def _check_experts(config: ModelFields, family: Family) -> None:
     for name in OWN_FIELDS:
         kept = family.defaults.get(name, getattr(type(config), name))
         if name not in family.fields and getattr(config, name) != kept:
-            others = ("qwen3_moe", "deepseek_v3", "qwen3_5_text", "lfm2")
+            others = ("qwen3_moe", "deepseek_v3", "qwen3_next", "lfm2")
             other = next(each for each in others if name in load_family(each).fields)
             raise UserError(
                 f"{name}: a {model_type} model has none to choose; use {quoted(kept)}, or"

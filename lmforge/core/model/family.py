@@ -43,6 +43,7 @@ OWN_FIELDS = (
     "mlp_only_layers",
     "first_k_dense_replace",
     "n_shared_experts",
+    "shared_expert_intermediate_size",
     "routed_scaling_factor",
     "n_group",
     "topk_group",
@@ -123,8 +124,11 @@ def output_gated_attention(family: "Family", config: ModelFields) -> Mixer:
     )
 
 
-def gated_delta_rule(config: ModelFields) -> Mixer:
-    """The gated delta rule (arXiv 2412.06464) with one matrix for queries, keys and values."""
+def gated_delta_rule(config: ModelFields, by_key_head: bool = False) -> Mixer:
+    """The gated delta rule (arXiv 2412.06464) with one matrix for queries, keys and values; or, if
+    it is `by_key_head`, one for these and z, whose outputs are ordered by key heads, and one for
+    the two numbers of each head.
+    """
     width = config.hidden_size
     heads = config.linear_num_value_heads
     key_dim = config.linear_key_head_dim
@@ -132,14 +136,19 @@ def gated_delta_rule(config: ModelFields) -> Mixer:
     values = heads * value_dim
     channels = 2 * config.linear_num_key_heads * key_dim + values
     kernel = config.linear_conv_kernel_dim
+    outputs = {
+        "in_proj_qkv": channels,
+        "in_proj_z": values,
+        "in_proj_b": heads,
+        "in_proj_a": heads,
+    }
+    if by_key_head:
+        outputs = {"in_proj_qkvz": channels + values, "in_proj_ba": 2 * heads}
     return Mixer(
         "linear_attn",
-        "gated-delta-rule",
+        "gated-delta-rule-by-key-head" if by_key_head else "gated-delta-rule",
         (
-            Linear("linear_attn.in_proj_qkv", width, channels),
-            Linear("linear_attn.in_proj_z", width, values),
-            Linear("linear_attn.in_proj_b", width, heads),
-            Linear("linear_attn.in_proj_a", width, heads),
+            *(Linear(f"linear_attn.{name}", width, size) for name, size in outputs.items()),
             Linear("linear_attn.out_proj", values, width, residual=True),
         ),
         (Norm("linear_attn.norm", value_dim, "heads", has_offset=False),),
@@ -241,24 +250,37 @@ def short_convolution(config: ModelFields) -> Mixer:
     )
 
 
-def mixture_of_experts(config: ModelFields) -> Mixer:
-    """A router and experts, and shared ones if there are any."""
+def mixture_of_experts(
+    config: ModelFields, shared: str = "shared_experts", shared_gate: str = ""
+) -> Mixer:
+    """A router and experts; and shared ones, if there are any, with the name of their module, and
+    of that of a number for each token whose sigmoid they are multiplied by.
+    """
     width = config.hidden_size
     inner = config.expert_size
     experts = config.num_experts
-    shared = inner * config.n_shared_experts
-    of_shared = (
-        Linear("mlp.shared_experts.gate_proj", width, shared),
-        Linear("mlp.shared_experts.up_proj", width, shared),
-        Linear("mlp.shared_experts.down_proj", shared, width, residual=True),
-    )
+    size = config.shared_expert_size
     linears = (
         Linear("mlp.gate", width, experts),
         Linear("mlp.experts.gate_up_proj", width, 2 * inner, experts=experts),
         Linear("mlp.experts.down_proj", inner, width, residual=True, experts=experts),
-        *(of_shared if shared else ()),
     )
-    return Mixer("mlp", "mixture", linears, is_mixture=True)
+    of_shared = (
+        Linear(f"mlp.{shared}.gate_proj", width, size),
+        Linear(f"mlp.{shared}.up_proj", width, size),
+        Linear(f"mlp.{shared}.down_proj", size, width, residual=True),
+    )
+    gate = (Linear(f"mlp.{shared_gate}", width, 1),) if shared_gate else ()
+    if not size:
+        return Mixer("mlp", "mixture", linears, is_mixture=True)
+    return Mixer(
+        "mlp",
+        "mixture",
+        (*linears, *of_shared, *gate),
+        is_mixture=True,
+        shared=shared,
+        shared_gate=shared_gate,
+    )
 
 
 def decoder_block(

@@ -81,6 +81,7 @@ class ModelFields:
     mlp_only_layers: tuple[int, ...] = ()
     first_k_dense_replace: int = 0
     n_shared_experts: int = 0
+    shared_expert_intermediate_size: int = 0
     routed_scaling_factor: float = 1.0
     n_group: int = 1
     topk_group: int = 1
@@ -109,6 +110,11 @@ class ModelFields:
     def expert_size(self) -> int:
         """The channels of an expert."""
         return self.moe_intermediate_size or self.intermediate_size
+
+    @property
+    def shared_expert_size(self) -> int:
+        """The channels of the experts that all tokens go to; 0 where there are none."""
+        return self.shared_expert_intermediate_size or self.expert_size * self.n_shared_experts
 
     @property
     def qk_head_dim(self) -> int:

@@ -94,7 +94,8 @@ class Parametrization:
             return TensorScale("hidden", 1.0, 1 / width, 1 / math.sqrt(width), eps)
         if len(shape) == 1 or config.vector(name):
             return TensorScale("vector", factor, factor, factor, eps)
-        if module.endswith("mlp.gate"):  # a router scores experts, whose number does not grow
+        # A router scores experts, whose number does not grow; so does what shared ones are given.
+        if module.endswith(("mlp.gate", "mlp.shared_expert_gate")):
             return TensorScale("output", 1 / width, 1 / width, 1 / width, inside)
         # The standard first value of these has the root of the depth, which the base model has of
         # its own depth.

@@ -15,6 +15,7 @@ TEXT_TOWERS = {
     "gemma3": {"gemma3_text": "gemma3_text"},
     "mistral3": {"mistral": "mistral"},
     "qwen3_5": {"qwen3_5_text": "qwen3_5_text"},
+    "qwen3_5_moe": {"qwen3_5_moe_text": "qwen3_5_moe_text"},
     "qwen3_vl": {"qwen3_vl_text": "qwen3"},
 }
 # What transformers assumes of such a text_config, and a published one leaves out.

@@ -99,6 +99,9 @@ BUILT_IN_NAMES: dict[str, dict[str, str]] = {
         "output-gated-attention": "lmforge.core.model.modules.decoder:OutputGatedAttention",
         "short-convolution": "lmforge.core.model.modules.short_convolution:ShortConvolution",
         "gated-delta-rule": "lmforge.core.model.modules.gated_delta:GatedDeltaRule",
+        "gated-delta-rule-by-key-head": (
+            "lmforge.core.model.modules.gated_delta:GatedDeltaRuleByKeyHead"
+        ),
         "gated": "lmforge.core.model.layers:GatedMLP",
         "mixture": "lmforge.core.model.mixture.experts:MixtureOfExperts",
     },

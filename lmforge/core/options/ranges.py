@@ -56,6 +56,7 @@ MODEL_RANGES: dict[str, Range] = {
     "num_experts": {"gt": 0, "le": 2**16},
     "num_experts_per_tok": {"gt": 0, "le": 2**16},
     "moe_intermediate_size": {"gt": 0, "le": 2**22},
+    "shared_expert_intermediate_size": {"gt": 0, "le": 2**22},
     "router_aux_loss_coef": {"gt": 0, "le": 1e6},
     "decoder_sparse_step": {"gt": 0, "le": 2**12},
     "routed_scaling_factor": {"gt": 0, "le": 1e6},

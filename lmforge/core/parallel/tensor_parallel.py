@@ -95,8 +95,9 @@ def _block_plan(config: ModelConfig, block: Block) -> dict[str, ParallelStyle]:
             plan[owner] = WholeSequence()
             continue
         if mixer.is_mixture:
-            plan |= dict.fromkeys((f"{owner}.gate", f"{owner}.experts"), Replicated())
-            owner = f"{owner}.shared_experts"
+            whole = ("gate", "experts", *([mixer.shared_gate] if mixer.shared_gate else ()))
+            plan |= {f"{owner}.{name}": Replicated() for name in whole}
+            owner = f"{owner}.{mixer.shared}"
         if split := [each for each in mixer.linears if each.name.startswith(f"{owner}.")]:
             plan[owner] = _gather_first(4 if mixer.mixes_tokens else 1)
             plan |= {each.name: _split(each) for each in split}

@@ -246,9 +246,9 @@ def _check_tensor_parallel(config: ModelConfig, degree: int, local_length: int) 
     names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
     sizes = {name: getattr(config, name) for name in names}
     if config.n_shared_experts:
-        sizes["n_shared_experts × moe_intermediate_size"] = (
-            config.n_shared_experts * config.moe_intermediate_size
-        )
+        sizes["n_shared_experts × moe_intermediate_size"] = config.shared_expert_size
+    elif config.shared_expert_size:
+        sizes["shared_expert_intermediate_size"] = config.shared_expert_size
     for name, size in sizes.items():
         if size % degree:
             fitting = [

@@ -4,6 +4,7 @@ import json
 import random
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,18 @@ def draw() -> random.Random:
     seed = fresh_seed(32)
     torch.manual_seed(seed)
     return random.Random(seed)
+
+
+@pytest.fixture
+def token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers computes the gated delta rule token by token: in chunks, differences of long sums
+    cost it up to 1e-5 where a layer forgets fast.
+    """
+    for kind in ("qwen3_5", "qwen3_5_moe", "qwen3_next"):
+        module = import_module(f"transformers.models.{kind}.modeling_{kind}")
+        monkeypatch.setattr(
+            module, "torch_chunk_gated_delta_rule", module.torch_recurrent_gated_delta_rule
+        )
 
 
 def drawn_config(model_type: str, draw: random.Random, **fixed: Any) -> ModelConfig:
@@ -63,7 +76,7 @@ def drawn_config(model_type: str, draw: random.Random, **fixed: Any) -> ModelCon
     if model_type == "deepseek_v3":
         fields |= drawn_deepseek(draw, layers)
         return ModelConfig(**fields | {"num_key_value_heads": 0, "head_dim": 0} | fixed)
-    if model_type == "qwen3_5_text":
+    if model_type in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"):
         fields |= drawn_recurrent(draw, layers)
     if model_type == "lfm2":
         fields |= {
@@ -76,13 +89,19 @@ def drawn_config(model_type: str, draw: random.Random, **fixed: Any) -> ModelCon
             "linear_conv_kernel_dim": draw.choice([2, 3, 4]),
             "conv_bias": draw.random() < 0.5,
         }
-    if model_type in ("mixtral", "olmoe", "qwen3_moe"):
+    if model_type in ("mixtral", "olmoe", "qwen3_moe", "qwen3_5_moe_text", "qwen3_next"):
         fields["num_experts"] = experts = draw.choice([1, 4, 5])
         fields["num_experts_per_tok"] = draw.randint(1, min(3, experts))
         fields["router_aux_loss_coef"] = draw.choice([0.001, 0.1])
         fields["output_router_logits"] = draw.random() < 0.5
-        fields["norm_topk_prob"] = model_type == "mixtral" or draw.random() < 0.5
-    if model_type == "qwen3_moe":
+        fields["norm_topk_prob"] = draw.random() < 0.5 or model_type in (
+            "mixtral",
+            "qwen3_5_moe_text",
+        )
+    if model_type in ("qwen3_5_moe_text", "qwen3_next"):
+        fields["moe_intermediate_size"] = draw.randrange(7, 33)
+        fields["shared_expert_intermediate_size"] = draw.randrange(7, 33)
+    if model_type in ("qwen3_moe", "qwen3_next"):
         fields["moe_intermediate_size"] = draw.randrange(7, 33)
         fields["decoder_sparse_step"] = draw.choice([1, 2])
         fields["mlp_only_layers"] = draw.sample(range(layers), draw.choice([0, 0, 1]))

@@ -23,6 +23,8 @@ from tests.core.model.conftest import (
     shaken,
 )
 
+pytestmark = pytest.mark.usefixtures("token_by_token")
+
 # Of the largest logit: fp32 sums of a few dozen terms, in another order. Of 175 models, 25 of each
 # family, the farthest was 8e-7 away.
 TOLERANCE = 1e-5

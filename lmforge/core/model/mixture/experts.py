@@ -15,11 +15,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 
 from lmforge.core.model.blocks import Mixer
 from lmforge.core.model.config import ModelConfig
-from lmforge.core.model.layers import ACTIVATIONS, GatedMLP, local_weight, to_autocast_dtype
+from lmforge.core.model.layers import (
+    ACTIVATIONS,
+    GatedMLP,
+    apply_linear,
+    local_weight,
+    to_autocast_dtype,
+)
 from lmforge.core.model.mixture.balance import Balance
 from lmforge.core.model.mixture.grouped_mm import grouped_linear
 from lmforge.core.model.rng.token_rng import TokenRng
@@ -226,9 +233,12 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self.gate = Router(config)
         self.experts = Experts(config)
-        self.shared_experts = None
-        if config.n_shared_experts:
-            self.shared_experts = GatedMLP(config, mixer, f"{mixer.name}.shared_experts")
+        self._shared = mixer.shared
+        self._shared_gate = mixer.shared_gate
+        if mixer.shared:
+            self.add_module(mixer.shared, GatedMLP(config, mixer, f"{mixer.name}.{mixer.shared}"))
+        if mixer.shared_gate:
+            self.add_module(mixer.shared_gate, nn.Linear(config.hidden_size, 1, bias=False))
 
     def forward(
         self,
@@ -261,11 +271,16 @@ class MixtureOfExperts(nn.Module):
             else partial(_run_uncompiled, self.experts)
         )
         mixed = run(tokens, weights, chosen).view_as(x)
-        return (
-            mixed
-            if self.shared_experts is None
-            else mixed + self.shared_experts(x, token_rng=token_rng)
-        )
+        if not self._shared:
+            return mixed
+        shared: Tensor = getattr(self, self._shared)(x, token_rng=token_rng)
+        if self._shared_gate:
+            gate = getattr(self, self._shared_gate)
+            if isinstance(gate.weight, DTensor):
+                shared = linear(x, local_weight(gate.weight)).sigmoid() * shared
+            else:
+                shared = apply_linear(gate, x, token_rng).sigmoid() * shared
+        return mixed + shared
 
 
 @torch.compiler.disable

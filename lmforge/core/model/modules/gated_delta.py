@@ -46,10 +46,7 @@ class GatedDeltaRule(RecurrentMixer):
         cache: LayerCache | None,
         token_rng: TokenRng | None,
     ) -> Tensor:
-        qkv, z, b, a = (
-            project(layer, x, token_rng)
-            for layer in (self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
-        )
+        qkv, z, b, a = self.projected(x, token_rng)
         rate, bias = (wide(local_weight(each)) for each in (self.A_log, self.dt_bias))
         decay = -rate.exp() * softplus(wide(a) + bias)
         beta = wide(b).sigmoid()
@@ -65,6 +62,11 @@ class GatedDeltaRule(RecurrentMixer):
         normed = self.norm(out.to(x.dtype)) * silu(wide(z)).unflatten(-1, out.shape[-2:])
         return normed.flatten(2).to(x.dtype)
 
+    def projected(self, x: Tensor, token_rng: TokenRng | None) -> tuple[Tensor, ...]:
+        """Queries, keys and values in one tensor, in this order; z; and for each head b and a."""
+        layers = (self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
+        return tuple(project(layer, x, token_rng) for layer in layers)
+
     def _heads(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values in fp32, [sequences, length, value heads, ·] each; queries and
         keys have length 1, and queries are scaled.
@@ -78,6 +80,24 @@ class GatedDeltaRule(RecurrentMixer):
             for each in (q, k)
         )
         return q * self.key_dim**-0.5, k, v.unflatten(-1, (-1, self.value_dim))
+
+
+class GatedDeltaRuleByKeyHead(GatedDeltaRule):
+    """The same with the outputs of two matrices in the order of key heads, as Qwen3-Next has it."""
+
+    in_proj_qkvz: nn.Linear
+    in_proj_ba: nn.Linear
+
+    def projected(self, x: Tensor, token_rng: TokenRng | None) -> tuple[Tensor, ...]:
+        values = self.copies * self.value_dim
+        by_head = project(self.in_proj_qkvz, x, token_rng).unflatten(
+            -1, (-1, 2 * (self.key_dim + values))
+        )
+        *qkv, z = by_head.split((self.key_dim, self.key_dim, values, values), dim=-1)
+        b, a = project(self.in_proj_ba, x, token_rng).unflatten(-1, (-1, 2, self.copies)).unbind(-2)
+        return torch.cat([each.flatten(2) for each in qkv], dim=-1), *(
+            each.flatten(2) for each in (z, b, a)
+        )
 
 
 def gated_delta_rule(
