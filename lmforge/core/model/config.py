@@ -99,7 +99,7 @@ class ModelConfig(ModelFields):
                 self._set(name, derived)
         for name, value in (
             ("attention_bias", family.attention_biases[0][0]),
-            ("qk_norm", family.qk_norm is not None),
+            ("qk_norm", family.qk_norm is not None and not family.optional_qk_norm),
             ("rope_local_base_freq", family.local_rope_theta),
             ("sliding_window", family.default_window),
             ("query_pre_attn_scalar", self.head_dim if family.scales_scores else None),

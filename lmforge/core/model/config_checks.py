@@ -219,7 +219,7 @@ def check_options(config: ModelFields, family: Family) -> None:
         raise UserError(
             f"mlp_bias: a {model_type} model has none; leave it out, or use model_type llama"
         )
-    if config.qk_norm != (family.qk_norm is not None):
+    if config.qk_norm != (family.qk_norm is not None) and not family.optional_qk_norm:
         raise UserError(
             f"qk_norm: {config.qk_norm} cannot be written as a {model_type} model; leave it out"
         )

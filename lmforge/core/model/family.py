@@ -100,7 +100,7 @@ def grouped_attention(
     norms = tuple(
         Norm(f"self_attn.{name}", size, family.qk_norm)
         for name, size in zip(norms_of, sizes, strict=True)
-        if family.qk_norm
+        if family.qk_norm and config.qk_norm
     )
     linears = (
         Linear("self_attn.q_proj", width, queries, config.attention_bias),
@@ -334,6 +334,20 @@ def read_rope(content: dict[str, Any], table: Any = None) -> dict[str, Any]:
     return {"rope_scaling": table} | ({} if theta is None else {"rope_theta": theta})
 
 
+def read_partial_rope(content: dict[str, Any]) -> dict[str, Any]:
+    """As `read_rope`, with partial_rotary_factor; positions of several axes are one for text."""
+    table = content.get("rope_scaling") or content.get("rope_parameters") or {}
+    if not isinstance(table, dict):
+        raise UserError(f"rope_parameters: expected an object, got {quoted(table)}")
+    table = dict(table)
+    rotated = table.pop("partial_rotary_factor", content.get("partial_rotary_factor"))
+    for name in ("mrope_section", "mrope_interleaved"):
+        table.pop(name, None)
+    plain = {name: each for name, each in content.items() if name != "partial_rotary_factor"}
+    factor = {} if rotated is None else {"partial_rotary_factor": rotated}
+    return {**read_rope(plain, table), **factor}
+
+
 @dataclass(frozen=True)
 class Family:
     """One model_type. The defaults are those of Llama.
@@ -344,7 +358,7 @@ class Family:
         layer_norm: norms subtract the mean and have biases. norm_offset: of an RMSNorm, as in
         layers.RMSNorm.
         qk_norm: what queries and keys are normalized over: the channels of each head, or all
-        channels; None: they are not.
+        channels; None: they are not. optional_qk_norm: or not, as the option qk_norm says.
         latent_attention: as in `latent_attention`. sigmoid_router: a router scores experts by
             sigmoids, and chooses by scores with a bias, and by groups, as DeepSeek-V3's
             (arXiv 2412.19437).
@@ -391,6 +405,7 @@ class Family:
     layer_norm: bool = False
     norm_offset: float | None = None
     qk_norm: Literal["heads", "channels"] | None = None
+    optional_qk_norm: bool = False
     latent_attention: bool = False
     sigmoid_router: bool = False
     activations: tuple[str, ...] = ("silu", "swish")

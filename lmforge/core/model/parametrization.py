@@ -111,7 +111,7 @@ class Parametrization:
         if attention is None:
             return 1.0
         name = attention.linears[0].name
-        if config.family.qk_norm:
+        if config.qk_norm:
             name = attention.norms[0].name
         elif config.q_lora_rank:
             name = attention.linears[1].name

@@ -78,6 +78,21 @@ def drawn_config(model_type: str, draw: random.Random, **fixed: Any) -> ModelCon
         return ModelConfig(**fields | {"num_key_value_heads": 0, "head_dim": 0} | fixed)
     if model_type in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"):
         fields |= drawn_recurrent(draw, layers)
+    if model_type == "glm4_moe":
+        mixture = drawn_deepseek(draw, layers)
+        own = ("q_lora_rank", "kv_lora_rank", "rope_interleave", "attention_bias")
+        fields |= {
+            **{
+                name: each
+                for name, each in mixture.items()
+                if name not in own and "head_dim" not in name
+            },
+            "head_dim": draw.choice([8, 16]),
+            "partial_rotary_factor": draw.choice([0.25, 0.5, 1.0]),
+            "qk_norm": draw.random() < 0.5,
+            "attention_bias": draw.random() < 0.5,
+            "attention_output_bias": False,
+        }
     if model_type == "lfm2":
         fields |= {
             "head_dim": 0,

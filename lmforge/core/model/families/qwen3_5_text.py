@@ -5,8 +5,6 @@ quarter is rotated.
 
 from typing import Any
 
-from lmforge.core.errors import UserError
-from lmforge.core.files.untrusted import quoted
 from lmforge.core.model.blocks import Block, Branch
 from lmforge.core.model.family import (
     LINEAR_ATTENTION_FIELDS,
@@ -17,7 +15,7 @@ from lmforge.core.model.family import (
     mixture_of_experts,
     name_layer_types,
     output_gated_attention,
-    read_rope,
+    read_partial_rope,
 )
 from lmforge.core.model.fields import ModelFields
 
@@ -52,16 +50,7 @@ def read(content: dict[str, Any]) -> dict[str, Any]:
     every = content.get("full_attention_interval")
     if not types and every:
         types = name_layer_types(content["num_hidden_layers"], every, RECURRENT)
-    table = content.get("rope_scaling") or content.get("rope_parameters") or {}
-    if not isinstance(table, dict):
-        raise UserError(f"rope_parameters: expected an object, got {quoted(table)}")
-    table = dict(table)
-    rotated = table.pop("partial_rotary_factor", content.get("partial_rotary_factor"))
-    for name in ("mrope_section", "mrope_interleaved"):
-        table.pop(name, None)
-    plain = {name: each for name, each in content.items() if name != "partial_rotary_factor"}
-    factor = {} if rotated is None else {"partial_rotary_factor": rotated}
-    return {"layer_types": types, **read_rope(plain, table), **factor}
+    return {"layer_types": types, **read_partial_rope(content)}
 
 
 FIELDS = (

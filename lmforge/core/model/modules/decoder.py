@@ -35,7 +35,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         self.value_dim = config.head_dim
-        self.qk_norm = config.family.qk_norm
+        self.qk_norm = config.family.qk_norm if config.qk_norm else None
         self.scale = (
             None if config.query_pre_attn_scalar is None else config.query_pre_attn_scalar**-0.5
         )
