@@ -427,6 +427,7 @@ def compare(folder: Path) -> str | None:
     return None
 
 
+@pytest.mark.usefixtures("token_by_token")
 @pytest.mark.parametrize("count", [10, pytest.param(300, marks=pytest.mark.slow)])
 def test_a_drawn_folder_is_read_as_transformers_reads_it_or_refused(
     count: int, draw: random.Random, tmp_path: Path

@@ -248,7 +248,7 @@ def _plain_copy(model: Any, dtype: torch.dtype) -> Any:
     matrices = {
         name: each
         for name, each in parameters.items()
-        if name.startswith(model.blocks_name) and each.ndim >= 2
+        if name.startswith(model.blocks_name) and each.ndim >= 2 and not model.config.vector(name)
     }
     cast = {name for name, each in matrices.items() if each.is_floating_point()}
     copy.load_state_dict(
