@@ -185,6 +185,11 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
             copy_part(local[name], value)
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether a folder has weights that are opened."""
+    return (folder / SAFE_WEIGHTS_NAME).is_file() or (folder / SAFE_WEIGHTS_INDEX_NAME).is_file()
+
+
 def describe_folder(folder: Path) -> list[str]:
     """Notes on what is done with the weights of a Hugging Face folder besides reading them."""
     content = read_config_json(folder / "config.json")

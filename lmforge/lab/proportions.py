@@ -6,6 +6,7 @@ No torch here.
 from dataclasses import replace
 from typing import Any
 
+from lmforge.core.errors import UserError
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.options.batch_plan import divisors
 
@@ -16,6 +17,11 @@ def in_proportion(
     """A model of this kind, hidden size and depth: feed-forward sizes and latents grow with the
     width, and as many query heads share a key. Raises UserError where the family has no such model.
     """
+    if config.family.recurrent_type:
+        raise UserError(
+            f"model_type: smaller {config.model_type} models in proportion are not known; use a"
+            " model without recurrent layers"
+        )
     ratio = width / config.hidden_size
 
     def grown(size: int | None) -> int | None:

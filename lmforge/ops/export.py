@@ -18,11 +18,14 @@ from lmforge.core.data.tokenizer import Tokenizer
 from lmforge.core.errors import UserError
 from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.config_json import read_config_json
 from lmforge.core.model.mixture.experts import BIAS
 from lmforge.core.model.resolve import stored_model_config
+from lmforge.core.model.text_tower import TOWER_OF
 from lmforge.core.parallel.precision import DTYPES
 from lmforge.core.records.kinds import Kind, kind_of
 from lmforge.hf.export import export_folder
+from lmforge.hf.hub import resolve_model_folder
 from lmforge.hf.merge_adapters import LM_HEAD_WEIGHT
 from lmforge.hf.peft_folder import base_model_of, load_peft_folder, save_peft_folder
 from lmforge.hf.resolve import resolve_model_config
@@ -92,6 +95,13 @@ def _write_adapters(
             f"{options.model}: has adapters in dense feed-forwards beside experts, and PEFT takes"
             " those for the experts'; export it without --adapters"
         )
+    if kind_of(base) in (Kind.HF_FOLDER, Kind.HUB_NAME):
+        content = read_config_json(resolve_model_folder(Path(base), "config.json") / "config.json")
+        if TOWER_OF in content:
+            raise UserError(
+                f"{options.model}: adapters of the language model in a {content[TOWER_OF]} folder"
+                " would not be found in the whole model; export it without --adapters"
+            )
     grown, files = _grown_rows(stored, manifest, checkpoint_path, base)
     tensors = {
         name: _cast(name, tensor, options.dtype)

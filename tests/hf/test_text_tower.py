@@ -3,6 +3,7 @@ transformers.
 """
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from lmforge.cli import run
 from lmforge.core.errors import UserError
 from lmforge.core.model.build import build_model
 from lmforge.core.model.text_tower import TEXT_TOWERS
@@ -239,3 +241,63 @@ def test_it_is_not_wrapped(tmp_path: Path) -> None:
     made("mistral3", tmp_path)
     with pytest.raises(UserError, match="not of the language model in a mistral3 folder"):
         resolve_model_config(tmp_path, {}, implementation="transformers")
+
+
+def test_a_classifier_of_images_and_text_is_refused(tmp_path: Path) -> None:
+    made("gemma3", tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    content["architectures"] = ["Gemma3ForSequenceClassification"]
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="a classifier of type gemma3 is not supported"):
+        resolve_model_config(tmp_path, {})
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("outer", [None, True, False])
+@pytest.mark.parametrize("inner", [None, True, False])
+def test_the_outer_config_says_whether_the_head_is_tied(
+    kind: str, outer: bool | None, inner: bool | None, tmp_path: Path
+) -> None:
+    content = transformers.AutoConfig.for_model(kind, **CONFIGS[kind]).to_dict()
+    for table, tied in ((content, outer), (content["text_config"], inner)):
+        table.pop("tie_word_embeddings", None)
+        if tied is not None:
+            table["tie_word_embeddings"] = tied
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert resolve_model_config(tmp_path, {}).tie_word_embeddings == theirs.tie_word_embeddings
+
+
+def test_show_says_what_is_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made("mistral3", tmp_path)
+    assert run(["show", str(tmp_path)]) == 0
+    assert "the language model of a mistral3 folder; its 15 other" in capsys.readouterr().out
+
+
+def test_adapters_of_it_are_not_exported_as_the_whole_models(
+    tiny_tokens: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    base = tmp_path / "base"
+    tokenizer = tiny_tokens / "tokenizer"
+    size = json.loads((tokenizer / "tokenizer.json").read_text())["model"]["vocab"]
+    content = {**CONFIGS["mistral3"], "text_config": {**CONFIGS["mistral3"]["text_config"]}}
+    content["text_config"]["vocab_size"] = len(size) + 64
+    config = transformers.AutoConfig.for_model("mistral3", **content)
+    transformers.AutoModelForImageTextToText.from_config(config).save_pretrained(base)
+    for path in tokenizer.iterdir():
+        shutil.copy(path, base)
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    (tmp_path / "chats.jsonl").write_text(
+        "".join(json.dumps({"messages": turns}) + "\n" for _ in range(8))
+    )
+    words = (
+        f"sft --model.source {base} --data.files {tmp_path / 'chats.jsonl'} --train.steps 1"
+        f" --run.folder {tmp_path} --run.name adapted --lora.rank 2 --data.sequence_length 64"
+        " --train.global_batch_size 2 --train.compile off --schedule.warmup_steps 0"
+    )
+    assert run(words.split()) == 0, capfd.readouterr().err
+    assert run(["export", str(tmp_path / "adapted"), str(tmp_path / "out"), "--adapters"]) == 2
+    assert "would not be found in the whole model" in capfd.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert run(["export", str(tmp_path / "adapted"), str(tmp_path / "out")]) == 0
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")

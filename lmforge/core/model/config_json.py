@@ -135,6 +135,12 @@ class _ConfigJson(BaseModel, strict=True):
     rope_interleave: bool | None = None
     conv_bias: bool | None = None
     block_auto_adjust_ff_dim: bool = True
+    block_multiple_of: Annotated[int, Field(gt=0, le=2**20)] = 256
+    block_ff_dim: Annotated[int, Field(gt=0, le=2**22)] = 1
+    block_ffn_dim_multiplier: Annotated[float, Field(gt=0, le=1e3, allow_inf_nan=False)] | None = 1
+    full_attn_idxs: list[Annotated[int, Field(ge=0)]] | None = None
+    full_attention_interval: Annotated[int, Field(gt=0)] | None = None
+    tie_embedding: bool = False
     num_experts: int | None = None
     num_local_experts: int | None = None
 

@@ -336,16 +336,16 @@ def read_rope(content: dict[str, Any], table: Any = None) -> dict[str, Any]:
 
 def read_partial_rope(content: dict[str, Any]) -> dict[str, Any]:
     """As `read_rope`, with partial_rotary_factor; positions of several axes are one for text."""
-    table = content.get("rope_scaling") or content.get("rope_parameters") or {}
-    if not isinstance(table, dict):
-        raise UserError(f"rope_parameters: expected an object, got {quoted(table)}")
-    table = dict(table)
-    rotated = table.pop("partial_rotary_factor", content.get("partial_rotary_factor"))
-    for name in ("mrope_section", "mrope_interleaved"):
-        table.pop(name, None)
-    plain = {name: each for name, each in content.items() if name != "partial_rotary_factor"}
+    name = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
+    table = content.get(name) or {}
+    rotated = content.get("partial_rotary_factor")
+    if isinstance(table, dict):
+        rotated = table.get("partial_rotary_factor", rotated)
+        left_out = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
+        table = {key: value for key, value in table.items() if key not in left_out}
+    plain = {**content, name: table, "partial_rotary_factor": None}
     factor = {} if rotated is None else {"partial_rotary_factor": rotated}
-    return {**read_rope(plain, table), **factor}
+    return {**read_rope(plain), **factor}
 
 
 @dataclass(frozen=True)

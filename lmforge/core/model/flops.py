@@ -13,9 +13,9 @@ from lmforge.core.model.config import ModelConfig
 
 FLOPS_CONVENTION = (
     "FLOPs per token = 6 x (parameters without input embedding; a tied one counts, as the head) +"
-    " 12 x layers x heads x head_dim x length; no causal discount, no recomputation; of experts"
-    " those that a token goes to; head_dim of latent attention is the mean of those of queries and"
-    " values"
+    " 12 x layers with attention x heads x head_dim x length; no causal discount, no recomputation;"
+    " of experts those that a token goes to; head_dim of latent attention is the mean of those of"
+    " queries and values; of a recurrent layer 3 x what a token does with its state"
 )
 
 

@@ -20,6 +20,8 @@ TEXT_TOWERS = {
 }
 # What transformers assumes of such a text_config, and a published one leaves out.
 _LEFT_OUT = {"gemma3": {"vocab_size": 262_208, "num_attention_heads": 8}}
+# Whose head is the embedding where the outer config.json says nothing.
+_TIED = ("gemma3", "mistral3")
 # Of the language model's tensors, as transformers 5 and 4 write them.
 _PREFIXES = ("model.language_model.", "language_model.model.")
 _HEAD = "lm_head."
@@ -43,19 +45,22 @@ def read_text_tower(content: dict[str, Any]) -> dict[str, Any]:
             f"text_config: the language model of a {model_type} folder is one of {known}, got"
             f" {quoted(given)}"
         )
-    # Its own head is the outer model's.
-    outer = (
-        "tie_word_embeddings",
-        "eos_token_id",
-        "bos_token_id",
-        "pad_token_id",
-        "quantization_config",
-    )
+    if any(
+        str(name).endswith("ForSequenceClassification")
+        for name in content.get("architectures") or ()
+    ):
+        raise UserError(
+            f"architectures: a classifier of type {model_type} is not supported; use the folder of"
+            " its language model"
+        )
+    outer = ("eos_token_id", "bos_token_id", "pad_token_id", "quantization_config")
     return {
         **_LEFT_OUT.get(model_type, {}),
         **text,
         **{name: content[name] for name in outer if content.get(name) is not None},
         **{name: content[name] for name in ("generation_config",) if name in content},
+        # Its own head is the outer model's.
+        "tie_word_embeddings": content.get("tie_word_embeddings", model_type in _TIED),
         "model_type": towers[str(text["model_type"])],
         TOWER_OF: model_type,
     }

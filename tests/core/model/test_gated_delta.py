@@ -203,3 +203,13 @@ def test_near_equal_keys_and_strong_forgetting_give_no_nan(draw: random.Random) 
     leaves = [each.requires_grad_() for each in (q, k, v, 200 * decay, beta * 0 + 1)]
     gated_delta_rule(*leaves, torch.zeros(2, 2 * CHUNK, dtype=torch.int32))[0].sum().backward()
     assert all(each.grad is not None and each.grad.isfinite().all() for each in leaves)
+
+
+def test_the_rule_is_computed_in_fp32_under_autocast_too() -> None:
+    inputs = [each.float() for each in drawn_inputs(2 * CHUNK, 0.1)]
+    for length in (2 * CHUNK, 1):
+        part = [each[:, :length] for each in inputs]
+        expected = gated_delta_rule(*part, None)
+        with torch.autocast("cpu", torch.bfloat16):
+            computed = gated_delta_rule(*part, None)
+        assert all(torch.equal(one, other) for one, other in zip(computed, expected, strict=True))

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from lmforge.core.errors import UserError
 from lmforge.core.model.config import ModelConfig
-from lmforge.core.model.config_json import to_config_json
+from lmforge.core.model.config_json import config_fields_from_json, to_config_json
 from lmforge.core.model.fields import Rope, RopeScaling
 from lmforge.core.model.presets import PRESETS, get_preset
 from lmforge.core.model.resolve import model_config_from_json
@@ -250,7 +250,7 @@ def test_a_shape_can_be_given_field_by_field() -> None:
     [
         (
             {"model_type": "phi"},
-            'model_type: "phi" is not supported; lmforge reads deepseek_v3, gemma3_text, gpt2',
+            'model_type: "phi" is not supported; lmforge reads deepseek_v3, gemma3_text,',
         ),
         ({"model_type": None}, "model_type"),
         ({"model_type": ["llama"]}, "model_type"),
@@ -483,3 +483,41 @@ def test_a_preset_becomes_another_family_by_its_model_type(kind: str) -> None:
 def test_attention_bias_is_that_of_every_projection(kind: str) -> None:
     shape = resolve_model_config("nano", {"model_type": kind, "attention_bias": True})
     assert (shape.attention_bias, shape.attention_output_bias) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("lfm2", {"block_multiple_of": 0}, "block_multiple_of"),
+        ("lfm2", {"block_multiple_of": None}, "block_multiple_of"),
+        ("lfm2", {"block_ff_dim": "a"}, "block_ff_dim"),
+        ("lfm2", {"block_ffn_dim_multiplier": "x"}, "block_ffn_dim_multiplier"),
+        ("lfm2", {"full_attn_idxs": 3}, "full_attn_idxs"),
+        ("lfm2", {"full_attn_idxs": [-1]}, "full_attn_idxs"),
+        ("lfm2", {"tie_embedding": "yes"}, "tie_embedding"),
+        ("qwen3_5_text", {"full_attention_interval": "4"}, "full_attention_interval"),
+        ("qwen3_5_text", {"full_attention_interval": 0}, "full_attention_interval"),
+        ("qwen3_5_text", {"linear_num_key_heads": 5}, "linear_num_key_heads"),
+        ("qwen3_5_text", {"layer_types": ["conv"] * 2}, 'layer_types: "conv"'),
+    ],
+)
+def test_what_a_hybrid_cannot_be_is_refused_by_its_name(
+    model_type: str, changes: dict[str, Any], message: str
+) -> None:
+    content = {
+        "model_type": model_type,
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        **changes,
+    }
+    with pytest.raises(UserError, match=message):
+        ModelConfig(**config_fields_from_json(content))
+
+
+def test_layers_of_an_lfm2_that_says_nothing_attend_as_in_transformers() -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+    config = ModelConfig(model_type="lfm2", intermediate_size=8, linear_conv_kernel_dim=3, **sizes)
+    assert config.layer_types == ("full_attention",) * 3

@@ -2,7 +2,9 @@
 
 from typing import Any
 
+from lmforge.core.errors import UserError
 from lmforge.core.model.blocks import Block, Branch
+from lmforge.core.model.config_checks import number_problem
 from lmforge.core.model.family import (
     Family,
     gated_feed_forward,
@@ -11,6 +13,7 @@ from lmforge.core.model.family import (
     short_convolution,
 )
 from lmforge.core.model.fields import ModelFields
+from lmforge.core.options.ranges import MODEL_RANGES
 
 RECURRENT = "conv"
 
@@ -34,7 +37,9 @@ def _read(content: dict[str, Any]) -> dict[str, Any]:
     types = content.get("layer_types") or [
         "full_attention" if layer in attending else RECURRENT for layer in range(layers)
     ]
-    inner = content.get("block_ff_dim", content.get("intermediate_size", 12288))
+    inner = content.get("block_ff_dim", content.get("intermediate_size")) or 12288
+    if problem := number_problem(inner, MODEL_RANGES["intermediate_size"], whole=True):
+        raise UserError(f"intermediate_size: {problem}")
     if content.get("block_auto_adjust_ff_dim", True):
         inner = int(2 * inner / 3)
         factor = content.get("block_ffn_dim_multiplier", 1.0)
@@ -58,6 +63,7 @@ FAMILY = Family(
     activations=("silu",),
     final_norm="embedding_norm",
     heads_divide_width=True,
+    window_pattern=1,
     recurrent_type=RECURRENT,
     fields=(
         "num_key_value_heads",

@@ -5,6 +5,8 @@ For each token, with S [key_dim, value_dim] fp32: S ← e^g S; S ← S + β k (v
 state begins anew at each document, and so does the window of the convolution before it.
 """
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, silu, softplus
@@ -123,11 +125,25 @@ def gated_delta_rule(
     taken, so that none overflows, and each is a sum of its own, since differences of long sums lose
     digits.
     """
-    sequences, length, heads, key_dim = q.shape
     if state is None:
-        state = q.new_zeros(sequences, heads, key_dim, v.shape[-1])
-    if length == 1:
-        return _one_token(q, k, v, decay, beta, state)
+        state = q.new_zeros(len(q), *q.shape[2:], v.shape[-1])
+    compute = _chunk_by_chunk if q.shape[1] > 1 else _one_token
+    # torch has no autocast on the meta device.
+    with nullcontext() if q.is_meta else torch.autocast(q.device.type, enabled=False):
+        return compute(q, k, v, decay, beta, document_ids, state)
+
+
+def _chunk_by_chunk(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    document_ids: Tensor | None,
+    state: Tensor,
+) -> tuple[Tensor, Tensor]:
+    length = q.shape[1]
+    key_dim = q.shape[-1]
     size = min(CHUNK, length)
     more = -length % size
     q, k, v = (_in_chunks(pad(each, (0, 0, 0, 0, 0, more)), size) for each in (q, k, v))
@@ -179,7 +195,13 @@ def _in_chunks(x: Tensor, size: int) -> Tensor:
 
 
 def _one_token(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    document_ids: Tensor | None,
+    state: Tensor,
 ) -> tuple[Tensor, Tensor]:
     q, k, v, decay, beta = (each[:, 0] for each in (q, k, v, decay, beta))
     state = state * decay.exp()[..., None, None]

@@ -41,9 +41,9 @@ class CausalConvolution(nn.Module):
             cache.keep_window(x, earlier)
         length = x.shape[1]
         back = earlier.shape[1]
-        whole = torch.cat((earlier.to(x.dtype), x), dim=1)
+        whole = torch.cat((earlier.to(x.dtype), x), dim=1)  # added up in fp32
         ids = None if document_ids is None else pad(document_ids, (back, 0), value=-2)
-        weight = local_weight(self.weight)[:, 0]
+        weight = wide(local_weight(self.weight))[:, 0]
         total = x * weight[:, -1]
         if self.bias is not None:
             total = total + local_weight(self.bias)

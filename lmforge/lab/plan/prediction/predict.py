@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lmforge.core.errors import UserError
 from lmforge.core.model.flops import adapted_flops_per_token, flops_per_token
 from lmforge.core.model.state_bytes import DTYPE_BYTES, checkpoint_bytes
 from lmforge.lab.plan.hardware import GB, GPU, data_sheets
@@ -155,11 +156,23 @@ class Prediction:
         return "the host, which launches kernels" if most == "waiting for the host" else most
 
 
+def check_estimated(step_config: StepConfig) -> None:
+    """Raise UserError where memory and time are not known: under context parallelism every rank
+    computes recurrent layers for whole sequences, which is not counted.
+    """
+    if step_config.context > 1 and step_config.model.family.recurrent_type:
+        raise UserError(
+            f"parallel.context_parallel_degree = {step_config.context}: the cost of a"
+            f" {step_config.model.model_type} model is not estimated with it; plan it with 1"
+        )
+
+
 def predict(step_config: StepConfig, gpu: GPU, rates: Rates) -> Prediction:
     """The fullest rank's memory, and the time of a step.
 
-    Raises UserError where the options do not fit the ranks.
+    Raises UserError where the options do not fit the ranks, and as `check_estimated`.
     """
+    check_estimated(step_config)
     stages = _stages(step_config)
     simulated = [_simulate(step_config, rates, stage) for stage in stages]
     simulation = max(simulated, key=lambda each: each.reserved)

@@ -32,6 +32,7 @@ from lmforge.lab.plan.prediction.predict import (
     MEMORY_INTERVAL,
     Prediction,
     can_reduce_once,
+    check_estimated,
     predict,
 )
 from lmforge.lab.plan.prediction.rates import Rates
@@ -221,7 +222,8 @@ def _engines(base: StepConfig, splits: int) -> Iterator[tuple[str, str | None, b
 
 
 def check_step_config(step_config: StepConfig) -> None:
-    """Raise UserError where a run with this StepConfig would be refused."""
+    """Raise UserError where a run with this StepConfig would be refused, or is not estimated."""
+    check_estimated(step_config)
     data_parallel = step_config.world_size // step_config.options.model_parallel_size
     size = step_config.micro_batch_size
     global_batch_size = data_parallel * size * step_config.accumulation
