@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lmforge.core.errors import UserError, name_some
+from lmforge.core.errors import UserError, format_count, name_some
 from lmforge.core.model.config import ModelConfig, base_model_type
 from lmforge.core.model.config_json import (
     fp8_block,
@@ -28,7 +28,7 @@ from lmforge.core.model.layers import LanguageModel
 from lmforge.core.model.lora import add_lora
 from lmforge.core.model.lora_config import LoraConfig, adapted_name
 from lmforge.core.model.quantization.formats import quantized_matrices
-from lmforge.core.model.text_tower import TOWER_OF, tower_tensor
+from lmforge.core.model.text_tower import TOWER_OF, has_tower_names, tower_tensor
 from lmforge.hf.hub import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, indexed_weight_files
 from lmforge.hf.merge_adapters import LM_HEAD_WEIGHT, copy_part, full_model_of
 from lmforge.hf.quantized.bitsandbytes_folder import StoredMatrix, stored_matrices
@@ -77,7 +77,7 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
     file_of = {name: file for file in opened for name in file.entries}
     conversions: list[TensorConversion] = []
     content = read_config_json(folder / "config.json")
-    if TOWER_OF in content:
+    if TOWER_OF in content or has_tower_names(file_of):
         our_names = {stored: ours for stored in file_of if (ours := tower_tensor(stored))}
     elif isinstance(model, TransformersModel):
         our_names, conversions = map_stored_names(model.config.config_dict, file_of)
@@ -114,7 +114,9 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
     stored = {
         ours: (file, name)
         for ours, (file, name) in stored.items()
-        if not ours.startswith(unread) and name not in scales and name not in beside
+        if not ours.startswith((*unread, *config.family.unread_names))
+        and name not in scales
+        and name not in beside
     }
     embedding = f"{model.embedding_names[0]}.weight"  # type: ignore[index]
     ends = {embedding, LM_HEAD_WEIGHT}
@@ -200,12 +202,18 @@ def describe_folder(folder: Path) -> list[str]:
         if any(f".layers.{each}." in name for name in names)
     ]
     notes = []
-    if TOWER_OF in content:
+    if TOWER_OF in content or has_tower_names(names):
         others = sum(tower_tensor(name) is None for name in names)
+        kind = content.get(TOWER_OF, "multimodal")
         notes.append(
-            f"the language model of a {content[TOWER_OF]} folder; its {others} other tensors are"
-            " neither trained nor exported"
+            f"the language model of a {kind} folder; its {others} other tensors are neither trained"
+            " nor exported"
         )
+    elif is_supported_family(content):
+        unread = load_family(base_model_type(str(content["model_type"]))).unread_names
+        if count := sum(name.startswith(unread) for name in names):
+            of_further = format_count(count, "tensor")
+            notes.append(f"without {of_further} for the prediction of further tokens")
     if fp8_block(content):
         notes.append("dequantized from float8")
     elif is_nf4_folder(content):
@@ -415,12 +423,10 @@ def _our_name(stored: str, optional_prefix: str) -> str:
     """Our name of a stored tensor.
 
     GPT-2's first releases leave out the leading `transformer.`; the head of a classifier has
-    another name; a text model that was taken out of a multimodal one may keep its names there.
+    another name.
     """
     if stored == CLASSIFIER_HEAD_WEIGHT:
         return LM_HEAD_WEIGHT
-    if ours := tower_tensor(stored):
-        return ours
     if stored.startswith((optional_prefix, "lm_head.")):
         return stored
     return optional_prefix + stored

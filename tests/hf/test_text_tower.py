@@ -190,6 +190,27 @@ def test_experts_are_read_stacked_too_as_qwens_are_published(tmp_path: Path) -> 
     assert torch.equal(logits_of(tmp_path)[1], expected)
 
 
+def test_a_text_config_beside_the_tensors_of_the_whole_model_opens_too(tmp_path: Path) -> None:
+    made("qwen3_5", tmp_path)
+    _, expected = logits_of(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    text = {**content["text_config"], "tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps(text))
+    assert torch.equal(logits_of(tmp_path)[1], expected)
+    assert "of a multimodal folder; its 21 other tensors" in describe_folder(tmp_path)[0]
+
+
+def test_tensors_that_predict_further_tokens_are_not_read_and_that_is_said(tmp_path: Path) -> None:
+    config = transformers.AutoConfig.for_model("qwen3_5_text", **CONFIGS["qwen3_5"]["text_config"])
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    _, expected = logits_of(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["mtp.fc.weight"] = torch.zeros(2, 2)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert torch.equal(logits_of(tmp_path)[1], expected)
+    assert describe_folder(tmp_path) == ["without 1 tensor for the prediction of further tokens"]
+
+
 def test_what_a_published_gemma_leaves_out_is_what_transformers_assumes(tmp_path: Path) -> None:
     content = {
         "model_type": "gemma3",

@@ -395,7 +395,8 @@ class Family:
             names; the former reads the rotary positions, too.
         optional_prefix: of tensor names on disk, which may leave it out.
         unread_layers: the field, and its default, of how many layers after the last one a folder
-        may have that nothing reads.
+        may have that nothing reads. unread_names: beginnings of names on disk of further tensors
+            that nothing reads.
     """
 
     architecture: str
@@ -436,6 +437,7 @@ class Family:
     write: Callable[[ModelFields], dict[str, Any]] = lambda config: {}
     optional_prefix: str = ""
     unread_layers: tuple[str, int] = ("", 0)
+    unread_names: tuple[str, ...] = ()
 
 
 def name_layer_types(

@@ -5,6 +5,7 @@ What else such a folder has (vision tower, projector) is neither read nor traine
 of the language model alone.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from lmforge.core.errors import UserError
@@ -64,6 +65,11 @@ def read_text_tower(content: dict[str, Any]) -> dict[str, Any]:
         "model_type": towers[str(text["model_type"])],
         TOWER_OF: model_type,
     }
+
+
+def has_tower_names(names: Iterable[str]) -> bool:
+    """Whether tensors of these names are a multimodal model's, whatever the config.json is."""
+    return any(name.startswith(_PREFIXES) for name in names)
 
 
 def tower_tensor(stored: str) -> str | None:

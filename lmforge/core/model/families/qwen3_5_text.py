@@ -79,6 +79,7 @@ FAMILY = Family(
     attention_biases=((False, False), (True, True)),
     window_pattern=4,
     recurrent_type=RECURRENT,
+    unread_names=("mtp.",),
     fields=FIELDS,
     defaults={**DEFAULTS, "intermediate_size": 12288, "num_key_value_heads": 4},
     read=read,

@@ -33,6 +33,7 @@ FAMILY = Family(
     attention_biases=((False, False), (True, True)),
     window_pattern=4,
     recurrent_type=RECURRENT,
+    unread_names=("mtp.",),
     fields=(
         *FIELDS,
         *EXPERT_FIELDS,
