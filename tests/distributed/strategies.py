@@ -102,19 +102,6 @@ def run_where_rounding_stays_small(
         assert max(data.again) < 50, "rounding grows on all data"
 
 
-def _with_norm_offset(result: ParityResult, case: ParityCase) -> ParityResult:
-    """With what norms multiply by instead of their weights, where that is more: the weights
-    themselves begin at 0.
-    """
-    offset = case.model_config.family.norm_offset or 0.0
-    return replace(
-        result,
-        weights={
-            name: each + offset if each.ndim == 1 else each for name, each in result.weights.items()
-        },
-    )
-
-
 if __name__ == "__main__":
     folder, seed, kind, which = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
     dist_ctx = cluster.init_distributed("cpu", threads=1)
@@ -125,7 +112,7 @@ if __name__ == "__main__":
         data, reference = drawn, None
         if cases and dist_ctx.is_rank0:
             data, *results = run_where_rounding_stays_small(cases[0], drawn, dist_ctx)
-            reference, rounded = (_with_norm_offset(each, cases[0]) for each in results)
+            reference, rounded = results
             still = OPTIMIZER.model_copy(update={"lr": 1e-30})
             untrained = run_single(replace(cases[0], optimizer=still), data, dist_ctx)
         data = dist_ctx.broadcast(data)
@@ -133,7 +120,7 @@ if __name__ == "__main__":
             if case.compile_model and missing_for_compile(dist_ctx.device):
                 continue  # its tests are skipped
             collectives = CollectiveCounter()
-            result = _with_norm_offset(run_case(case, data, dist_ctx, collectives), case)
+            result = run_case(case, data, dist_ctx, collectives)
             name = f"{shape} {case.name}"
             (folder / f"{name}-{dist_ctx.rank_info.rank}.json").write_text(
                 json.dumps(result.memory_bytes)

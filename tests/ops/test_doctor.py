@@ -51,7 +51,7 @@ def late(*arguments):
         wait_for_nothing()
     return run_case(*arguments)
 parity.strategy_cases = lambda *arguments: [case for case in strategy_cases(*arguments) if case.name == "ddp"]
-parity.mixture_cases = lambda *arguments: []
+parity.cases_of_other_models = lambda *arguments: []
 parity.run_case = late
 exit_process(run(["doctor", "--parity", "--steps", "2", "--device", "cpu", "--timeout_seconds", "1"]))
 """
@@ -80,7 +80,7 @@ def test_a_strategy_with_other_results_is_reported_and_sets_the_status(
     few = [case for case in strategy_cases(1, False) if case.name in names]
     assert len(few) == len(names)
     monkeypatch.setattr(parity, "strategy_cases", lambda *arguments: few)
-    monkeypatch.setattr(parity, "mixture_cases", lambda *arguments: [])
+    monkeypatch.setattr(parity, "cases_of_other_models", lambda *arguments: [])
     assert run(["doctor", "--parity", "--steps", "2", "--device", "cpu"]) == 0
     assert "strategies agree with one process within 1e-06" in capsys.readouterr().out
     monkeypatch.setattr(FSDP2Model, "gradient_divide_factor", 1.001)

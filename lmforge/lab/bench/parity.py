@@ -65,8 +65,34 @@ SMALL_MIXTURE = ModelConfig(
     output_router_logits=True,
     initializer_range=0.2,
 )
-# The strategies that a mixture is trained with, besides expert parallelism.
-MIXTURE_CASES = (
+# Three layers of the gated delta rule and one of attention. With a large eps, since a norm divides
+# the small outputs of a young state by themselves.
+_HYBRID_SIZES: dict[str, Any] = {
+    **_SIZES,
+    "partial_rotary_factor": 0.5,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "rms_norm_eps": 1e-2,
+    "initializer_range": 0.2,
+}
+SMALL_HYBRID = ModelConfig(**_HYBRID_SIZES, model_type="qwen3_5_text")
+SMALL_HYBRID_MIXTURE = ModelConfig(
+    **_HYBRID_SIZES,
+    model_type="qwen3_next",
+    num_experts=8,
+    num_experts_per_tok=3,
+    moe_intermediate_size=40,
+    shared_expert_intermediate_size=24,
+    norm_topk_prob=True,
+    mlp_only_layers=(1,),
+    router_aux_loss_coef=0.5,
+    output_router_logits=True,
+)
+# The strategies that these are trained with, besides expert parallelism.
+OTHER_MODELS_CASES = (
     "ddp",
     "fsdp1 full-shard",
     "fsdp2 full-shard",
@@ -115,7 +141,8 @@ class ParityResult:
     losses, grad_norms: of each step.
     hidden_dtypes: of the residual stream, at the input of each block on any rank; not where blocks
     are compiled.
-    weights: full tensors by name after the last step, on rank 0 only.
+    weights: full tensors by name after the last step, on rank 0 only; of norms what they multiply
+        by, since some weights themselves begin at 0.
     memory_bytes: of this rank's parameters, gradients and optimizer states after a step, and of
         activations between forward and backward of its first micro-batch; the last not where blocks
         are compiled.
@@ -236,6 +263,9 @@ def run_case(
     weights = {
         name: full_tensor(tensor).detach().float().cpu().clone() for name, tensor in tensors.items()
     }
+    for name, tensor in weights.items():
+        if tensor.ndim == 1:
+            tensor += case.model_config.norm_offset(name)
     if case.options.pipeline_parallel_degree > 1:  # each rank has those of its stages
         weights = {
             name: tensor for part in dist_ctx.all_gather(weights) for name, tensor in part.items()
@@ -436,24 +466,35 @@ def _model_parallel_cases(world_size: int) -> list[ParityCase]:
     return cases
 
 
-def mixture_cases(
+def cases_of_other_models(
     world_size: int, compile_model: bool, dtype: torch.dtype = torch.float32
 ) -> list[ParityCase]:
-    """Strategies of a small mixture of experts, in fp32.
+    """Strategies of a small mixture of experts, a hybrid with linear attention, and one that is
+    both, in fp32.
 
     The rounding of bf16 chooses other experts for some tokens.
     """
     if dtype != torch.float32:
         return []
-    cases = strategy_cases(world_size, compile_model)
-    cases = [case for case in cases if case.name in MIXTURE_CASES]
-    cases += [
+    plain = [
+        case
+        for case in strategy_cases(world_size, compile_model)
+        if case.name in OTHER_MODELS_CASES
+    ]
+    experts = [
         case
         for case in expert_parallel_cases(world_size)
         if compile_model or not case.compile_model
     ]
+    models = {
+        "mixture": (SMALL_MIXTURE, [*plain, *experts]),
+        "hybrid": (SMALL_HYBRID, plain),
+        "hybrid mixture": (SMALL_HYBRID_MIXTURE, [*plain, *experts]),
+    }
     return [
-        replace(case, name=f"mixture: {case.name}", model_config=SMALL_MIXTURE) for case in cases
+        replace(case, name=f"{name}: {case.name}", model_config=model)
+        for name, (model, cases) in models.items()
+        for case in cases
     ]
 
 

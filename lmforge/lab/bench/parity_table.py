@@ -64,7 +64,7 @@ def _run_cases(dist_ctx: DistributedContext, options: DoctorOptions) -> list[dic
         sequences=SEQUENCES_PER_RANK * dist_ctx.world_size, steps=options.steps, seed=options.seed
     )
     of_ranks = dist_ctx.world_size, options.compile, DTYPES[options.dtype]
-    cases = [*parity.strategy_cases(*of_ranks), *parity.mixture_cases(*of_ranks)]
+    cases = [*parity.strategy_cases(*of_ranks), *parity.cases_of_other_models(*of_ranks)]
     references = dict[ModelConfig, ParityResult]()
     if dist_ctx.is_rank0:
         with _reported_if_late("one process", options.timeout_seconds, 0):
