@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from contender_process import Contender
-from contenders import LMFORGE, LMFORGE_DENSE, TRAINER, WARM_UP_STEPS, Contest
+from beside_dense import say, speed_lines, speeds_of
+from contenders import LMFORGE_DENSE, TRAINER, WARM_UP_STEPS, Contest
 from setting import (
     add_turns,
     benchmark_parser,
@@ -57,42 +57,6 @@ def shapes(tiny: bool) -> tuple[ModelConfig, ModelConfig]:
         "norm_topk_prob": True,
     }
     return replace(dense, model_type="qwen3_moe", **experts), dense
-
-
-def speeds_of(contest: Contest, dense: ModelConfig, rounds: int, seconds: float) -> dict[str, Any]:
-    """Let all take `rounds` turns of `seconds`; the figures of this dtype."""
-    contests = {LMFORGE: contest, TRAINER: contest, LMFORGE_DENSE: replace(contest, shape=dense)}
-    contenders: list[Contender] = []
-    try:
-        contenders += [Contender(name, each) for name, each in contests.items()]
-        for contender in contenders:
-            say(
-                f"{contest.dtype}: {contender.name} is warm after"
-                f" {contender.take_turn(0.0).seconds:.0f} s"
-            )
-        speeds: dict[str, list[float]] = {name: [] for name in contests}
-        for number in range(rounds):
-            shift = number % len(contenders)
-            for contender in contenders[shift:] + contenders[:shift]:
-                turn = contender.take_turn(seconds)
-                speeds[contender.name].append(turn.steps * contest.tokens_a_step / turn.seconds)
-            done = ", ".join(f"{name} {of_name[-1]:,.0f}" for name, of_name in speeds.items())
-            say(f"{contest.dtype}: round {number + 1} of {rounds}: {done} tokens/s")
-        losses = {contender.name: contender.finish() for contender in contenders}
-    finally:
-        for contender in contenders:
-            contender.leave()
-    return {
-        MIXTURE if name == LMFORGE else name: {
-            "tokens_per_second": summarize(of_name),
-            "mixture_is_faster_by": summarize(
-                [mine / its for mine, its in zip(speeds[LMFORGE], of_name, strict=True)]
-            ),
-            "goal": GOALS[contest.dtype].get(name),
-            "loss_of_first_steps": losses[name],
-        }
-        for name, of_name in speeds.items()
-    }
 
 
 def learning(folder: Path, seeds: int, chosen: argparse.Namespace) -> dict[str, Any]:
@@ -151,21 +115,7 @@ def table(record: dict[str, Any]) -> str:
         f"- {record['what']}",
     ]
     lines += [f"- {reason}" for reason in record["left_out"]]
-    for dtype, rows in record["dtypes"].items():
-        lines += [
-            "",
-            f"## {dtype}",
-            "",
-            "| | tokens/s | mixture ÷ it | goal | loss, steps 1–10 |",
-            "|---|---|---|---|---|",
-        ]
-        for name, row in rows.items():
-            speed, ratio = row["tokens_per_second"], row["mixture_is_faster_by"]
-            lines.append(
-                f"| {name} | {speed['median']:,.0f} ({speed['min']:,.0f}–{speed['max']:,.0f}) |"
-                f" {ratio['median']:.2f} ({ratio['min']:.2f}–{ratio['max']:.2f}) |"
-                f" {row['goal'] or ''} | {row['loss_of_first_steps']:.3f} |"
-            )
+    lines += speed_lines(record["dtypes"], "mixture")
     if record["learning"]:
         lines += ["", "## Bits per byte of the quickstart's validation files, at equal FLOPs", ""]
         lines += ["| preset | steps | median | of each seed |", "|---|---|---|---|"]
@@ -174,10 +124,6 @@ def table(record: dict[str, Any]) -> str:
             each = ", ".join(f"{value:.4f}" for value in bits["rounds"])
             lines.append(f"| {preset} | {row['steps']:,} | {bits['median']:.4f} | {each} |")
     return "\n".join(lines)
-
-
-def say(line: str) -> None:
-    print(line, flush=True)
 
 
 def main() -> int:
@@ -228,7 +174,9 @@ def main() -> int:
             )
         for dtype in dtypes if chosen.rounds else ():
             contest = Contest(mixture, rows, length, chosen.threads, dtype, compiled, 0, folder)
-            results[dtype] = speeds_of(contest, dense, chosen.rounds, chosen.seconds)
+            results[dtype] = speeds_of(
+                contest, dense, chosen.rounds, chosen.seconds, MIXTURE, GOALS[dtype]
+            )
         learned = learning(folder, chosen.seeds, chosen) if chosen.seeds else {}
     record = {
         "benchmark": "mixture_cpu",

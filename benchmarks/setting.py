@@ -70,14 +70,21 @@ def add_turns(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def tokens_of_stdlib(folder: Path, *, files: int | None, vocab_size: int) -> TokenFolder:
+def tokens_of_stdlib(
+    folder: Path, *, files: int | None, vocab_size: int, long_documents: int = 0
+) -> TokenFolder:
     """Prepare the standard library's top-level modules (the first `files` of them, or all) into
-    token shards in `folder`.
+    token shards in `folder`; put together into so many `long_documents`, if any.
     """
     text = folder / "text"
     text.mkdir()
-    for module in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:files]:
-        shutil.copy(module, text)
+    modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:files]
+    for number, module in enumerate(modules):
+        if not long_documents:
+            shutil.copy(module, text)
+            continue
+        with (text / f"{number % long_documents}.txt").open("ab") as file:
+            file.write(module.read_bytes())
     prepare(str(text), folder / "tokens", vocab_size=vocab_size)
     return TokenFolder.open(folder / "tokens")
 

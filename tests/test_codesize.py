@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.codesize import PACKAGE, brought_by, modules, tokens_in
 
-MAX_TOKENS = 482_500
+MAX_TOKENS = 483_000
 MAX_CORE_TOKENS = 168_000
 MAX_ROOMS = 11
 # What an import brings, in tokens.

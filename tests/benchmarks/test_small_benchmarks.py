@@ -19,6 +19,7 @@ LEAST_WORK = {
     "ladder": "--tiny --parameters 1e5 --budget 1 --texts c++",
     "ladder_law": "--rounds 1 --bootstraps 1 --processes 1",
     "loader": "--rounds 1 --steps 1 --threads 1",
+    "hybrid_cpu": "--tiny --rounds 1 --seconds 0.1 --threads 1",
     "mixture_cpu": "--tiny --rounds 1 --seconds 0.1 --threads 1 --seeds 1",
     "staleness": "--rounds 1 --steps 3",
     "small_states": "--tiny --rounds 1 --threads 1",

@@ -35,7 +35,14 @@ HEAD_DIM = 16
 MOST_LAYERS = 4
 MOST_IDS = 512
 # Modules of a block, by the ends of their names, whose outputs are compared.
-OUTPUTS = {"self_attn": "attention", "attn": "attention", "mlp": "feed-forward"}
+OUTPUTS = {
+    "self_attn": "attention",
+    "attn": "attention",
+    "linear_attn": "linear attention",
+    "conv": "convolution",
+    "mlp": "feed-forward",
+    "feed_forward": "feed-forward",
+}
 
 
 @dataclass(frozen=True)

@@ -251,8 +251,7 @@ def test_a_block_keeps_what_its_trace_keeps(family: str, mode: str) -> None:
         assert difference in possible_differences(config)
 
 
-@pytest.mark.parametrize("mode", ["none", "full"])
-@pytest.mark.parametrize("family", RECURRENT)
+@parametrize(("family", "mode"), [*itertools.product(RECURRENT, ("none", "full"))], fast=(0, 3))
 def test_a_recurrent_block_keeps_what_its_trace_keeps(family: str, mode: str) -> None:
     config = RECURRENT[family]
     with real_block(config, mode) as (block, args):

@@ -981,10 +981,18 @@ def folder_of(folder: Path, model_type: str, **fields: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("model_type", ["gpt_neox", "gemma2", "phi3"])
-@pytest.mark.parametrize(
-    "machine",
-    [("--gpus", 8), ("--gpus", 1, "--gpu_type", "cpu"), ("--gpus", 8, "--train.compile", "off")],
+MACHINES = (
+    ("--gpus", 8),
+    ("--gpus", 1, "--gpu_type", "cpu"),
+    ("--gpus", 8, "--train.compile", "off"),
+)
+
+
+# In `make test` each model and each machine.
+@parametrize(
+    ("model_type", "machine"),
+    [*itertools.product(("gpt_neox", "gemma2", "phi3"), MACHINES)],
+    fast=(0, 4, 8),
 )
 def test_a_wrapped_model_is_planned(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], model_type: str, machine: tuple[object, ...]

@@ -37,7 +37,7 @@ def _read(content: dict[str, Any]) -> dict[str, Any]:
     types = content.get("layer_types") or [
         "full_attention" if layer in attending else RECURRENT for layer in range(layers)
     ]
-    inner = content.get("block_ff_dim", content.get("intermediate_size")) or 12288
+    inner = content.get("block_ff_dim", content.get("intermediate_size", 12288))
     if problem := number_problem(inner, MODEL_RANGES["intermediate_size"], whole=True):
         raise UserError(f"intermediate_size: {problem}")
     if content.get("block_auto_adjust_ff_dim", True):

@@ -18,7 +18,6 @@ from lmforge.core.records.manifests import CorruptCheckpoint, check_sizes, read_
 from lmforge.core.records.run_records import newest_values, skipped_batches
 from lmforge.core.records.runs import Run
 from lmforge.hf.resolve import resolve_model_config
-from lmforge.hf.weights import describe_folder, has_weights
 from lmforge.ops.options.examine import ShowOptions
 from lmforge.ops.verbs.show.describe import describe_model, describe_recipe
 from lmforge.ops.verbs.show.describe_data import describe_data
@@ -87,7 +86,11 @@ def show(thing: str) -> str:
         else:
             title = f"{thing} on the Hugging Face hub"
         described = describe_model(resolve_model_config(thing, {}, implementation="auto"), title)
-        notes = describe_folder(path) if kind == Kind.HF_FOLDER and has_weights(path) else []
+        notes: list[str] = []
+        if kind == Kind.HF_FOLDER:
+            from lmforge.hf.weights import describe_folder, has_weights  # torch, not for presets
+
+            notes = describe_folder(path) if has_weights(path) else []
         return "\n".join([described, *(f"weights    {note}" for note in notes)])
     if kind == Kind.RUN:
         return _describe_run(Run.open(path))
