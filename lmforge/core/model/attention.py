@@ -407,16 +407,18 @@ class LayerCache:
         self,
         kept: Sequence[Tensor],
         part: slice,
+        sequences: Tensor,
         positions: Tensor,
         end: int,
         groups: Sequence[DecodeGroup],
         lengths: Tensor | None,
     ) -> None:
-        """kept: what `KVCache` has for the layer, of which `part` are these sequences. `end` and
-        `lengths` as in `KVCache.view`.
+        """kept: what `KVCache` has for the layer, of which `part` are these sequences, with the
+        numbers `sequences` [sequences, 1] there. `end` and `lengths` as in `KVCache.view`.
         """
         self._kept = kept
         self._part = part
+        self._sequences = sequences
         self._positions = positions
         self._end = end
         self._groups = groups
@@ -427,10 +429,9 @@ class LayerCache:
 
         Returns views of all tokens so far.
         """
-        sequences = torch.arange(len(self._positions), device=keys.device)[:, None]
         kept_keys, kept_values = (each[self._part, :, : self._end] for each in self._kept)
         for kept, new in ((kept_keys, keys), (kept_values, values)):
-            kept[sequences, :, self._positions] = new.transpose(1, 2).to(kept.dtype)
+            kept[self._sequences, :, self._positions] = new.transpose(1, 2).to(kept.dtype)
         return kept_keys, kept_values
 
     def window(self) -> Tensor:
@@ -546,7 +547,11 @@ class KVCache:
         if end > self.max_length:
             raise ValueError(f"the cache has {self.max_length} slots and {end} tokens")
         part = slice(first, first + len(positions))
-        return [LayerCache(kept, part, positions, end, groups, lengths) for kept in self.layers]
+        sequences = torch.arange(len(positions), device=positions.device)[:, None]
+        return [
+            LayerCache(kept, part, sequences, positions, end, groups, lengths)
+            for kept in self.layers
+        ]
 
     def copy_sequences(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy sequences over other sequences."""

@@ -167,7 +167,7 @@ class ModelConfig(ModelFields):
     @property
     def block_kinds(self) -> tuple[Block, ...]:
         """The different ones among `blocks`, in the order of the layers."""
-        return tuple(dict.fromkeys(self.blocks))
+        return _block_kinds(self)
 
     @property
     def residual_linears(self) -> tuple[str, ...]:
@@ -267,6 +267,12 @@ class ModelConfig(ModelFields):
 def _blocks(config: ModelConfig) -> tuple[Block, ...]:
     family = config.family
     return tuple(family.block(family, config, layer) for layer in range(config.num_hidden_layers))
+
+
+@lru_cache(maxsize=256)
+def _block_kinds(config: ModelConfig) -> tuple[Block, ...]:
+    # Asked for each parameter of a model.
+    return tuple(dict.fromkeys(config.blocks))
 
 
 def base_model_type(model_type: str) -> str:

@@ -444,7 +444,7 @@ def name_layer_types(
     num_layers: int, every: int, other: str = "sliding_attention"
 ) -> tuple[str, ...]:
     """The layer_types of a model in which every `every`-th layer sees everything (0: none does);
-    the others are of the type `other`, which has a window.
+    the others are of the type `other`.
     """
     return tuple(
         "full_attention" if every and layer % every == 0 else other
