@@ -444,17 +444,16 @@ class LayerCache:
         """The state of a recurrent layer; zeros for new sequences."""
         return self._kept[1][self._part] * (self._positions[:, 0] > 0)[:, None, None, None]
 
-    def keep_window(self, tokens: Tensor, earlier: Tensor) -> None:
-        """Keep the last of these `tokens` [sequences, length, channels], after `earlier` ones, that
-        are not padding.
+    def keep_window(self, whole: Tensor) -> None:
+        """Keep the last tokens that are not padding of `whole` [sequences, tokens, channels]: those
+        of `window`, then new ones.
         """
-        whole = torch.cat((earlier.to(tokens.dtype), tokens), dim=1)
-        width = earlier.shape[1]
-        lengths = torch.full_like(self._positions[:, 0], tokens.shape[1])
+        kept = self._kept[0]
+        width = kept.shape[1]
+        lengths = torch.full_like(self._positions[:, 0], whole.shape[1] - width)
         if self._lengths is not None:
             lengths = self._lengths
-        last = lengths[:, None] + torch.arange(width, device=tokens.device)
-        kept = self._kept[0]
+        last = lengths[:, None] + torch.arange(width, device=whole.device)
         kept[self._part] = whole.gather(1, last[..., None].expand(-1, -1, whole.shape[2])).to(
             kept.dtype
         )

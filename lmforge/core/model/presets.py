@@ -33,6 +33,18 @@ _LLAMA31 = {**_LLAMA3, "max_position_embeddings": 131072, "rope_scaling": _LLAMA
 _LLAMA32 = {"rope_scaling": {**_LLAMA31_SCALING, "factor": 32.0}, "tie_word_embeddings": True}
 _LONG = {"max_position_embeddings": 32768}
 _QWEN: dict[str, Any] = {"rope_theta": 1e6, "tie_word_embeddings": True}
+_QWEN35: dict[str, Any] = {
+    "vocab_size": 248320,
+    "max_position_embeddings": 262144,
+    "rope_theta": 1e7,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
 _GEMMA3 = {
     **_QWEN,
     **_LONG,
@@ -134,30 +146,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen3.5-9b": _preset(
         *(4096, 12288, 32, 16, 4),
         model_type="qwen3_5_text",
-        vocab_size=248320,
-        max_position_embeddings=262144,
-        rope_theta=1e7,
-        head_dim=256,
-        partial_rotary_factor=0.25,
-        linear_num_key_heads=16,
-        linear_num_value_heads=32,
-        linear_key_head_dim=128,
-        linear_value_head_dim=128,
-        linear_conv_kernel_dim=4,
+        **_QWEN35,
     ),
     "qwen3.5-35b-a3b": _preset(
         *(2048, 512, 40, 16, 2),
         model_type="qwen3_5_moe_text",
-        vocab_size=248320,
-        max_position_embeddings=262144,
-        rope_theta=1e7,
-        head_dim=256,
-        partial_rotary_factor=0.25,
-        linear_num_key_heads=16,
-        linear_num_value_heads=32,
-        linear_key_head_dim=128,
-        linear_value_head_dim=128,
-        linear_conv_kernel_dim=4,
+        **_QWEN35,
         num_experts=256,
         num_experts_per_tok=8,
         norm_topk_prob=True,

@@ -34,16 +34,17 @@ class CausalConvolution(nn.Module):
         """x [sequences, length, channels] → the same shape. Tokens of other documents [sequences,
         length] count as zeros; None: all are of one, which the cache continues, if there is one.
         """
+        length = x.shape[1]
+        back = self.weight.shape[-1] - 1
         if cache is None:
-            earlier = x.new_zeros(len(x), self.weight.shape[-1] - 1, x.shape[-1])
+            earlier = x.new_zeros(len(x), back, x.shape[-1])
         else:
             earlier = cache.window()
-            cache.keep_window(x, earlier)
-        length = x.shape[1]
-        back = earlier.shape[1]
-        whole = torch.cat((earlier.to(x.dtype), x), dim=1)  # added up in fp32
+        whole = torch.cat((earlier.to(x.dtype), x), dim=1)
+        if cache is not None:
+            cache.keep_window(whole)
         ids = None if document_ids is None else pad(document_ids, (back, 0), value=-2)
-        weight = wide(local_weight(self.weight))[:, 0]
+        weight = wide(local_weight(self.weight))[:, 0]  # so that taps are added up in fp32
         total = x * weight[:, -1]
         if self.bias is not None:
             total = total + local_weight(self.bias)
