@@ -88,8 +88,18 @@ def _write_adapters(
             f"{options.model}: began from {base}, which is adapters too, and adapters cannot belong"
             " to adapters; export it without --adapters, as a whole model with both merged"
         )
-    if stored_model_config(manifest).num_experts and any(
-        ".mlp." in name and ".adapters." not in name for name in stored.adapters
+    config = stored_model_config(manifest)
+    feed_forwards = [
+        f".{linear.name}."
+        for block in config.block_kinds
+        for mixer in block.mixers
+        for linear in mixer.linears
+        if linear.experts == 1 and not mixer.mixes_tokens
+    ]
+    if config.num_experts and any(
+        each in name and ".adapters." not in name
+        for name in stored.adapters
+        for each in feed_forwards
     ):
         raise UserError(
             f"{options.model}: has adapters in dense feed-forwards beside experts, and PEFT takes"

@@ -634,6 +634,7 @@ def test_a_null_that_transformers_does_not_take_is_refused_by_name(
         "attn_pdrop",
         "embd_pdrop",
         "resid_pdrop",
+        "residual_dropout",
     }
     for name in content.keys() - harmless - {"architectures", "model_type"}:
         changed = content | {name: None}

@@ -24,7 +24,7 @@ from lmforge.core.model.config_checks import (
     number_problem,
 )
 from lmforge.core.model.family import Family, load_family, name_layer_types
-from lmforge.core.model.fields import ModelFields, Rope, RopeScaling
+from lmforge.core.model.fields import UNROTATED, ModelFields, Rope, RopeScaling
 from lmforge.core.options.ranges import MODEL_RANGES, ROPE_SCALING_RANGES
 
 
@@ -45,6 +45,8 @@ class ModelConfig(ModelFields):
     and its rotary positions have the base rope_local_base_freq, if there is one.
     query_pre_attn_scalar: attention scores are divided by its root instead of head_dim's.
     final_logit_softcapping: logits become c · tanh(logits / c).
+
+    no_rope_layers: 1 for each layer with rotary positions, 0 for each other one.
 
     num_experts: of each mixture; a token goes to num_experts_per_tok of them, with weights that sum
     to 1 if norm_topk_prob. Every decoder_sparse_step-th layer is a mixture, but for
@@ -78,7 +80,7 @@ class ModelConfig(ModelFields):
             self._set(
                 "rope_scaling", _parse_rope_scaling(self.rope_scaling, self.max_position_embeddings)
             )
-        for name in ("layer_types", "eos_token_id", "mlp_only_layers"):
+        for name in ("layer_types", "no_rope_layers", "eos_token_id", "mlp_only_layers"):
             if isinstance(getattr(self, name), list):
                 self._set(name, tuple(getattr(self, name)))
         check_numbers(self, ("hidden_size", "num_attention_heads"))
@@ -114,6 +116,9 @@ class ModelConfig(ModelFields):
                 "layer_types",
                 name_layer_types(self.num_hidden_layers, family.window_pattern, other),
             )
+        if self.no_rope_layers is None and family.rotates == "three of four":
+            rotated = (int(layer % 4 > 0) for layer in range(1, self.num_hidden_layers + 1))
+            self._set("no_rope_layers", tuple(rotated))
         if self.attention_output_bias is None:
             self._set(
                 "attention_output_bias",
@@ -193,6 +198,7 @@ class ModelConfig(ModelFields):
             self,
             num_hidden_layers=count,
             layer_types=types,
+            no_rope_layers=self.no_rope_layers and (self.no_rope_layers[like],) * count,
             decoder_sparse_step=1,
             mlp_only_layers=(),
             first_k_dense_replace=0,
@@ -223,9 +229,22 @@ class ModelConfig(ModelFields):
         rope = Rope(self.rope_theta, self.rope_scaling)
         local = self.rope_local_base_freq
         windowed = rope if local is None else Rope(local)
-        return tuple(
+        ropes = [
             windowed if each == "sliding_attention" else rope for each in self.written_layer_types
+        ]
+        return tuple(
+            each if is_rotated else UNROTATED
+            for each, is_rotated in zip(ropes, self.rotated_layers, strict=True)
         )
+
+    @property
+    def rotated_layers(self) -> tuple[bool, ...]:
+        """Whether each layer has rotary positions, if the family has any."""
+        if self.no_rope_layers is not None:
+            return tuple(map(bool, self.no_rope_layers))
+        if self.family.rotates == "windows" and self.sliding_window is not None:
+            return tuple(each == "sliding_attention" for each in self.written_layer_types)
+        return (True,) * self.num_hidden_layers
 
     @property
     def max_sequence_length(self) -> int | None:

@@ -79,7 +79,7 @@ def _check_experts(config: ModelFields, family: Family) -> None:
     for name in OWN_FIELDS:
         kept = family.defaults.get(name, getattr(type(config), name))
         if name not in family.fields and getattr(config, name) != kept:
-            others = ("qwen3_moe", "deepseek_v3", "qwen3_next", "lfm2")
+            others = ("qwen3_moe", "deepseek_v3", "qwen3_next", "lfm2", "smollm3")
             other = next(each for each in others if name in load_family(each).fields)
             raise UserError(
                 f"{name}: a {model_type} model has none to choose; use {quoted(kept)}, or"
@@ -228,6 +228,11 @@ def check_options(config: ModelFields, family: Family) -> None:
     if config.query_pre_attn_scalar is not None and not family.scales_scores:
         raise UserError(f"query_pre_attn_scalar: a {model_type} model has none; leave it out")
     _check_experts(config, family)
+    if config.no_rope_layers and len(config.no_rope_layers) != config.num_hidden_layers:
+        raise UserError(
+            f"no_rope_layers: names {len(config.no_rope_layers)} layers of"
+            f" {config.num_hidden_layers}; name each"
+        )
     if config.sliding_window is not None and family.windows == "none":
         raise UserError(
             f"sliding_window: a {model_type} model has none; leave it out, or use model_type"

@@ -6,7 +6,6 @@ compute. core/model/config.py checks which values are valid together.
 """
 
 import re
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -48,6 +47,7 @@ _NULLABLE = (
     "eos_token_id",
     "pad_token_id",
     "mlp_only_layers",
+    "no_rope_layers",
     "attention_bias",
     "mlp_bias",
     "q_lora_rank",
@@ -121,7 +121,9 @@ class _ConfigJson(BaseModel, strict=True):
     n_positions: int | None = None
     layer_types: list[str] | None = None
     max_window_layers: int = 0
-    sliding_window_pattern: int | None = None
+    sliding_window_pattern: int | str | None = None
+    no_rope_layers: list[Annotated[int, Field(ge=0, le=1)]] | None = None
+    no_rope_layer_interval: Annotated[int, Field(gt=0)] = 4
     use_sliding_window: bool = False
     tie_word_embeddings: bool = False
     attention_bias: bool | None = None
@@ -206,10 +208,7 @@ def to_config_json(config: ModelConfig) -> dict[str, Any]:
         for name in (*_COMMON_FIELDS, *family.fields)
     }
     if not family.learned_positions:
-        scaling = asdict(config.rope_scaling) if config.rope_scaling else {}
-        content["rope_scaling"] = {
-            name: value for name, value in scaling.items() if value is not None
-        } or None
+        content["rope_scaling"] = config.written_rope_scaling or None
     return content | dict.fromkeys(family.dropouts, 0.0) | family.write(config) | generation
 
 

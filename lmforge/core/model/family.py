@@ -54,6 +54,7 @@ OWN_FIELDS = (
     "v_head_dim",
     "rope_interleave",
     "partial_rotary_factor",
+    "no_rope_layers",
     *LINEAR_ATTENTION_FIELDS,
     "conv_bias",
 )
@@ -251,30 +252,33 @@ def short_convolution(config: ModelFields) -> Mixer:
 
 
 def mixture_of_experts(
-    config: ModelFields, shared: str = "shared_experts", shared_gate: str = ""
+    config: ModelFields,
+    shared: str = "shared_experts",
+    shared_gate: str = "",
+    name: str = "mlp",
 ) -> Mixer:
     """A router and experts; and shared ones, if there are any, with the name of their module, and
-    of that of a number for each token whose sigmoid they are multiplied by.
+    of that of a number for each token whose sigmoid they are multiplied by. name: the mixture's.
     """
     width = config.hidden_size
     inner = config.expert_size
     experts = config.num_experts
     size = config.shared_expert_size
     linears = (
-        Linear("mlp.gate", width, experts),
-        Linear("mlp.experts.gate_up_proj", width, 2 * inner, experts=experts),
-        Linear("mlp.experts.down_proj", inner, width, residual=True, experts=experts),
+        Linear(f"{name}.gate", width, experts),
+        Linear(f"{name}.experts.gate_up_proj", width, 2 * inner, experts=experts),
+        Linear(f"{name}.experts.down_proj", inner, width, residual=True, experts=experts),
     )
     of_shared = (
-        Linear(f"mlp.{shared}.gate_proj", width, size),
-        Linear(f"mlp.{shared}.up_proj", width, size),
-        Linear(f"mlp.{shared}.down_proj", size, width, residual=True),
+        Linear(f"{name}.{shared}.gate_proj", width, size),
+        Linear(f"{name}.{shared}.up_proj", width, size),
+        Linear(f"{name}.{shared}.down_proj", size, width, residual=True),
     )
-    gate = (Linear(f"mlp.{shared_gate}", width, 1),) if shared_gate else ()
+    gate = (Linear(f"{name}.{shared_gate}", width, 1),) if shared_gate else ()
     if not size:
-        return Mixer("mlp", "mixture", linears, is_mixture=True)
+        return Mixer(name, "mixture", linears, is_mixture=True)
     return Mixer(
-        "mlp",
+        name,
         "mixture",
         (*linears, *of_shared, *gate),
         is_mixture=True,
@@ -334,6 +338,22 @@ def read_rope(content: dict[str, Any], table: Any = None) -> dict[str, Any]:
     return {"rope_scaling": table} | ({} if theta is None else {"rope_theta": theta})
 
 
+def read_layer_types(content: dict[str, Any], every: int | None = None) -> list[str] | None:
+    """layer_types of a config.json, which may be given as a period, sliding_window_pattern (default:
+    `every`); None where neither is.
+    """
+    types: list[str] | None = content.get("layer_types")
+    every = content.get("sliding_window_pattern", every)
+    if types or not every:
+        return types or None
+    if not isinstance(every, int):
+        raise UserError(
+            f"sliding_window_pattern: {quoted(every)} is not supported without layer_types; add"
+            " them"
+        )
+    return [*name_layer_types(content["num_hidden_layers"], every)]
+
+
 def read_partial_rope(content: dict[str, Any]) -> dict[str, Any]:
     """As `read_rope`, with partial_rotary_factor; positions of several axes are one for text."""
     name = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
@@ -361,10 +381,14 @@ class Family:
         channels; None: they are not. optional_qk_norm: or not, as the option qk_norm says.
         latent_attention: as in `latent_attention`. sigmoid_router: a router scores experts by
             sigmoids, and chooses by scores with a bias, and by groups, as DeepSeek-V3's
-            (arXiv 2412.19437).
+            (arXiv 2412.19437). router_epsilon: added to the sum that weights are divided by.
         activations: values of hidden_act; the first is the default.
         scaled_embeddings: they are multiplied by sqrt(hidden_size).
-        learned_positions: instead of rotary ones. final_norm: the name of the last norm.
+        learned_positions: instead of rotary ones. rotates_neighbours: rotary positions pair
+        channel 2i with 2i + 1. rotates: which layers have rotary positions: all; those with a
+        window, where there are such layers; or, where no_rope_layers does not say, all but every
+        fourth one.
+        final_norm: the name of the last norm.
         transposed: weights of linear layers are stored [inputs, outputs].
         why_not_split: why tensor parallelism cannot split it; empty where it can.
         stored_experts: of a mixture of experts; the names on disk of the tensors of a block that
@@ -409,9 +433,12 @@ class Family:
     optional_qk_norm: bool = False
     latent_attention: bool = False
     sigmoid_router: bool = False
+    router_epsilon: float = 1e-20  # sigmoids may all be 0
     activations: tuple[str, ...] = ("silu", "swish")
     scaled_embeddings: bool = False
     learned_positions: bool = False
+    rotates_neighbours: bool = False
+    rotates: Literal["all", "windows", "three of four"] = "all"
     final_norm: str = "norm"
     transposed: bool = False
     why_not_split: str = ""

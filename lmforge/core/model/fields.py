@@ -3,7 +3,8 @@
 Which values a family has where none is given, and which are valid, is said in config.py.
 """
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -40,6 +41,10 @@ class Rope:
 
     theta: float
     scaling: RopeScaling | None = None
+
+
+# Of layers without positions. All angles are 0, so that these layers compute as the others do.
+UNROTATED = Rope(math.inf)
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,7 @@ class ModelFields:
     v_head_dim: int = 0
     rope_interleave: bool = False
     partial_rotary_factor: float = 1.0
+    no_rope_layers: tuple[int, ...] | None = None
     linear_num_key_heads: int = 0
     linear_num_value_heads: int = 0
     linear_key_head_dim: int = 0
@@ -131,6 +137,12 @@ class ModelFields:
         """layer_types as a config.json names each layer."""
         one = "full_attention" if self.sliding_window is None else "sliding_attention"
         return [*(self.layer_types or (one,) * self.num_hidden_layers)]
+
+    @property
+    def written_rope_scaling(self) -> dict[str, Any]:
+        """rope_scaling as a config.json has it; empty where positions are not stretched."""
+        scaling = asdict(self.rope_scaling) if self.rope_scaling else {}
+        return {name: value for name, value in scaling.items() if value is not None}
 
     @property
     def sparse_layers(self) -> tuple[bool, ...]:

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from lmforge.core.model.fields import Rope, RopeScaling
+from lmforge.core.model.fields import UNROTATED, Rope, RopeScaling
 
 
 class RotaryEmbedding:
@@ -44,6 +44,8 @@ class RotaryEmbedding:
 
 def rotary_frequencies(rope: Rope, head_dim: int, device: torch.device | str = "cpu") -> Tensor:
     """Angle per position of each channel pair, in radians: fp32 [head_dim / 2]."""
+    if rope == UNROTATED:
+        return torch.zeros(head_dim // 2, device=device)
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     base = 1.0 / rope.theta**exponents
     scaling = rope.scaling

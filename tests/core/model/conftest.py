@@ -23,6 +23,10 @@ from tests.support.near_ties import drawn_without_near_ties
 MODEL_TYPES = tuple(FAMILIES)
 # For transformers, whose kernel that multiplies all experts at once refuses most of the sizes that
 # are drawn.
+MIXTURES = (
+    *("mixtral", "olmoe", "qwen3_moe", "qwen3_5_moe_text", "qwen3_next", "minimax_m2"),
+    "lfm2_moe",
+)
 ONE_BY_ONE = {"experts_implementation": "eager"}
 
 
@@ -93,7 +97,7 @@ def drawn_config(model_type: str, draw: random.Random, **fixed: Any) -> ModelCon
             "attention_bias": draw.random() < 0.5,
             "attention_output_bias": False,
         }
-    if model_type == "lfm2":
+    if model_type in ("lfm2", "lfm2_moe"):
         fields |= {
             "head_dim": 0,
             "hidden_size": fields["num_attention_heads"] * draw.choice([6, 10]),
@@ -104,7 +108,7 @@ def drawn_config(model_type: str, draw: random.Random, **fixed: Any) -> ModelCon
             "linear_conv_kernel_dim": draw.choice([2, 3, 4]),
             "conv_bias": draw.random() < 0.5,
         }
-    if model_type in ("mixtral", "olmoe", "qwen3_moe", "qwen3_5_moe_text", "qwen3_next"):
+    if model_type in MIXTURES:
         fields["num_experts"] = experts = draw.choice([1, 4, 5])
         fields["num_experts_per_tok"] = draw.randint(1, min(3, experts))
         fields["router_aux_loss_coef"] = draw.choice([0.001, 0.1])
@@ -112,7 +116,15 @@ def drawn_config(model_type: str, draw: random.Random, **fixed: Any) -> ModelCon
         fields["norm_topk_prob"] = draw.random() < 0.5 or model_type in (
             "mixtral",
             "qwen3_5_moe_text",
+            "minimax_m2",
         )
+    if model_type == "minimax_m2":
+        fields["head_dim"] = draw.choice([8, 16])
+        fields["partial_rotary_factor"] = draw.choice([0.25, 0.5, 1.0])
+    if model_type == "lfm2_moe":
+        fields["moe_intermediate_size"] = draw.randrange(7, 33)
+        fields["routed_scaling_factor"] = draw.choice([1.0, 2.5])
+        fields["first_k_dense_replace"] = draw.randint(0, layers)
     if model_type in ("qwen3_5_moe_text", "qwen3_next"):
         fields["moe_intermediate_size"] = draw.randrange(7, 33)
         fields["shared_expert_intermediate_size"] = draw.randrange(7, 33)
@@ -126,24 +138,34 @@ def drawn_config(model_type: str, draw: random.Random, **fixed: Any) -> ModelCon
     if model_type == "olmoe":
         fields["head_dim"] = 0
         fields["hidden_size"] = fields["num_attention_heads"] * draw.choice([6, 10])
-    if model_type in ("llama", "qwen3", "olmo2", "gemma3_text", "olmoe", "qwen3_moe"):
+    if model_type in (
+        *("llama", "qwen3", "olmo2", "olmo3", "gemma3_text", "olmoe", "qwen3_moe", "seed_oss"),
+        "smollm3",
+    ):
         fields["attention_bias"] = fields["attention_output_bias"] = draw.random() < 0.5
-    if model_type == "llama":
+    if model_type == "seed_oss":
+        fields["attention_output_bias"] = draw.random() < 0.5
+    if model_type in ("llama", "seed_oss", "smollm3"):
         fields["mlp_bias"] = draw.random() < 0.5
     if model_type in ("llama", "olmo2", "gemma3_text"):
         fields["hidden_size"] = fields["num_attention_heads"] * draw.choice([3, 5, 6])
+    if model_type in ("olmo3", "smollm3"):
+        fields["head_dim"] = 0
+        fields["hidden_size"] = fields["num_attention_heads"] * draw.choice([4, 6])
+    if model_type == "smollm3":
+        fields["no_rope_layers"] = [draw.choice([0, 1]) for _ in range(layers)]
     if model_type == "qwen2":
         fields["attention_bias"] = True
     if model_type == "gemma3_text":
         fields["query_pre_attn_scalar"] = draw.choice([fields["head_dim"], 7])
         fields["final_logit_softcapping"] = draw.choice([None, 2.0])
         fields["rope_local_base_freq"] = draw.choice([10000.0, 55.0])
+    by_layer = ("qwen2", "qwen3", "gemma3_text", "olmo3", "exaone4", "smollm3")
     if (
-        model_type in ("mistral", "qwen2", "qwen3", "gemma3_text", "mixtral", "qwen3_moe")
-        and draw.random() < 0.7
-    ):
+        model_type in (*by_layer, "mistral", "mixtral", "qwen3_moe") and draw.random() < 0.7
+    ) or model_type == "olmo3":
         fields["sliding_window"] = draw.randrange(2, 20)
-        if model_type in ("qwen2", "qwen3", "gemma3_text"):
+        if model_type in by_layer:
             fields["layer_types"] = [
                 draw.choice(["full_attention", "sliding_attention"]) for _ in range(layers)
             ]

@@ -89,9 +89,9 @@ def test_autocast_gives_fp32_gradients_near_the_fp32_ones(
         (*rows.tokens.shape, config.num_hidden_layers, config.num_experts_per_tok), -1
     )
     routers = [
-        (layer, block.mlp.gate)
-        for layer, block in enumerate(model.blocks)
-        if config.sparse_layers[layer]
+        (layer, model.blocks[layer].get_submodule(block.mixture.name).gate)
+        for layer, block in enumerate(config.blocks)
+        if block.mixture
     ]
     hooks = [
         router.register_forward_hook(partial(keep_chosen, chosen[:, :, layer]))

@@ -53,6 +53,7 @@ GROUPED = {**SIZES, "num_key_value_heads": 2, "intermediate_size": 896}
 OPTIONS: dict[str, Any] = {"qwen2": {"attention_bias": True}, "qwen3": {"head_dim": 32}}
 OPTIONS |= {
     "mixtral": {"norm_topk_prob": True},
+    "minimax_m2": {"norm_topk_prob": True},
     "qwen3_moe": {"head_dim": 32, "moe_intermediate_size": 120},
 }
 EXPERTS = {

@@ -12,19 +12,17 @@ from lmforge.core.model.family import (
     ROTARY_FIELDS,
     Family,
     decoder_block,
-    name_layer_types,
+    read_layer_types,
     read_rope,
 )
 
 
-def _read(content: dict[str, Any]) -> dict[str, Any]:
+def read(content: dict[str, Any]) -> dict[str, Any]:
     """layer_types, which may be given as a period; and rotary positions, of which transformers 5
     writes a table for each type.
 
     A table `rope_scaling` is added to that of full attention, whose rope_type remains.
     """
-    types = content.get("layer_types")
-    every = content.get("sliding_window_pattern")
     ropes = content.get("rope_parameters") or {}
     full: dict[str, Any] = {}
     local: dict[str, Any] = {}
@@ -43,10 +41,8 @@ def _read(content: dict[str, Any]) -> dict[str, Any]:
             " sliding_attention"
         )
     theta = local.get("rope_theta")
-    if not types:
-        types = name_layer_types(content["num_hidden_layers"], every) if every else None
     return {
-        "layer_types": types,
+        "layer_types": read_layer_types(content),
         **read_rope(content, full | more | {"truncate": ropes.get("truncate", True)}),
         **({} if theta is None else {"rope_local_base_freq": theta}),
     }
@@ -90,6 +86,6 @@ FAMILY = Family(
         "tie_word_embeddings": True,
     },
     required_values={"attn_logit_softcapping": None, "use_bidirectional_attention": False},
-    read=_read,
+    read=read,
     write=lambda config: {"layer_types": config.written_layer_types},
 )

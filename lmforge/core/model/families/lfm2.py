@@ -9,6 +9,7 @@ from lmforge.core.model.family import (
     Family,
     gated_feed_forward,
     grouped_attention,
+    mixture_of_experts,
     read_rope,
     short_convolution,
 )
@@ -18,11 +19,14 @@ from lmforge.core.options.ranges import MODEL_RANGES
 RECURRENT = "conv"
 
 
-def _block(family: Family, config: ModelFields, layer: int) -> Block:
+def block(family: Family, config: ModelFields, layer: int) -> Block:
+    """A convolution or attention, then a feed-forward, or a mixture where the family has some."""
     mixer = grouped_attention(family, config, "out_proj", ("q_layernorm", "k_layernorm"))
     if config.layer_types and config.layer_types[layer] == RECURRENT:
         mixer = short_convolution(config)
     feed_forward = gated_feed_forward(config, "feed_forward", ("w1", "w3", "w2"))
+    if config.sparse_layers[layer]:
+        feed_forward = mixture_of_experts(config, name="feed_forward")
     return Block((Branch((mixer,), "operator_norm"), Branch((feed_forward,), "ffn_norm")))
 
 
@@ -58,7 +62,7 @@ def _read(content: dict[str, Any]) -> dict[str, Any]:
 FAMILY = Family(
     architecture="Lfm2ForCausalLM",
     classifier="",
-    block=_block,
+    block=block,
     qk_norm="heads",
     activations=("silu",),
     final_norm="embedding_norm",

@@ -4,17 +4,19 @@ own on disk.
 
 from lmforge.core.model.family import EXPERT_FIELDS, ROTARY_FIELDS, Family
 
+# The names on disk of a router and of experts.
+STORED = {
+    "mlp.gate.weight": ("block_sparse_moe.gate.weight",),
+    "mlp.experts.gate_up_proj": (
+        "block_sparse_moe.experts.{}.w1.weight",
+        "block_sparse_moe.experts.{}.w3.weight",
+    ),
+    "mlp.experts.down_proj": ("block_sparse_moe.experts.{}.w2.weight",),
+}
 FAMILY = Family(
     architecture="MixtralForCausalLM",
     classifier="MixtralForSequenceClassification",
-    stored_experts={
-        "mlp.gate.weight": ("block_sparse_moe.gate.weight",),
-        "mlp.experts.gate_up_proj": (
-            "block_sparse_moe.experts.{}.w1.weight",
-            "block_sparse_moe.experts.{}.w3.weight",
-        ),
-        "mlp.experts.down_proj": ("block_sparse_moe.experts.{}.w2.weight",),
-    },
+    stored_experts=STORED,
     windows="all layers",
     fields=(*ROTARY_FIELDS, *EXPERT_FIELDS, "sliding_window"),
     names={"num_experts": "num_local_experts"},

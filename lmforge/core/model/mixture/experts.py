@@ -89,6 +89,7 @@ class Router(nn.Module):
         self.adapters = nn.ModuleDict()
         self.count = config.num_experts_per_tok
         self.normalized = config.norm_topk_prob
+        self.epsilon = config.family.router_epsilon
         self.scaling = config.routed_scaling_factor
         self.groups = config.n_group
         self.kept_groups = config.topk_group
@@ -121,7 +122,7 @@ class Router(nn.Module):
         )
         weights = scores.gather(1, chosen)
         if self.normalized:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # sigmoids may all be 0
+            weights = weights / (weights.sum(-1, keepdim=True) + self.epsilon)
         return weights if self.scaling == 1 else weights * self.scaling, chosen, scores, logits
 
     def _to_choose_by(self, scores: Tensor) -> Tensor:

@@ -5,6 +5,8 @@ What distinguishes them is in their descriptions (family.py): which branches a b
 what norms go. No loss here: the objective applies the head.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
@@ -35,6 +37,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = config.head_dim
         self.value_dim = config.head_dim
+        self.interleaved = config.family.rotates_neighbours
         self.qk_norm = config.family.qk_norm if config.qk_norm else None
         self.scale = (
             None if config.query_pre_attn_scalar is None else config.query_pre_attn_scalar**-0.5
@@ -85,7 +88,8 @@ class Attention(nn.Module):
         q, k, v = (each.unflatten(-1, (-1, self.head_dim)) for each in (q, k, v))
         if self.qk_norm == "heads":
             q, k = self._normed(q, k)
-        return rotary.apply_rotary(q), rotary.apply_rotary(k), v
+        rotate = partial(rotary.apply_rotary, interleaved=self.interleaved)
+        return rotate(q), rotate(k), v
 
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         of_queries, of_keys = self._norms
