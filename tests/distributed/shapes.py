@@ -46,6 +46,14 @@ SHAPES = {
     "split gpt2": ModelConfig(
         model_type="gpt2", max_position_embeddings=64, tie_word_embeddings=False, **_EVEN
     ),
+    # Layers with and without positions.
+    "smollm3": ModelConfig(
+        model_type="smollm3",
+        intermediate_size=44,
+        num_key_value_heads=2,
+        no_rope_layers=(1, 0, 1, 0),
+        **_EVEN,
+    ),
     # Norms over channels that tensor parallelism splits; two kinds of rotary positions, two of
     # masks.
     # Larger weights, since a norm divides what the small ones give: its gradient has as much more
@@ -146,9 +154,17 @@ SHAPES = {
         initializer_range=0.2,
         **_EVEN,
     ),
+    # Short convolutions, and mixtures under another name than a block's `mlp`.
     "convolutions": ModelConfig(
-        model_type="lfm2",
+        model_type="lfm2_moe",
         intermediate_size=44,
+        num_experts=5,
+        num_experts_per_tok=3,
+        moe_intermediate_size=18,
+        first_k_dense_replace=1,
+        norm_topk_prob=True,
+        router_aux_loss_coef=0.5,
+        output_router_logits=True,
         num_key_value_heads=2,
         linear_conv_kernel_dim=3,
         conv_bias=True,
@@ -174,6 +190,7 @@ CASES_OF_SPLIT_SHAPES = {
     "split qwen3": ("tensor 2", "context 2", "pipeline 2, activation", "pipeline 2, inter"),
     "split tied": ("tensor 2", "context 2"),
     "split gpt2": ("context 2", "pipeline 2, 4"),
+    "smollm3": ("context 2", "pipeline 2, 4"),
     "mixture": (
         *CASES_OF_SHAPES,
         "fsdp2, checkpointing full",
