@@ -324,6 +324,7 @@ CASES_OF_LORA = {
     ),
     "gpt2": ("ddp", "fsdp1 grad", "fsdp2 full", "fsdp2, checkpointing selective-ops"),
     "split gpt2": ("pipeline 2",),
+    "hybrid": ("context 2",),
     "mixture": ("ddp", "fsdp1 full", "fsdp2 full", "fsdp2, checkpointing full", "pipeline 2"),
     "experts": (
         "experts 2 × pipeline 2",
@@ -340,7 +341,7 @@ def shapes_on(world_size: int) -> list[str]:
     shapes = {
         1: ["llama", "gpt2"],
         2: list(SHAPES),
-        4: ["llama", "hybrid", *mixtures],
+        4: ["llama", "hybrid", "convolutions", *mixtures],
         6: ["experts"],
         8: ["experts"],
     }

@@ -42,6 +42,12 @@ _all_gather: Any = (
 )
 
 
+_reduce_scatter: Any = (
+    getattr(collectives, "reduce_scatter_single_autograd", None)
+    or collectives.reduce_scatter_tensor_autograd
+)
+
+
 @dataclass(frozen=True)
 class ContextParallel:
     """The ranks that split sequences."""
@@ -53,13 +59,13 @@ class ContextParallel:
 
         The length divides by twice the ranks.
         """
-        ranges = self.local_ranges(batch.sequence_length // self.group.size())
         full = replace(batch, document_starts=None)  # they describe full sequences
-        return full.map(
-            lambda tensor: torch.cat(
-                [tensor[:, first : first + count] for first, count in ranges], dim=1
-            )
-        )
+        return full.map(lambda tensor: self.own_tokens(tensor, 1))
+
+    def own_tokens(self, whole: Tensor, dim: int) -> Tensor:
+        """This rank's part of a tensor of full sequences along `dim`."""
+        ranges = self.local_ranges(whole.shape[dim] // self.group.size())
+        return torch.cat([whole.narrow(dim, first, count) for first, count in ranges], dim)
 
     def local_ranges(self, local_length: int) -> list[tuple[int, int]]:
         """(index of the first token in the full sequence, number of tokens) of this rank's two
@@ -79,6 +85,15 @@ class ContextParallel:
         from_start, from_end = pieces.unbind(dim + 1)
         ordered = torch.cat([from_start, from_end.flip(dim)], dim=dim)
         return ordered.flatten(dim, dim + 1)
+
+    def reduce_scatter_sequence(self, whole: Tensor, dim: int) -> Tensor:
+        """This rank's part along `dim` of the sum over ranks of tensors of full sequences."""
+        pieces = whole.unflatten(dim, (2, self.group.size(), -1))
+        from_start, from_end = pieces.unbind(dim)
+        by_rank = torch.stack([from_start, from_end.flip(dim)], dim + 1)
+        ordered = by_rank.flatten(dim, dim + 2).contiguous()
+        result: Tensor = _reduce_scatter(ordered, "sum", dim, self.group)
+        return result
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,11 @@ divides. Where it does not, every rank has them whole, and looks up and scores
 import logging
 import warnings
 from dataclasses import replace
-from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
-    Partial,
     Replicate,
     Shard,
     distribute_module,
@@ -92,7 +90,7 @@ def _block_plan(config: ModelConfig, block: Block) -> dict[str, ParallelStyle]:
     for mixer in block.mixers:
         owner = mixer.name
         if mixer.states:
-            plan[owner] = WholeSequence()
+            plan[owner] = Replicated()
             continue
         if mixer.is_mixture:
             whole = ("gate", "experts", *([mixer.shared_gate] if mixer.shared_gate else ()))
@@ -126,28 +124,11 @@ def _split(linear: Linear) -> ParallelStyle:
 
 class Replicated(ParallelStyle):
     """What every rank has whole: a mixture of experts, computed for its own part of the sequence,
-    and what makes latents.
+    what makes latents, and a recurrent mixer, of which it computes some heads.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(module, device_mesh)
-
-
-class WholeSequence(ParallelStyle):
-    """What every rank has whole and computes for whole sequences: a recurrent mixer. Each keeps its
-    own part of what it returns, so that its gradients are a part of the sums.
-    """
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def gather(mixer: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
-            part = DTensor.from_local(inputs[0], mesh, [Shard(SEQUENCE_DIM)], run_check=False)
-            whole = part.redistribute(mesh, [Replicate()])
-            return whole.to_local(grad_placements=[Partial()]), *inputs[1:]
-
-        def own_part(mixer: nn.Module, output: Any, mesh: DeviceMesh) -> Any:
-            return output.chunk(mesh.size(), SEQUENCE_DIM)[mesh.get_local_rank()]
-
-        return distribute_module(module, device_mesh, None, gather, own_part)
 
 
 class ChannelParallelNorm(ParallelStyle):

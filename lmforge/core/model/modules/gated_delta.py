@@ -15,7 +15,13 @@ from lmforge.core.model.attention import LayerCache
 from lmforge.core.model.blocks import Mixer
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.layers import RMSNorm, add_linears, local_weight
-from lmforge.core.model.modules.recurrent import CausalConvolution, RecurrentMixer, project, wide
+from lmforge.core.model.modules.recurrent import (
+    CausalConvolution,
+    RecurrentMixer,
+    Share,
+    project,
+    wide,
+)
 from lmforge.core.model.rng.token_rng import TokenRng
 
 # Tokens that are computed at once, by matrix products.
@@ -32,9 +38,11 @@ class GatedDeltaRule(RecurrentMixer):
         super().__init__()
         self.key_dim = config.linear_key_head_dim
         self.value_dim = config.linear_value_head_dim
-        keys = config.linear_num_key_heads * self.key_dim
+        self.heads = config.linear_num_key_heads
+        self.value_heads = (config.linear_num_value_heads,)
+        keys = self.heads * self.key_dim
         self.parts = (keys, keys, config.linear_num_value_heads * self.value_dim)
-        self.copies = config.linear_num_value_heads // config.linear_num_key_heads
+        self.copies = config.linear_num_value_heads // self.heads
         self.conv1d = CausalConvolution(sum(self.parts), config.linear_conv_kernel_dim)
         self.dt_bias = nn.Parameter(torch.empty(config.linear_num_value_heads))
         self.A_log = nn.Parameter(torch.empty(config.linear_num_value_heads))
@@ -47,12 +55,16 @@ class GatedDeltaRule(RecurrentMixer):
         document_ids: Tensor | None,
         cache: LayerCache | None,
         token_rng: TokenRng | None,
+        share: Share,
     ) -> Tensor:
-        qkv, z, b, a = self.projected(x, token_rng)
-        rate, bias = (wide(local_weight(each)) for each in (self.A_log, self.dt_bias))
+        qkv, z, b, a = self.projected(x, token_rng, share)
+        rate, bias = (
+            wide(share.of(local_weight(each), self.value_heads))
+            for each in (self.A_log, self.dt_bias)
+        )
         decay = -rate.exp() * softplus(wide(a) + bias)
         beta = wide(b).sigmoid()
-        convolved = silu(self.conv1d(qkv, document_ids, cache))
+        convolved = silu(self.conv1d(qkv, document_ids, cache, share, self.parts))
         if cache is None:
             out, _ = gated_delta_rule(*self._heads(convolved), decay, beta, document_ids)
         else:
@@ -64,16 +76,22 @@ class GatedDeltaRule(RecurrentMixer):
         normed = self.norm(out.to(x.dtype)) * silu(wide(z)).unflatten(-1, out.shape[-2:])
         return normed.flatten(2).to(x.dtype)
 
-    def projected(self, x: Tensor, token_rng: TokenRng | None) -> tuple[Tensor, ...]:
+    def projected(self, x: Tensor, token_rng: TokenRng | None, share: Share) -> tuple[Tensor, ...]:
         """Queries, keys and values in one tensor, in this order; z; and for each head b and a."""
-        layers = (self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a)
-        return tuple(project(layer, x, token_rng) for layer in layers)
+        segments = {
+            self.in_proj_qkv: self.parts,
+            self.in_proj_z: self.parts[2:],
+            self.in_proj_b: self.value_heads,
+            self.in_proj_a: self.value_heads,
+        }
+        return tuple(project(layer, x, token_rng, share, each) for layer, each in segments.items())
 
     def _heads(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values in fp32, [sequences, length, value heads, ·] each; queries and
         keys have length 1, and queries are scaled.
         """
-        q, k, v = wide(convolved).split(self.parts, dim=-1)
+        parts = [each * convolved.shape[-1] // sum(self.parts) for each in self.parts]
+        q, k, v = wide(convolved).split(parts, dim=-1)
         q, k = (each.unflatten(-1, (-1, self.key_dim)) for each in (q, k))
         q, k = (
             (each * (each.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).repeat_interleave(
@@ -90,13 +108,15 @@ class GatedDeltaRuleByKeyHead(GatedDeltaRule):
     in_proj_qkvz: nn.Linear
     in_proj_ba: nn.Linear
 
-    def projected(self, x: Tensor, token_rng: TokenRng | None) -> tuple[Tensor, ...]:
+    def projected(self, x: Tensor, token_rng: TokenRng | None, share: Share) -> tuple[Tensor, ...]:
         values = self.copies * self.value_dim
-        by_head = project(self.in_proj_qkvz, x, token_rng).unflatten(
-            -1, (-1, 2 * (self.key_dim + values))
+        of_head = 2 * (self.key_dim + values)
+        by_head = project(self.in_proj_qkvz, x, token_rng, share, (self.heads * of_head,))
+        *qkv, z = by_head.unflatten(-1, (-1, of_head)).split(
+            (self.key_dim, self.key_dim, values, values), dim=-1
         )
-        *qkv, z = by_head.split((self.key_dim, self.key_dim, values, values), dim=-1)
-        b, a = project(self.in_proj_ba, x, token_rng).unflatten(-1, (-1, 2, self.copies)).unbind(-2)
+        ba = project(self.in_proj_ba, x, token_rng, share, (2 * self.value_heads[0],))
+        b, a = ba.unflatten(-1, (-1, 2, self.copies)).unbind(-2)
         return torch.cat([each.flatten(2) for each in qkv], dim=-1), *(
             each.flatten(2) for each in (z, b, a)
         )

@@ -1,14 +1,17 @@
-"""What recurrent mixers share: the causal convolution, and how whole sequences come to a rank.
+"""What recurrent mixers have in common: the causal convolution, and how ranks share their work.
 
-With context and tensor parallelism every rank computes a recurrent mixer for whole sequences, of
-which it keeps its own tokens: sums over ranks are those of attention, and the work is not split.
+With context and tensor parallelism a rank is given whole sequences, computes some of the heads for
+them, and adds what they write to its own tokens. It has the matrices whole, and multiplies by its
+part of them. Where the ranks do not divide the heads, each computes all of them.
 """
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.functional import linear, pad
 
 from lmforge.core.model.attention import AttentionMask, LayerCache
@@ -22,6 +25,33 @@ def wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+@dataclass(frozen=True)
+class Share:
+    """Which of so many equal parts of its heads a rank computes."""
+
+    part: int = 0
+    parts: int = 1
+
+    def divided(self, part: int, parts: int) -> "Share":
+        """Such a part of this share; all of it where there is but one."""
+        return self if parts == 1 else Share(self.part * parts + part, self.parts * parts)
+
+    def of(self, x: Tensor, segments: Sequence[int], dim: int = 0) -> Tensor:
+        """Its part of each of the segments that follow each other along `dim`."""
+        if self.parts == 1:
+            return x
+        parts = (each.chunk(self.parts, dim)[self.part] for each in x.split([*segments], dim))
+        return torch.cat([*parts], dim)
+
+    def widened(self, x: Tensor) -> Tensor:
+        """x with zeros in place of the channels of the other parts."""
+        width = x.shape[-1]
+        return pad(x, (self.part * width, (self.parts - 1 - self.part) * width))
+
+
+WHOLE = Share()
+
+
 class CausalConvolution(nn.Module):
     """A causal convolution of each channel by itself: weight [channels, 1, width], bias [channels]."""
 
@@ -30,9 +60,17 @@ class CausalConvolution(nn.Module):
         self.weight = nn.Parameter(torch.empty(channels, 1, width))
         self.bias = nn.Parameter(torch.empty(channels)) if bias else None
 
-    def forward(self, x: Tensor, document_ids: Tensor | None, cache: LayerCache | None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        document_ids: Tensor | None,
+        cache: LayerCache | None,
+        share: Share = WHOLE,
+        segments: Sequence[int] = (),
+    ) -> Tensor:
         """x [sequences, length, channels] → the same shape. Tokens of other documents [sequences,
         length] count as zeros; None: all are of one, which the cache continues, if there is one.
+        x has the channels of a share of these segments.
         """
         length = x.shape[1]
         back = self.weight.shape[-1] - 1
@@ -44,10 +82,11 @@ class CausalConvolution(nn.Module):
         if cache is not None:
             cache.keep_window(whole)
         ids = None if document_ids is None else pad(document_ids, (back, 0), value=-2)
-        weight = wide(local_weight(self.weight))[:, 0]  # so that taps are added up in fp32
+        # So that taps are added up in fp32.
+        weight = wide(share.of(local_weight(self.weight), segments))[:, 0]
         total = x * weight[:, -1]
         if self.bias is not None:
-            total = total + local_weight(self.bias)
+            total = total + share.of(local_weight(self.bias), segments)
         for steps in range(1, back + 1):
             shifted = whole[:, back - steps : back - steps + length]
             if ids is not None and document_ids is not None:
@@ -57,18 +96,28 @@ class CausalConvolution(nn.Module):
         return total.to(x.dtype)
 
 
-def project(layer: nn.Linear, x: Tensor, token_rng: TokenRng | None) -> Tensor:
-    """`layer` of plain hidden states, where tensor parallelism has its weights on every rank."""
-    if isinstance(layer.weight, DTensor):
-        bias = None if layer.bias is None else local_weight(layer.bias)
-        return linear(x, local_weight(layer.weight), bias)
-    return apply_linear(layer, x, token_rng)
+def project(
+    layer: nn.Linear,
+    x: Tensor,
+    token_rng: TokenRng | None,
+    share: Share = WHOLE,
+    segments: Sequence[int] = (),
+) -> Tensor:
+    """The outputs of `layer`, which are segments of these sizes, that belong to a share."""
+    if type(layer) is nn.Linear and (share.parts > 1 or isinstance(layer.weight, DTensor)):
+        bias = None if layer.bias is None else share.of(local_weight(layer.bias), segments)
+        return linear(x, share.of(local_weight(layer.weight), segments), bias)
+    return share.of(apply_linear(layer, x, token_rng), segments, -1)
 
 
 class RecurrentMixer(nn.Module):
-    """A mixer whose tokens read earlier ones of their document through a state of one size."""
+    """A mixer whose tokens read earlier ones of their document through a state of one size.
+
+    heads: how many parts its work divides into.
+    """
 
     out_proj: nn.Linear
+    heads: int
 
     def forward(
         self,
@@ -81,18 +130,49 @@ class RecurrentMixer(nn.Module):
         """x [sequences, length, width] → the same shape and dtype; positions are in the order of
         the tokens alone.
         """
+        weight = self.out_proj.weight
+        mesh = weight.device_mesh if isinstance(weight, DTensor) else None
         parallel = mask.context_parallel
-        if parallel is None:
-            mixed = self.mix(x, mask.document_ids, cache, token_rng)
-            return project(self.out_proj, mixed, token_rng)
-        whole_rng = token_rng
-        if token_rng is not None:
-            keys = parallel.all_gather_sequence(token_rng.rng_keys, 1)
-            whole_rng = replace(token_rng, rng_keys=keys)
-        mixed = self.mix(parallel.all_gather_sequence(x, 1), mask.document_ids, cache, whole_rng)
-        ranges = parallel.local_ranges(mixed.shape[1] // parallel.group.size())
-        own = torch.cat([mixed[:, first : first + count] for first, count in ranges], dim=1)
-        return project(self.out_proj, own, token_rng)
+        tensor_ranks = 1 if mesh is None else mesh.size()
+        context_ranks = 1 if parallel is None else parallel.group.size()
+        if self.heads % tensor_ranks:
+            tensor_ranks = 1
+        if self.heads % (tensor_ranks * context_ranks):
+            context_ranks = 1
+        share = WHOLE
+        if mesh is not None:
+            x = gather_sequence(x, mesh)
+            share = share.divided(mesh.get_local_rank(), tensor_ranks)
+        if parallel is not None:
+            x = parallel.all_gather_sequence(x, 1)
+            share = share.divided(parallel.group.rank(), context_ranks)
+            if token_rng is not None:
+                keys = parallel.all_gather_sequence(token_rng.rng_keys, 1)
+                token_rng = replace(token_rng, rng_keys=keys)
+        mixed = self.mix(x, mask.document_ids, cache, token_rng, share)
+        mixed = self._project_out(mixed, token_rng, share)
+        if parallel is not None:
+            own = parallel.reduce_scatter_sequence if context_ranks > 1 else parallel.own_tokens
+            mixed = own(mixed, 1)
+        if mesh is not None:
+            mixed = scatter_sequence(mixed, mesh, is_partial=tensor_ranks > 1)
+        return mixed
+
+    def _project_out(self, mixed: Tensor, token_rng: TokenRng | None, share: Share) -> Tensor:
+        """`out_proj` of a share of its inputs; the sum over shares is that of all."""
+        layer = self.out_proj
+        if share.parts == 1:
+            return project(layer, mixed, token_rng)
+        if type(layer) is nn.Linear:
+            weight = share.of(local_weight(layer.weight), (layer.in_features,), 1)
+            out = linear(mixed, weight)
+        else:
+            out = apply_linear(layer, share.widened(mixed), token_rng)
+        if layer.bias is None:
+            return out
+        # Added by one rank; the others multiply by 0, since FSDP wants a gradient from each.
+        times = float(share.part == 0) - float(type(layer) is not nn.Linear)
+        return out + times * local_weight(layer.bias)
 
     def mix(
         self,
@@ -100,6 +180,25 @@ class RecurrentMixer(nn.Module):
         document_ids: Tensor | None,
         cache: LayerCache | None,
         token_rng: TokenRng | None,
+        share: Share,
     ) -> Tensor:
-        """What `out_proj` is given, for whole sequences x [sequences, length, width]."""
+        """What `out_proj` is given, of a share of the heads, for whole sequences x [sequences,
+        length, width].
+        """
         raise NotImplementedError
+
+
+def gather_sequence(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Hidden states of all ranks of tensor parallelism along the sequence; gradients are summed."""
+    part = DTensor.from_local(x, mesh, [Shard(1)], run_check=False)
+    return part.redistribute(mesh, [Replicate()]).to_local(grad_placements=[Partial()])
+
+
+def scatter_sequence(x: Tensor, mesh: DeviceMesh, is_partial: bool) -> Tensor:
+    """This rank's part of the sequence of hidden states, which ranks have in sum, if they are
+    partial, or each of them.
+    """
+    if not is_partial:
+        return x.chunk(mesh.size(), 1)[mesh.get_local_rank()]
+    whole = DTensor.from_local(x, mesh, [Partial()], run_check=False)
+    return whole.redistribute(mesh, [Shard(1)]).to_local()

@@ -6,7 +6,12 @@ from lmforge.core.model.attention import LayerCache
 from lmforge.core.model.blocks import Mixer
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.layers import add_linears
-from lmforge.core.model.modules.recurrent import CausalConvolution, RecurrentMixer, project
+from lmforge.core.model.modules.recurrent import (
+    CausalConvolution,
+    RecurrentMixer,
+    Share,
+    project,
+)
 from lmforge.core.model.rng.token_rng import TokenRng
 
 
@@ -15,6 +20,7 @@ class ShortConvolution(RecurrentMixer):
 
     def __init__(self, config: ModelConfig, mixer: Mixer) -> None:
         super().__init__()
+        self.heads = config.hidden_size
         self.conv = CausalConvolution(
             config.hidden_size, config.linear_conv_kernel_dim, config.conv_bias
         )
@@ -26,6 +32,9 @@ class ShortConvolution(RecurrentMixer):
         document_ids: Tensor | None,
         cache: LayerCache | None,
         token_rng: TokenRng | None,
+        share: Share,
     ) -> Tensor:
-        before, after, values = project(self.in_proj, x, token_rng).chunk(3, dim=-1)
-        return after * self.conv(before * values, document_ids, cache)
+        channels = (self.heads,)
+        projected = project(self.in_proj, x, token_rng, share, 3 * channels)
+        before, after, values = projected.chunk(3, dim=-1)
+        return after * self.conv(before * values, document_ids, cache, share, channels)

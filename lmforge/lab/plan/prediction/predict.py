@@ -157,8 +157,8 @@ class Prediction:
 
 
 def check_estimated(step_config: StepConfig) -> None:
-    """Raise UserError where memory and time are not known: under context parallelism every rank
-    computes recurrent layers for whole sequences, which is not counted.
+    """Raise UserError where memory and time are not known: under context parallelism a rank is
+    given whole sequences for recurrent layers, which is not counted.
     """
     if step_config.context > 1 and step_config.model.family.recurrent_type:
         raise UserError(
