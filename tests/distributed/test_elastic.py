@@ -77,6 +77,32 @@ def test_a_rank_that_fills_no_group_of_tensor_parallelism_stands_by(
     assert_same(Run(tmp_path / "five"), reference)
 
 
+# Chunks of the delta rule have 64 tokens, so that each of four pieces of a sequence has three.
+HYBRID = ["--model.preset", "nano-hybrid", "--model.num_hidden_layers", "4"]
+HYBRID += ["--data.sequence_length", "768", "--train.global_batch_size", "4"]
+HYBRID += ["--schedule.name", "constant", "--checkpoint.every_steps", "7"]
+
+
+@pytest.mark.slow
+def test_a_hybrid_continues_from_context_to_tensor_parallelism_to_checkpointing(
+    recipe: Recipe, lmforge: Command, tmp_path: Path
+) -> None:
+    stages = [
+        (1, "unbroken", "20", []),
+        (4, "broken", "7", ["--parallel.context_parallel_degree", "2"]),
+        (2, "broken", "14", ["--parallel.tensor_parallel_degree", "2"]),
+        (1, "broken", "20", ["--parallel.activation_checkpointing", "full"]),
+    ]
+    for ranks, name, steps, more in stages:
+        words = recipe(tmp_path, name, *HYBRID, "--train.steps", steps, *more)
+        done = lmforge("pretrain", *words, ranks=ranks)
+        assert done.returncode == 0, done.stderr
+    ours = losses(Run(tmp_path / "broken"))
+    # A loss is rounded to 1e-7 of itself at each of 20 steps, and no step undoes another's.
+    assert ours == pytest.approx(losses(Run(tmp_path / "unbroken")), rel=2e-6, abs=0)
+    assert len(ours) == 20
+
+
 def test_a_rank_that_stands_by_ends_when_the_others_are_refused(
     recipe: Recipe, lmforge: Command, tmp_path: Path
 ) -> None:
