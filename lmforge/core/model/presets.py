@@ -227,6 +227,17 @@ PRESETS: dict[str, dict[str, Any]] = {
     ),
     "gemma3-270m": _preset(640, 2048, 18, 4, 1, **_GEMMA3),
     "gemma3-1b": _preset(1152, 6912, 26, 4, 1, **_GEMMA3),
+    # Of its folder, which reads images too, the language model.
+    "gemma3-12b": _preset(
+        *(3840, 15360, 48, 16, 8),
+        **_GEMMA3
+        | {
+            "vocab_size": 262_208,
+            "max_position_embeddings": 131_072,
+            "sliding_window": 1024,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+    ),
     "codellama-7b": _preset(4096, 11008, 32, 32, **_CODELLAMA | {"vocab_size": 32016}),
     "codellama-34b": _preset(8192, 22016, 48, 64, 8, **_CODELLAMA),
     "llama2-7b": _preset(4096, 11008, 32, 32, **_LLAMA2),

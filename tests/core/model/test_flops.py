@@ -99,6 +99,7 @@ def test_published_sizes() -> None:
         "olmo2-1b": 1.4849,
         "gemma3-270m": 0.2681,
         "gemma3-1b": 0.99989,
+        "gemma3-12b": 1.0069 + 10.759,
         "olmoe-1b-7b": 6.919,
         "mixtral-8x7b": 46.70,
         "qwen3-30b-a3b": 30.53,
