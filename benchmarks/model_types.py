@@ -13,10 +13,13 @@ and whether greedy decoding of prompts of several lengths gives the tokens of tr
 `generate`. transformers' chunks of the gated delta rule lose up to 1e-5, so it computes that rule
 token by token.
 
-    python benchmarks/model_types.py [TYPE …] [--json FILE]
+    python benchmarks/model_types.py [TYPE …] [--write]
+
+With --write all rows go into benchmarks/results/model_types.json, and the table into docs/models.md.
 """
 
 import argparse
+import datetime
 import json
 import sys
 import tempfile
@@ -40,6 +43,11 @@ from lmforge.hf.weights import load_folder
 from lmforge.serve.decoding.engine import Engine, GenerationRequest
 from lmforge.serve.decoding.sampling import SamplingParams
 
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "model_types.json"
+PAGE = ROOT / "docs" / "models.md"
+BEGIN = "<!-- the table of benchmarks/model_types.py -->\n"
+END = "<!-- end of the table -->\n"
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 32,
@@ -432,7 +440,7 @@ def attempt(model_type: str) -> Row:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Model types of transformers in lmforge.")
     parser.add_argument("model_types", nargs="*", metavar="TYPE", help="default: all")
-    parser.add_argument("--json", type=Path, help="write the rows into this file")
+    parser.add_argument("--write", action="store_true", help="write results and page")
     chosen = parser.parse_args(arguments)
     unknown = [each for each in chosen.model_types if each not in MODEL_TYPES]
     if unknown:
@@ -445,9 +453,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for model_type in chosen.model_types or MODEL_TYPES:
         rows.append(attempt(model_type))
         print(lines_of(rows[-1:])[-1], rows[-1].reason[:300], flush=True)
-    if chosen.json:
-        chosen.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    if chosen.write:
+        content = {
+            "date": datetime.date.today().isoformat(),
+            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+            "rows": [asdict(row) for row in rows],
+        }
+        RESULTS.write_text(json.dumps(content, indent=1) + "\n")
+        write_page(rows)
     return 0
+
+
+def write_page(rows: Sequence[Row]) -> None:
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    table = "".join(f"{line}\n" for line in lines_of(rows))
+    PAGE.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
+
+
+def table_on_page() -> list[str]:
+    """The lines of the table in docs/models.md."""
+    _, _, rest = PAGE.read_text().partition(BEGIN)
+    return rest.partition(END)[0].strip().splitlines()
+
+
+def written_rows() -> list[Row]:
+    """Those of benchmarks/results/model_types.json."""
+    return [Row(**each) for each in json.loads(RESULTS.read_text())["rows"]]
 
 
 if __name__ == "__main__":
