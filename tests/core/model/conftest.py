@@ -17,6 +17,8 @@ from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.init_weights import init_weights
 from lmforge.core.options.builtin_names import FAMILIES
+from lmforge.hf.stored_experts import stored_name
+from lmforge.hf.turned_experts import is_turned, turned
 from tests.seeds import fresh_seed
 from tests.support.near_ties import drawn_without_near_ties
 
@@ -312,6 +314,18 @@ def built(config: ModelConfig, seed: int = 0) -> nn.Module:
     """A model of this shape with weights that all matter."""
     print(config)
     return shaken(init_weights(build_model(config), seed))
+
+
+def as_transformers_has_them(
+    tensors: dict[str, torch.Tensor], config: ModelConfig
+) -> dict[str, torch.Tensor]:
+    """Tensors of a model by their names in memory there: of gpt-oss also those on disk."""
+    if config.model_type != "gpt_oss":
+        return tensors
+    return {
+        stored_name(name, config): turned(name, each) if is_turned(name, config) else each
+        for name, each in tensors.items()
+    }
 
 
 def quantized(folder: Path, block: tuple[int, int]) -> dict[str, torch.Tensor]:

@@ -2,14 +2,16 @@
 an expert's inner channels are clamped.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from lmforge.core.model.blocks import Mixer
 from lmforge.core.model.config import ModelConfig
-from lmforge.core.model.layers import local_weight, to_autocast_dtype
+from lmforge.core.model.layers import local_weight
 from lmforge.core.model.mixture.experts import Experts, MixtureOfExperts
-from lmforge.core.model.mixture.grouped_mm import grouped_linear
+from lmforge.core.model.mixture.grouped_mm import sum_outer_products
 
 LIMIT = 7.0
 STEEPNESS = 1.702
@@ -37,10 +39,31 @@ class ClampedExperts(Experts):
 
     def _multiply(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
         out = super()._multiply(name, rows, ends)
-        bias = to_autocast_dtype(local_weight(getattr(self, f"{name}_bias")))
-        # As a product, since its gradient adds up the rows of an expert in the same order each time.
-        ones = out.new_ones(out.shape[0], 1)
-        return out + grouped_linear(ones, bias.unsqueeze(-1), ends)
+        bias = local_weight(getattr(self, f"{name}_bias"))
+        result: Tensor = _AddBiases.apply(out, bias.to(out.dtype), ends)
+        return result
+
+
+class _AddBiases(torch.autograd.Function):
+    """out [rows, outputs] + the bias of each row's expert, of biases [experts, outputs]; `ends` as in
+    `multiply_groups`.
+
+    Their gradient is a product; that of an index would be added up in an order that may change from
+    run to run.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, biases: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(ends)
+        rows = torch.arange(out.shape[0], dtype=ends.dtype, device=ends.device)
+        return out + biases[torch.searchsorted(ends, rows, right=True)]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        (ends,) = ctx.saved_tensors
+        ones = gradients[0].new_ones(gradients[0].shape[0], 1)
+        of_biases = sum_outer_products(ones, gradients[0], ends).squeeze(1)
+        return gradients[0], of_biases, None
 
 
 class ClampedMixture(MixtureOfExperts):
