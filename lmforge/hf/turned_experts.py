@@ -19,6 +19,8 @@ from lmforge.hf.safetensors_file import SafetensorsFile
 
 _OWNER = ".mlp.experts."
 _INTERLEAVED = ("gate_up_proj", "gate_up_proj_bias")
+_OUTPUTS = ".gate_up_proj.lora_B.weight"
+_ROUTER_NAMES = (".mlp.gate.", ".mlp.router.")
 _BLOCKS = "_blocks"
 _SCALES = "_scales"
 _BLOCK = 32  # numbers of a block
@@ -34,8 +36,40 @@ def is_turned(name: str, config: ModelConfig) -> bool:
 def turned(name: str, stack: Tensor) -> Tensor:
     """A stack of the model, or its biases, as it is on disk."""
     if name.endswith(_INTERLEAVED):
-        stack = stack.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+        stack = _interleave(stack)
     return stack.transpose(1, 2) if stack.ndim == 3 else stack
+
+
+def _interleave(stack: Tensor) -> Tensor:
+    return stack.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
+
+
+def _separate(stack: Tensor) -> Tensor:
+    return stack.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+
+
+def adapters_beside_folder(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """Adapters of a model as they are beside the folder that it is stored in."""
+    if not _has_turned_adapters(config):
+        return {**tensors}
+    return {
+        name.replace(*_ROUTER_NAMES): _interleave(each) if name.endswith(_OUTPUTS) else each
+        for name, each in tensors.items()
+    }
+
+
+def adapters_of_model(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """The reverse of `adapters_beside_folder`."""
+    if not _has_turned_adapters(config):
+        return {**tensors}
+    return {
+        name.replace(*_ROUTER_NAMES[::-1]): _separate(each) if name.endswith(_OUTPUTS) else each
+        for name, each in tensors.items()
+    }
+
+
+def _has_turned_adapters(config: ModelConfig) -> bool:
+    return config.implementation == "lmforge" and config.family.interleaved_experts
 
 
 @dataclass(frozen=True)
@@ -60,9 +94,7 @@ class TurnedStack:
         else:
             value = self._read(self.name, expert)
             value = value.t() if value.ndim == 2 else value
-        if not self.name.endswith(_INTERLEAVED):
-            return value
-        return torch.cat((value[0::2], value[1::2]))
+        return _separate(value[None])[0] if self.name.endswith(_INTERLEAVED) else value
 
     def _read(self, name: str, expert: int) -> Tensor:
         file = self.file_of[name]

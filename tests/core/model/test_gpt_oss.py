@@ -94,7 +94,9 @@ def test_every_kernel_divides_by_the_sink_too_and_gives_its_gradient(
         strict=True,
     ):
         bound = 1e-5 if dtype == torch.float32 else 1e-12
-        torch.testing.assert_close(ours, exact, rtol=0, atol=bound * float(exact.detach().abs().max()))
+        torch.testing.assert_close(
+            ours, exact, rtol=0, atol=bound * float(exact.detach().abs().max())
+        )
 
 
 def packed_folder(folder: Path, draw: random.Random, **fields: Any) -> dict[str, torch.Tensor]:
