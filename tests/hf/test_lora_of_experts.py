@@ -288,17 +288,16 @@ def test_first_values_and_counts_are_those_of_each_expert(draw: random.Random) -
     )
 
 
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
 def test_a_run_resumes_bit_by_bit_and_its_adapters_open_in_peft_as_the_run_does(
-    tmp_path: Path, byte_tokenizer: Tokenizer
+    model_type: str, tmp_path: Path, byte_tokenizer: Tokenizer
 ) -> None:
     byte_tokenizer.save(tmp_path / "tokenizer")
-    sizes = {
-        "intermediate_size": 24,
-        "moe_intermediate_size": 16,
-        "num_experts": 3,
-        "num_experts_per_tok": 2,
-    }
-    shape = ModelConfig(261, 16, 2, 2, model_type="qwen3_moe", mlp_only_layers=(0,), **sizes)
+    sizes = {"intermediate_size": 24, "num_experts": 3, "num_experts_per_tok": 2}
+    own: dict[str, Any] = {"norm_topk_prob": True}
+    if model_type == "qwen3_moe":
+        own = {"moe_intermediate_size": 16, "mlp_only_layers": (0,)}
+    shape = ModelConfig(261, 16, 2, 2, model_type=model_type, **sizes, **own)
     base = tmp_path / "base"
     export_folder(
         init_weights(build_model(shape), 0), shape, base, tokenizer_folder=tmp_path / "tokenizer"
