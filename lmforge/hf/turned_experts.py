@@ -8,10 +8,12 @@ inputs / 32, 16] has two numbers of 4 bits in a byte, the low ones first, and NA
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding
 
 from lmforge.core.errors import UserError
 from lmforge.core.model.config import ModelConfig
@@ -110,9 +112,14 @@ def _dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
     """blocks uint8 [rows, blocks of a row, 16], scales uint8 [rows, blocks of a row] → fp32 [rows,
     inputs]. Every number is one of bf16.
     """
-    codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(2)
-    values = torch.tensor(_VALUES)[codes.int()]
+    values = embedding(blocks.int(), _values_of_bytes()).flatten(2)
     return torch.ldexp(values, scales.int().unsqueeze(-1) - 127).flatten(1)
+
+
+@cache
+def _values_of_bytes() -> Tensor:
+    """The two numbers of each byte: fp32 [256, 2]."""
+    return torch.tensor([(_VALUES[byte & 15], _VALUES[byte >> 4]) for byte in range(256)])
 
 
 def turned_stacks(file_of: Mapping[str, SafetensorsFile]) -> dict[str, TurnedStack | None]:

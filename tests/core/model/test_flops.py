@@ -114,6 +114,7 @@ def test_published_sizes() -> None:
         "olmoe-1b-7b": 6.919,
         "mixtral-8x7b": 46.70,
         "qwen3-30b-a3b": 30.53,
+        "gpt-oss-20b": 20.91,
         "qwen3.5-9b": 8.95,
         "deepseek-v3": 671.0,
         "gpt2-124m": 0.1244,
