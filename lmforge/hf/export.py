@@ -26,6 +26,7 @@ from lmforge.hf.safetensors_file import write_safetensors
 from lmforge.hf.stored_experts import Piece, pieces, stored_name
 from lmforge.hf.transformers_causal_lm import to_stored_tensors
 from lmforge.hf.transformers_model import TransformersConfig
+from lmforge.hf.turned_experts import is_turned, turned
 from lmforge.hf.weights import CLASSIFIER_HEAD_WEIGHT
 
 _TOKENIZER_FILES = (
@@ -145,12 +146,18 @@ def _in_pieces(
     def read_piece(name: str, piece: Piece) -> torch.Tensor:
         return piece.cut(read(name))
 
+    def read_turned(name: str) -> torch.Tensor:
+        return turned(name, read_tensor(name))
+
     for name, tensor in tensors.items():
         stack = [*pieces(name, tensor.shape, config)]
         for piece in stack:
             result[piece.name] = piece.cut(tensor)
             values[piece.name] = partial(read_piece, name, piece)
-        if not stack:
+        if is_turned(name, config):
+            result[name] = turned(name, tensor)
+            values[name] = partial(read_turned, name)
+        elif not stack:
             theirs = stored_name(name, config)
             result[theirs] = tensor
             values[theirs] = partial(read_tensor, name)

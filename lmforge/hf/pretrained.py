@@ -35,6 +35,7 @@ from lmforge.hf.peft_folder import (
     tokenizer_folder,
 )
 from lmforge.hf.resolve import model_config_from_options
+from lmforge.hf.turned_experts import adapters_of_model
 from lmforge.hf.weights import continue_adapters, describe_folder, load_folder
 
 # Of a file in `content_digest`: 1 MiB in all.
@@ -164,6 +165,7 @@ class Pretrained:
             stored_model.load_weights(self.folder, self.manifest, model, new)
         if self.adapters is not None:
             lora, tensors = load_peft_folder(self.adapters)
+            tensors = adapters_of_model(tensors, model.config)
             tensors = continue_adapters(model, lora, tensors, str(self.adapters))
             merge_adapters(model, lora, tensors, str(self.adapters))
         return new

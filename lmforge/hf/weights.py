@@ -18,6 +18,7 @@ from lmforge.core.errors import UserError, format_count, name_some
 from lmforge.core.model.config import ModelConfig, base_model_type
 from lmforge.core.model.config_json import (
     fp8_block,
+    is_mxfp4_folder,
     is_nf4_folder,
     is_supported_family,
     read_config_json,
@@ -37,6 +38,7 @@ from lmforge.hf.safetensors_file import SafetensorsFile
 from lmforge.hf.stored_experts import pieces, stored_name
 from lmforge.hf.transformers_causal_lm import TensorConversion, map_stored_names
 from lmforge.hf.transformers_model import TransformersModel
+from lmforge.hf.turned_experts import TurnedStack, turned_stacks
 
 SCALE_SUFFIX = "_scale_inv"  # of the scales of a tensor in float8, beside its name
 # Our name of a tensor → its file, and its name there.
@@ -84,6 +86,11 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
     else:
         prefix: Any = model.config.family.optional_prefix  # type: ignore[union-attr]
         our_names = {stored: _our_name(stored, prefix) for stored in file_of}
+    turned: dict[str, TurnedStack | None] = {}
+    if config.family.interleaved_experts and not isinstance(model, TransformersModel):
+        turned = turned_stacks(file_of)
+    stacks = {stored: each for stored, each in turned.items() if each is not None}
+    our_names |= {stored: each.name for stored, each in stacks.items()}
     expected = dict[str, Tensor]()
     matrices = quantized_matrices(full_model)
     # Some folders have experts stacked as the model has them.
@@ -117,6 +124,7 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
         if not ours.startswith((*unread, *config.family.unread_names))
         and name not in scales
         and name not in beside
+        and turned.get(name, True)
     }
     embedding = f"{model.embedding_names[0]}.weight"  # type: ignore[index]
     ends = {embedding, LM_HEAD_WEIGHT}
@@ -131,7 +139,12 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
         converted = conversion.convert(lambda name: file_of[name].entries[name].meta)
         _check_converted(folder, expected, converted)
     shapes = {ours: file.entries[name].shape for ours, (file, name) in stored.items()}
-    shapes |= {ours: nf4[name].shape for ours, (_, name) in stored.items() if name in nf4}
+    in_other_order: dict[str, StoredMatrix | TurnedStack] = {**nf4, **stacks}
+    shapes |= {
+        ours: in_other_order[name].shape
+        for ours, (_, name) in stored.items()
+        if name in in_other_order
+    }
     rows = _rows_to_resize(folder, model)
     _reject_differences(folder, expected, shapes, rows)
     # As they are stored.
@@ -147,7 +160,9 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
             for name, (target, part) in targets:
                 if name in nf4:
                     target.copy_(nf4[name].dequantize()[part])
-            targets = [each for each in targets if each[0] not in nf4]
+                elif name in stacks:
+                    stacks[name].read(target, part)
+            targets = [each for each in targets if each[0] not in in_other_order]
             for name, _ in targets:
                 _reject_quantized(file.entries[name].dtype, f"{file.path}: {name}")
             _read_parts(file, [(name, *part) for name, part in targets], resized)
@@ -216,6 +231,8 @@ def describe_folder(folder: Path) -> list[str]:
             notes.append(f"without {of_further} for the prediction of further tokens")
     if fp8_block(content):
         notes.append("dequantized from float8")
+    elif is_mxfp4_folder(content):
+        notes.append("dequantized from MXFP4")
     elif is_nf4_folder(content):
         notes.append("stored in NF4 by bitsandbytes")
     if layers:

@@ -30,6 +30,7 @@ from lmforge.hf.merge_adapters import LM_HEAD_WEIGHT
 from lmforge.hf.peft_folder import base_model_of, load_peft_folder, save_peft_folder
 from lmforge.hf.resolve import resolve_model_config
 from lmforge.hf.stored_model import StoredModel
+from lmforge.hf.turned_experts import adapters_beside_folder
 from lmforge.hf.weights import LM_HEAD_BIAS
 from lmforge.serve.decoding.model_loading import chat_template, training_stage
 from lmforge.serve.options.models import ExportOptions, ImportOptions
@@ -117,6 +118,7 @@ def _write_adapters(
         name: _cast(name, tensor, options.dtype)
         for name, tensor in (stored.adapters | grown).items()
     }
+    tensors = adapters_beside_folder(tensors, stored_model_config(manifest))
     save_peft_folder(options.out, tensors, stored.lora, base, options.overwrite, files)
 
 

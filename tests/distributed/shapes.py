@@ -154,6 +154,20 @@ SHAPES = {
         initializer_range=0.2,
         **_EVEN,
     ),
+    # Sinks, a window in every other layer, and experts with biases.
+    "sinks": ModelConfig(
+        model_type="gpt_oss",
+        intermediate_size=18,
+        num_key_value_heads=2,
+        sliding_window=9,
+        num_experts=5,
+        num_experts_per_tok=3,
+        norm_topk_prob=True,
+        router_aux_loss_coef=0.5,
+        output_router_logits=True,
+        initializer_range=0.2,
+        **_EVEN,
+    ),
     # Short convolutions, and mixtures under another name than a block's `mlp`.
     "convolutions": ModelConfig(
         model_type="lfm2_moe",
@@ -175,6 +189,7 @@ SHAPES = {
 }
 # Experts that ranks divide.
 SHAPES["experts"] = replace(SHAPES["mixture"], num_experts=8)
+SHAPES["sink experts"] = replace(SHAPES["sinks"], num_experts=8)
 SHAPES["latent experts"] = replace(SHAPES["latents"], num_experts=8, n_group=4)
 # What depends on the model config: what is a unit, what is flat, what is recomputed, what is split.
 CASES_OF_SHAPES = (
@@ -207,7 +222,7 @@ CASES_OF_SPLIT_SHAPES = {
         "pipeline 2, inter",
     ),
     **dict.fromkeys(
-        ("olmo2", "gemma3", "hybrid", "hybrid mixture", "convolutions"),
+        ("olmo2", "gemma3", "hybrid", "hybrid mixture", "convolutions", "sinks"),
         (*CASES_OF_SHAPES, "tensor 2", "context 2", "pipeline 2, inter"),
     ),
 }
@@ -237,6 +252,8 @@ SAMPLE: dict[int, dict[str, tuple[str, ...]]] = {
         "hybrid": ("context 2",),
         "hybrid mixture": ("tensor 2",),
         "convolutions": ("fsdp2 full-shard",),
+        "sinks": ("tensor 2", "context 2"),
+        "sink experts": ("experts 2, checkpointing full, 2 micro-batches",),
         "mixture": ("fsdp1 full-shard", "fsdp2, checkpointing full"),
         "experts": ("experts 2, checkpointing full, 2 micro-batches",),
         "latents": ("fsdp1 full-shard",),
@@ -337,7 +354,7 @@ CASES_OF_LORA = {
 
 def shapes_on(world_size: int) -> list[str]:
     """Which model configs are tried on this number of ranks."""
-    mixtures = ["mixture", "latents", "experts", "latent experts"]
+    mixtures = ["mixture", "latents", "experts", "latent experts", "sink experts"]
     shapes = {
         1: ["llama", "gpt2"],
         2: list(SHAPES),
@@ -354,9 +371,9 @@ def chosen_cases(shape: str, world_size: int) -> list[ParityCase]:
     Compiled ones, which take a quarter of a minute each, on two only: one whose vocabulary tensor
     parallelism does not split, and one whose it splits.
     """
-    if shape in ("experts", "latent experts"):
+    if shape in ("experts", "sink experts", "latent experts"):
         cases = expert_parallel_cases(world_size)
-        return cases if shape == "experts" else _balanced_in_all_ways(cases)
+        return _balanced_in_all_ways(cases) if shape == "latent experts" else cases
     cases = strategy_cases(
         world_size,
         compile_model=shape in ("llama", "olmo2", "mixture", "latents") and world_size == 2,

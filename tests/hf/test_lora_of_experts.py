@@ -31,6 +31,7 @@ from lmforge.core.stages.parameter_counts import count_parameters
 from lmforge.hf.export import export_folder
 from lmforge.hf.merge_adapters import merge_adapters
 from lmforge.hf.peft_folder import load_peft_folder, save_peft_folder
+from lmforge.hf.turned_experts import adapters_beside_folder, adapters_of_model
 from lmforge.hf.weights import load_folder
 from lmforge.lab.plan.adapters import block_adapters
 from lmforge.post.options.tuning import LoraOptions
@@ -63,7 +64,7 @@ TARGETS = {
     ),
 }
 TARGETS_OF = [
-    *((model_type, "all and linear layers") for model_type in MIXTURES),
+    *((model_type, "all and linear layers") for model_type in (*MIXTURES, "gpt_oss")),
     ("qwen3_moe", "experts"),
     *(
         pytest.param("qwen3_moe", name, marks=pytest.mark.slow)
@@ -87,7 +88,7 @@ def theirs_in(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, **ONE_BY_ONE)
 
 
-def their_gradients(theirs: Any) -> dict[str, Tensor]:
+def their_gradients(theirs: Any, shape: ModelConfig) -> dict[str, Tensor]:
     """Of PEFT's model after a backward pass, by our names and in our layout: as its folder is
     read.
     """
@@ -97,7 +98,7 @@ def their_gradients(theirs: Any) -> dict[str, Tensor]:
                 assert parameter.grad is not None
                 parameter.copy_(parameter.grad)
     theirs.save_pretrained("gradients")
-    return load_peft_folder("gradients")[1]
+    return adapters_of_model(load_peft_folder("gradients")[1], shape)
 
 
 @pytest.mark.parametrize(("model_type", "named"), TARGETS_OF)
@@ -118,9 +119,8 @@ def test_forward_gradients_and_merge_are_those_of_peft(
     )
     with disable_adapters(model):
         plain = logits(model, batch)
-    save_peft_folder(
-        tmp_path / "adapters", adapter_parameters(model), config, str(tmp_path / "base")
-    )
+    stored = adapters_beside_folder(adapter_parameters(model), shape)
+    save_peft_folder(tmp_path / "adapters", stored, config, str(tmp_path / "base"))
     theirs = peft.PeftModel.from_pretrained(
         theirs_in(tmp_path / "base"), tmp_path / "adapters", is_trainable=True
     )
@@ -130,6 +130,7 @@ def test_forward_gradients_and_merge_are_those_of_peft(
     assert float((wanted - plain).detach().abs().max()) > 1e-3
 
     again, tensors = load_peft_folder(tmp_path / "adapters")
+    tensors = adapters_of_model(tensors, shape)
     for name, parameter in adapter_parameters(model).items():
         assert torch.equal(tensors[name], parameter), name
     merged = build_model(shape)
@@ -140,7 +141,7 @@ def test_forward_gradients_and_merge_are_those_of_peft(
     torch.nn.functional.cross_entropy(
         wanted.flatten(0, 1), batch.labels.flatten(), reduction="sum"
     ).backward()
-    mine, of_theirs = gradients(model, batch), their_gradients(theirs)
+    mine, of_theirs = gradients(model, batch), their_gradients(theirs, shape)
     assert mine.keys() == of_theirs.keys() == adapter_parameters(model).keys()
     for name, gradient in mine.items():
         assert_close(gradient, of_theirs[name])
@@ -153,7 +154,8 @@ def test_forward_gradients_and_merge_are_those_of_peft(
     [{"target_modules": "all-linear"}, {"target_modules": [], "target_parameters": [*ALL]}],
 )
 @pytest.mark.parametrize(
-    "model_type", ["mixtral", "qwen3_moe", pytest.param("olmoe", marks=pytest.mark.slow)]
+    "model_type",
+    ["mixtral", "qwen3_moe", "gpt_oss", pytest.param("olmoe", marks=pytest.mark.slow)],
 )
 def test_adapters_that_peft_made_are_opened_and_merged(
     model_type: str,
@@ -171,6 +173,8 @@ def test_adapters_that_peft_made_are_opened_and_merged(
         if "target_parameters" not in options
         else {"rank_pattern": {r"1\.mlp\.experts\.down_proj": 4}}
     )
+    if model_type == "gpt_oss" and patterns:
+        options = {**options, "target_parameters": [*ALL[:2], "router.weight"]}
     chosen = peft.LoraConfig(r=3, lora_alpha=7, **options, **patterns)
     theirs = peft.get_peft_model(theirs_in(tmp_path / "base"), chosen).eval()
     with torch.no_grad():
@@ -284,17 +288,16 @@ def test_first_values_and_counts_are_those_of_each_expert(draw: random.Random) -
     )
 
 
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
 def test_a_run_resumes_bit_by_bit_and_its_adapters_open_in_peft_as_the_run_does(
-    tmp_path: Path, byte_tokenizer: Tokenizer
+    model_type: str, tmp_path: Path, byte_tokenizer: Tokenizer
 ) -> None:
     byte_tokenizer.save(tmp_path / "tokenizer")
-    sizes = {
-        "intermediate_size": 24,
-        "moe_intermediate_size": 16,
-        "num_experts": 3,
-        "num_experts_per_tok": 2,
-    }
-    shape = ModelConfig(261, 16, 2, 2, model_type="qwen3_moe", mlp_only_layers=(0,), **sizes)
+    sizes = {"intermediate_size": 24, "num_experts": 3, "num_experts_per_tok": 2}
+    own: dict[str, Any] = {"norm_topk_prob": True}
+    if model_type == "qwen3_moe":
+        own = {"moe_intermediate_size": 16, "mlp_only_layers": (0,)}
+    shape = ModelConfig(261, 16, 2, 2, model_type=model_type, **sizes, **own)
     base = tmp_path / "base"
     export_folder(
         init_weights(build_model(shape), 0), shape, base, tokenizer_folder=tmp_path / "tokenizer"

@@ -131,6 +131,7 @@ def create_attention_mask(
     document_starts: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
     head_dim: int = 64,
+    sinks: bool = False,
 ) -> AttentionMask:
     """The mask of one batch, to be made once per forward and window.
 
@@ -140,10 +141,15 @@ def create_attention_mask(
         context_parallel: set where the queries are a part of each sequence, and the keys are all of
         it.
         document_starts: as in Batch; without them variable-length flash attention is not used.
-        dtype, head_dim: of the queries and keys that it is for, which decide the backend on a GPU.
+        dtype, head_dim: of the queries and keys that it is for, which decide the backend on a GPU,
+        as does whether attention has `sinks`.
     """
     backend = attention_backend(
-        document_ids.device, dtype, head_dim, context_parallel=context_parallel is not None
+        document_ids.device,
+        dtype,
+        head_dim,
+        context_parallel=context_parallel is not None,
+        sinks=sinks,
     ).name
     if backend == VARLEN and document_starts is not None:
         return AttentionMask(
@@ -155,7 +161,7 @@ def create_attention_mask(
         else context_parallel.all_gather_sequence(document_ids, 1)
     )
     (sequences, length), slots = document_ids.shape, torch.arange(keys.shape[1], device=keys.device)
-    ranges = _query_ranges(length, len(slots), context_parallel)
+    ranges = query_ranges(length, len(slots), context_parallel)
     query_slots = torch.cat([slots[first : first + count] for first, count in ranges])
     if backend != DENSE:
         mask_mod = document_mask_mod(document_ids, keys, query_slots, window)
@@ -193,7 +199,7 @@ def causal_mask(queries: Tensor, slots: Tensor, window: int | None) -> Tensor:
     return seen if window is None else seen & (slots > queries[..., None] - window)
 
 
-def _query_ranges(
+def query_ranges(
     num_queries: int, num_keys: int, context_parallel: ContextParallel | None
 ) -> list[tuple[int, int]]:
     """The slots of the queries as ranges (first, count): the last of all keys, or with context
@@ -280,7 +286,7 @@ def attend(
         return scaled_dot_product_attention(
             queries, keys, values, is_causal=True, scale=scale, enable_gqa=grouped
         )
-    ranges = _query_ranges(queries.shape[2], keys.shape[2], mask.context_parallel)
+    ranges = query_ranges(queries.shape[2], keys.shape[2], mask.context_parallel)
     return attend_in_chunks(queries, keys, values, mask.dense_mask, ranges, scale)
 
 

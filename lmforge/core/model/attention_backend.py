@@ -3,7 +3,8 @@
 It depends on the device, the dtype and the model.
 
 Variable-length flash attention computes only the scores within documents, and needs no mask.
-FlexAttention takes any mask and any dtype. Dense SDPA is used on CPUs, where FlexAttention has no
+FlexAttention takes any mask and any dtype, and differentiates the log-sum-exp of scores, which
+attention with sinks needs. Dense SDPA is used on CPUs, where FlexAttention has no
 backward pass, and for heads too small for the others.
 """
 
@@ -67,6 +68,7 @@ def choose_attention_backend(
     head_dim: int,
     *,
     context_parallel: bool,
+    sinks: bool = False,
 ) -> AttentionBackend:
     """The backend for queries of this dtype and head_dim on a device of this compute capability
     ((0, 0) of a CPU).
@@ -77,6 +79,8 @@ def choose_attention_backend(
         return AttentionBackend(DENSE, f"head_dim {head_dim}")
     if context_parallel:
         return AttentionBackend(FLEX, "context parallelism")
+    if sinks:
+        return AttentionBackend(FLEX, "attention sinks")
     if load_varlen_attn() is None:
         return AttentionBackend(
             FLEX, f"torch {torch.__version__} has no variable-length flash attention for all models"
@@ -92,12 +96,17 @@ def choose_attention_backend(
 
 @cache
 def attention_backend(
-    device: torch.device, dtype: torch.dtype, head_dim: int, *, context_parallel: bool
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    *,
+    context_parallel: bool,
+    sinks: bool = False,
 ) -> AttentionBackend:
     """The backend of this device. Activates the fastest flash attention that is installed."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     backend = choose_attention_backend(
-        device.type, capability, dtype, head_dim, context_parallel=context_parallel
+        device.type, capability, dtype, head_dim, context_parallel=context_parallel, sinks=sinks
     )
     if backend.name == VARLEN:
         flash_implementation(capability[0])
@@ -132,10 +141,17 @@ def stores_attention_weights(
 
 
 def describe_attention_backend(
-    device: torch.device, dtype: torch.dtype, head_dim: int, *, context_parallel: bool
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    *,
+    context_parallel: bool,
+    sinks: bool = False,
 ) -> str:
     """The backend of this device in words, for logs."""
-    backend = attention_backend(device, dtype, head_dim, context_parallel=context_parallel)
+    backend = attention_backend(
+        device, dtype, head_dim, context_parallel=context_parallel, sinks=sinks
+    )
     if backend.name == VARLEN:
         return (
             "variable-length flash"

@@ -324,6 +324,7 @@ def _reject_unsupported(content: dict[str, Any], model_type: str) -> None:
         content.get("quantization_config")
         and fp8_block(content) is None
         and not is_nf4_folder(content)
+        and not is_mxfp4_folder(content)
     ):
         raise UserError(
             "quantization_config: quantized weights cannot be trained; use the unquantized model"
@@ -341,6 +342,17 @@ def fp8_block(content: dict[str, Any]) -> tuple[int, int] | None:
         case [int(rows), int(columns)] if rows > 0 and columns > 0:
             return rows, columns
     return None
+
+
+def is_mxfp4_folder(content: dict[str, Any]) -> bool:
+    """Whether experts are in MXFP4, in which gpt-oss is published (hf/turned_experts.py)."""
+    options = content.get("quantization_config")
+    return (
+        isinstance(options, dict)
+        and options.get("quant_method") == "mxfp4"
+        and is_supported_family(content)
+        and load_family(base_model_type(str(content.get("model_type")))).interleaved_experts
+    )
 
 
 def is_nf4_folder(content: dict[str, Any]) -> bool:

@@ -109,7 +109,11 @@ def grouped_attention(
         Linear("self_attn.v_proj", width, keys, config.attention_bias),
         Linear(f"self_attn.{output}", queries, width, config.attention_output_bias, residual=True),
     )
-    return Mixer("self_attn", "attention", linears, norms, mixes_tokens=True)
+    mixer = Mixer("self_attn", "attention", linears, norms, mixes_tokens=True)
+    if not family.attention_sinks:
+        return mixer
+    sinks = Vector("self_attn.sinks", (config.num_attention_heads,), 0.0)
+    return replace(mixer, kind="attention-with-sinks", vectors=(sinks,))
 
 
 def output_gated_attention(family: "Family", config: ModelFields) -> Mixer:
@@ -379,7 +383,8 @@ class Family:
         layers.RMSNorm.
         qk_norm: what queries and keys are normalized over: the channels of each head, or all
         channels; None: they are not. optional_qk_norm: or not, as the option qk_norm says.
-        latent_attention: as in `latent_attention`. sigmoid_router: a router scores experts by
+        attention_sinks: grouped attention has a number for each head, the score of a key without a
+        value. latent_attention: as in `latent_attention`. sigmoid_router: a router scores experts by
             sigmoids, and chooses by scores with a bias, and by groups, as DeepSeek-V3's
             (arXiv 2412.19437). router_epsilon: added to the sum that weights are divided by.
         activations: values of hidden_act; the first is the default.
@@ -393,7 +398,8 @@ class Family:
         why_not_split: why tensor parallelism cannot split it; empty where it can.
         stored_experts: of a mixture of experts; the names on disk of the tensors of a block that
             are stored in pieces, in their order along the rows, with a number for {} where each
-            expert has its own.
+            expert has its own. interleaved_experts: they are stored stacked, [experts, inputs,
+            outputs], with gates and other factors by turns, and so are their biases.
     Options of a config:
         attention_biases: possible (attention_bias, attention_output_bias); the first is the
         default.
@@ -431,6 +437,7 @@ class Family:
     norm_offset: float | None = None
     qk_norm: Literal["heads", "channels"] | None = None
     optional_qk_norm: bool = False
+    attention_sinks: bool = False
     latent_attention: bool = False
     sigmoid_router: bool = False
     router_epsilon: float = 1e-20  # sigmoids may all be 0
@@ -443,6 +450,7 @@ class Family:
     transposed: bool = False
     why_not_split: str = ""
     stored_experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    interleaved_experts: bool = False
     attention_biases: tuple[tuple[bool, bool], ...] = ((False, False),)
     mlp_biases: bool = False
     intermediate_ratio: int = 0

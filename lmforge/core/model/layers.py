@@ -339,6 +339,7 @@ class LanguageModel(nn.Module):
                 document_starts=document_starts,
                 dtype=hidden.dtype,
                 head_dim=self.config.head_dim,
+                sinks=self.config.family.attention_sinks,
             )
             masks = {each: make_mask(document_ids, each) for each in set(windows)}
             if any(block.states for block in self.config.blocks):

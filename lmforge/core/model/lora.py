@@ -230,6 +230,7 @@ def _adaptable_parameters(model: LanguageModel, target: str) -> list[str]:
         for owner, module in model.named_modules()
         if isinstance(module, Experts | Router)
         for name, _ in module.named_parameters(recurse=False)
+        if not name.endswith("bias")
     ]
     if not (matches := [name for name in known if f".{name}".endswith(f".{target}")]):
         names = (

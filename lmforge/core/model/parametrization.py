@@ -77,7 +77,7 @@ class Parametrization:
     ) -> TensorScale:
         width = self.width
         depth = self.depth
-        module = re.sub(r"(\.lora_[AB])?\.(weight|bias)$", "", name)
+        module = re.sub(r"(\.lora_[AB])?[._](weight|bias)$", "", name)
         residual = module.endswith(config.residual_linears)
         # What a block adds to the residual stream is divided by the depth in the last tensor that
         # it passes.

@@ -97,6 +97,7 @@ BUILT_IN_NAMES: dict[str, dict[str, str]] = {
         "attention": "lmforge.core.model.modules.decoder:Attention",
         "latent-attention": "lmforge.core.model.modules.decoder:LatentAttention",
         "output-gated-attention": "lmforge.core.model.modules.decoder:OutputGatedAttention",
+        "attention-with-sinks": "lmforge.core.model.modules.sinks:AttentionWithSinks",
         "short-convolution": "lmforge.core.model.modules.short_convolution:ShortConvolution",
         "gated-delta-rule": "lmforge.core.model.modules.gated_delta:GatedDeltaRule",
         "gated-delta-rule-by-key-head": (
@@ -104,6 +105,7 @@ BUILT_IN_NAMES: dict[str, dict[str, str]] = {
         ),
         "gated": "lmforge.core.model.layers:GatedMLP",
         "mixture": "lmforge.core.model.mixture.experts:MixtureOfExperts",
+        "clamped-mixture": "lmforge.core.model.mixture.clamped:ClampedMixture",
     },
     "packing": {
         "concat": "lmforge.core.data.dataset:pack_concat",

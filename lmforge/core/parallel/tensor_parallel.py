@@ -31,7 +31,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from lmforge.core.model.blocks import Block, Linear
+from lmforge.core.model.blocks import Block, Linear, Mixer
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.layers import LanguageModel
 
@@ -51,6 +51,9 @@ def apply_tensor_parallel(model: LanguageModel, mesh: DeviceMesh) -> None:
     model.setup = replace(model.setup, sequence_shard=(mesh.get_local_rank(), mesh.size()))
     for layer, block in zip(model.blocks, model.config.blocks, strict=True):
         parallelize_module(layer, mesh, _block_plan(model.config, block))
+        for mixer in block.mixers:
+            if mixer.mixes_tokens and not mixer.states:  # a number of each head
+                _split_vectors(layer, mixer, mesh)
     if model.balance is not None:
         model.balance.groups += (mesh.get_group(),)
     parallelize_module(model.final_norm, mesh, SequenceParallel(use_local_output=True))
@@ -102,6 +105,16 @@ def _block_plan(config: ModelConfig, block: Block) -> dict[str, ParallelStyle]:
     norms = block.norms(config.hidden_size)
     split_norms = {each.name: each.over for each in norms if not each.name.startswith(recurrent)}
     return plan | {name: over[kind] for name, kind in split_norms.items()}
+
+
+def _split_vectors(layer: nn.Module, mixer: Mixer, mesh: DeviceMesh) -> None:
+    for vector in mixer.vectors:
+        owner, _, name = vector.name.rpartition(".")
+        parameter = layer.get_parameter(vector.name)
+        part = distribute_tensor(parameter.detach(), mesh, [Shard(0)])
+        layer.get_submodule(owner).register_parameter(
+            name, nn.Parameter(part, requires_grad=parameter.requires_grad)
+        )
 
 
 def _gather_first(num_arguments: int) -> ParallelStyle:

@@ -312,7 +312,11 @@ def log_summary(
     if not wrapped:
         context_parallel = config.parallel.context_parallel_degree > 1
         attention = describe_attention_backend(
-            dist_ctx.device, built.dtype, model_config.head_dim, context_parallel=context_parallel
+            dist_ctx.device,
+            built.dtype,
+            model_config.head_dim,
+            context_parallel=context_parallel,
+            sinks=model_config.family.attention_sinks,
         )
     compile_words = f"compile {'on' if built.compiled else 'off'} ({built.compile_reason})"
     float8 = (

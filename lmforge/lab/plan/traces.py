@@ -24,7 +24,7 @@ from lmforge.core.data.batch import Batch, Extras
 from lmforge.core.errors import UserError
 from lmforge.core.losses.language import NextTokenObjective
 from lmforge.core.losses.objective import Objective
-from lmforge.core.model.attention import AttentionMask
+from lmforge.core.model.attention import AttentionMask, attend
 from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.layers import LanguageModel
@@ -185,6 +185,9 @@ def trace_block(
         apply_activation_checkpointing(model, mode, every=1)
         block = model.blocks[0]
         args, kwargs, embedded = _block_inputs(model, length, on_gpu, has_dropout)
+        for module in block.modules():
+            if on_gpu and hasattr(module, "sinks"):
+                module.attend = partial(_attend_beside_sinks, module)  # type: ignore[assignment]
         if traced.tensor > 1:
             _split_sequence(block, traced.tensor)
         trace = _trace_compiled if compiled else _trace_eager
@@ -267,6 +270,17 @@ def _block_inputs(
     shape = (hidden.shape[0], hidden.shape[1] // ranks, hidden.shape[2])
     args[0] = torch.empty(shape, dtype=hidden.dtype, requires_grad=True)
     return args, kwargs, embedded
+
+
+def _attend_beside_sinks(
+    module: Any, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, cache: None
+) -> Tensor:
+    """What attention with sinks costs on a GPU, where heads are multiplied by a function of the
+    log-sum-exp of their scores, for which a channel stands here.
+    """
+    attended = attend(q, k, v, mask)
+    kept = (attended[..., 0].float() - module.sinks[:, None]).sigmoid().to(attended.dtype)
+    return (attended * kept.unsqueeze(-1)).transpose(1, 2).flatten(2)
 
 
 def _split_sequence(block: nn.Module, ranks: int) -> None:

@@ -35,6 +35,7 @@ from lmforge.hf.peft_folder import (
 )
 from lmforge.hf.resolve import resolve_model_config
 from lmforge.hf.stored_model import load_weights
+from lmforge.hf.turned_experts import adapters_of_model
 from lmforge.hf.weights import describe_folder, load_folder
 from lmforge.serve.decoding.prompts import PromptTooLong
 from lmforge.serve.decoding.sampling import SamplingParams, choose_sampling
@@ -169,7 +170,9 @@ def load_model(
             reward_model,
             base_model_overrides(path),
         )
-        merge_adapters(base.model, *load_peft_folder(path), str(path))
+        lora_config, tensors = load_peft_folder(path)
+        tensors = adapters_of_model(tensors, base.model.config)
+        merge_adapters(base.model, lora_config, tensors, str(path))
         tokenizer = base.tokenizer
         if tokenizer_folder(base.path, path) == path:
             tokenizer = Tokenizer.open(path)

@@ -17,6 +17,8 @@ from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.init_weights import init_weights
 from lmforge.core.options.builtin_names import FAMILIES
+from lmforge.hf.stored_experts import stored_name
+from lmforge.hf.turned_experts import is_turned, turned
 from tests.seeds import fresh_seed
 from tests.support.near_ties import drawn_without_near_ties
 
@@ -25,7 +27,7 @@ MODEL_TYPES = tuple(FAMILIES)
 # are drawn.
 MIXTURES = (
     *("mixtral", "olmoe", "qwen3_moe", "qwen3_5_moe_text", "qwen3_next", "minimax_m2"),
-    "lfm2_moe",
+    *("lfm2_moe", "gpt_oss"),
 )
 ONE_BY_ONE = {"experts_implementation": "eager"}
 
@@ -117,6 +119,7 @@ def drawn_config(model_type: str, draw: random.Random, **fixed: Any) -> ModelCon
             "mixtral",
             "qwen3_5_moe_text",
             "minimax_m2",
+            "gpt_oss",
         )
     if model_type == "minimax_m2":
         fields["head_dim"] = draw.choice([8, 16])
@@ -140,7 +143,7 @@ def drawn_config(model_type: str, draw: random.Random, **fixed: Any) -> ModelCon
         fields["hidden_size"] = fields["num_attention_heads"] * draw.choice([6, 10])
     if model_type in (
         *("llama", "qwen3", "olmo2", "olmo3", "gemma3_text", "olmoe", "qwen3_moe", "seed_oss"),
-        "smollm3",
+        *("smollm3", "gpt_oss"),
     ):
         fields["attention_bias"] = fields["attention_output_bias"] = draw.random() < 0.5
     if model_type == "seed_oss":
@@ -160,7 +163,7 @@ def drawn_config(model_type: str, draw: random.Random, **fixed: Any) -> ModelCon
         fields["query_pre_attn_scalar"] = draw.choice([fields["head_dim"], 7])
         fields["final_logit_softcapping"] = draw.choice([None, 2.0])
         fields["rope_local_base_freq"] = draw.choice([10000.0, 55.0])
-    by_layer = ("qwen2", "qwen3", "gemma3_text", "olmo3", "exaone4", "smollm3")
+    by_layer = ("qwen2", "qwen3", "gemma3_text", "olmo3", "exaone4", "smollm3", "gpt_oss")
     if (
         model_type in (*by_layer, "mistral", "mixtral", "qwen3_moe") and draw.random() < 0.7
     ) or model_type == "olmo3":
@@ -311,6 +314,18 @@ def built(config: ModelConfig, seed: int = 0) -> nn.Module:
     """A model of this shape with weights that all matter."""
     print(config)
     return shaken(init_weights(build_model(config), seed))
+
+
+def as_transformers_has_them(
+    tensors: dict[str, torch.Tensor], config: ModelConfig
+) -> dict[str, torch.Tensor]:
+    """Tensors of a model by their names in memory there: of gpt-oss also those on disk."""
+    if config.model_type != "gpt_oss":
+        return tensors
+    return {
+        stored_name(name, config): turned(name, each) if is_turned(name, config) else each
+        for name, each in tensors.items()
+    }
 
 
 def quantized(folder: Path, block: tuple[int, int]) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -28,11 +28,19 @@ from lmforge.hf.resolve import model_config_from_options, resolve_model_config
 from lmforge.hf.safetensors_file import SafetensorsFile, write_safetensors
 from lmforge.hf.stored_experts import pieces, stored_name
 from lmforge.hf.weights import load_folder
-from tests.core.model.conftest import ONE_BY_ONE, built, drawn_config, logits, one_document
+from tests.core.model.conftest import (
+    ONE_BY_ONE,
+    as_transformers_has_them,
+    built,
+    drawn_config,
+    logits,
+    one_document,
+)
 from tests.support.near_ties import drawn_without_near_ties, near_ties
 
-BALANCED_BY_TRANSFORMERS = ("mixtral", "olmoe", "qwen3_moe")
-MIXTURES = (*BALANCED_BY_TRANSFORMERS, "deepseek_v3")
+# Each expert has tensors of its own on disk.
+MIXTURES = ("mixtral", "olmoe", "qwen3_moe", "deepseek_v3")
+BALANCED_BY_TRANSFORMERS = ("mixtral", "olmoe", "qwen3_moe", "gpt_oss")
 
 
 def all_sparse(model_type: str) -> dict[str, Any]:
@@ -46,6 +54,19 @@ def all_sparse(model_type: str) -> dict[str, Any]:
         if model_type == "deepseek_v3"
         else own.get(model_type, {})
     )
+
+
+def assert_equal_gradients(ours: nn.Module, theirs: nn.Module, config: ModelConfig) -> None:
+    gradients = {
+        name: parameter.grad
+        for name, parameter in ours.named_parameters()
+        if parameter.grad is not None
+    }
+    found = as_transformers_has_them(gradients, config)
+    for name, parameter in theirs.named_parameters():
+        assert parameter.grad is not None, name
+        bound = 1e-5 * float(parameter.grad.abs().max())
+        torch.testing.assert_close(found[name], parameter.grad, rtol=0, atol=bound, msg=name)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -137,22 +158,19 @@ def test_the_loss_and_every_gradient_are_those_of_transformers(
         with torch.no_grad():
             for module in ours.modules():
                 if isinstance(module, MixtureOfExperts):
-                    module.gate.weight.zero_()
+                    for parameter in module.gate.parameters():
+                        parameter.zero_()
     theirs = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(**to_config_json(config)), **ONE_BY_ONE
     )
-    theirs.load_state_dict(dict(named_tensors(ours)), strict=False)
+    theirs.load_state_dict(
+        as_transformers_has_them(dict(named_tensors(ours)), config), strict=False
+    )
     rows = one_document(2, 30, config.vocab_size, None if scores == "equal" else ours)
     weights = torch.randn(2, 30, config.vocab_size)
     (ours.lm_head(ours(rows.tokens, rows.positions, rows.documents)) * weights).sum().backward()
     (theirs(rows.tokens).logits * weights).sum().backward()
-    for name, parameter in theirs.named_parameters():
-        found = ours.get_parameter(name).grad
-        assert found is not None, name
-        assert parameter.grad is not None, name
-        torch.testing.assert_close(
-            found, parameter.grad, rtol=0, atol=1e-5 * float(parameter.grad.abs().max()), msg=name
-        )
+    assert_equal_gradients(ours, theirs, config)
 
 
 @pytest.mark.parametrize("model_type", BALANCED_BY_TRANSFORMERS)
@@ -170,20 +188,16 @@ def test_the_auxiliary_loss_of_one_row_is_that_of_transformers_divided_by_top_k(
     theirs = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(**to_config_json(config)), **ONE_BY_ONE
     )
-    theirs.load_state_dict(dict(named_tensors(ours)), strict=False)
+    theirs.load_state_dict(
+        as_transformers_has_them(dict(named_tensors(ours)), config), strict=False
+    )
     rows = one_document(1, 30, config.vocab_size, ours)
     weights = torch.randn(1, 30, config.vocab_size)
     ours.balance.begin_step(torch.tensor(1.0), torch.tensor(30.0), 1.0)
     (ours.lm_head(ours(rows.tokens, rows.positions, rows.documents)) * weights).sum().backward()
     result = theirs(rows.tokens, output_router_logits=True)
     ((result.logits * weights).sum() + 0.7 * result.aux_loss / 3).backward()
-    for name, parameter in theirs.named_parameters():
-        found = ours.get_parameter(name).grad
-        assert found is not None, name
-        assert parameter.grad is not None, name
-        torch.testing.assert_close(
-            found, parameter.grad, rtol=0, atol=1e-5 * float(parameter.grad.abs().max()), msg=name
-        )
+    assert_equal_gradients(ours, theirs, config)
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,10 @@ def test_parameters_are_those_of_the_model(model_type: str, draw: random.Random)
         assert counts.total == sum(parameter.numel() for parameter in model.parameters())
         assert counts.input_embedding == sum(module.weight.numel() for module in model.embeddings)
         head = 0 if not config.tie_word_embeddings else model.lm_head.weight.numel()
-        # The kernels of a convolution have a row each, and are vectors.
         matrices = [
-            each for each in model.blocks.parameters() if each.ndim >= 2 and each.shape[1] > 1
+            each
+            for name, each in model.blocks.named_parameters()
+            if each.ndim >= 2 and not config.vector(f".{name}")
         ]
         experts = sum(each.numel() for each in matrices if each.ndim == 3)
         idle = experts - experts * config.num_experts_per_tok // max(1, config.num_experts)
@@ -48,7 +49,11 @@ def test_flops_are_those_that_torch_counts(model_type: str, draw: random.Random)
             model(*(x.to("meta") for x in (rows.tokens, rows.positions, rows.documents)))
         ).sum().backward()
     # Norms and biases have parameters, which the convention counts, and no matrix product.
-    vectors = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 1)
+    vectors = sum(
+        parameter.numel()
+        for name, parameter in model.named_parameters()
+        if parameter.dim() == 1 or config.vector(name)
+    )
     print(counted.get_flop_counts()["Global"])
     # Latent attention computes with queries and values of one width, and the convention counts what
     # they have.
@@ -59,6 +64,12 @@ def test_flops_are_those_that_torch_counts(model_type: str, draw: random.Random)
         * heads
         * (2 * config.head_dim - config.qk_head_dim - (config.v_head_dim or config.head_dim))
     )
+    if config.family.attention_sinks:
+        # A sink is a key more, and a multiple of 8 channels; gradients of experts' biases are products.
+        wide = config.head_dim + 8 - config.head_dim % 8
+        padding = 12 * heads * ((length + 1) * wide - length * config.head_dim)
+        biases = 2 * config.expert_size + config.hidden_size
+        padding += 2 * config.num_hidden_layers * config.num_experts_per_tok * biases
     assert (
         counted.get_total_flops() / (2 * length)
         == flops_per_token(config, length) - 6 * vectors + padding
@@ -103,6 +114,7 @@ def test_published_sizes() -> None:
         "olmoe-1b-7b": 6.919,
         "mixtral-8x7b": 46.70,
         "qwen3-30b-a3b": 30.53,
+        "gpt-oss-20b": 20.91,
         "qwen3.5-9b": 8.95,
         "deepseek-v3": 671.0,
         "gpt2-124m": 0.1244,

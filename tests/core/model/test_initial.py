@@ -49,7 +49,7 @@ def test_another_seed_gives_other_values_and_no_two_tensors_are_alike(draw: rand
 def test_values_have_the_spread_that_is_asked_for(model_type: str, draw: random.Random) -> None:
     config = drawn_config(model_type, draw, num_hidden_layers=2)
     for name, value in parameters(config, draw.randrange(1000)).items():
-        if name.endswith(".bias"):
+        if name.endswith((".bias", "proj_bias", ".sinks")):
             assert not value.any(), name
         elif name.endswith(".A_log"):
             rates = 16 * (torch.arange(len(value)) + 0.5) / len(value)

@@ -54,6 +54,7 @@ OPTIONS: dict[str, Any] = {"qwen2": {"attention_bias": True}, "qwen3": {"head_di
 OPTIONS |= {
     "mixtral": {"norm_topk_prob": True},
     "minimax_m2": {"norm_topk_prob": True},
+    "gpt_oss": {"norm_topk_prob": True},
     "qwen3_moe": {"head_dim": 32, "moe_intermediate_size": 120},
 }
 EXPERTS = {
@@ -322,7 +323,10 @@ def test_a_family_states_the_products_and_parameters_that_are_traced(
         for count, each in zip(rows, linears, strict=True)
     ]
     assert [*trace.forward.products] == stated
-    assert trace.backward.product_flops == 2 * trace.forward.product_flops
+    # Gradients of experts' biases are products.
+    biases = sum(each.shape[1] for each in block.vectors if len(each.shape) == 2)
+    of_biases = 2 * rows[-1] * biases
+    assert trace.backward.product_flops == 2 * trace.forward.product_flops + of_biases
     shapes = model_shapes(traced)
     assert sum(rows * columns for rows, columns in shapes.trained) == block_parameters(
         config, block

@@ -75,17 +75,19 @@ def _(
 class Router(nn.Module):
     """Chooses the experts of each token and their weights, in fp32 whatever the dtype of the model.
 
-    weight: [experts, width].
+    weight: [experts, width]. bias: [experts], of those that have one.
 
     e_score_correction_bias fp32 [experts]: a buffer of those that score by sigmoids; it is added to
     the scores to choose by.
     """
 
+    bias: Tensor | None
     e_score_correction_bias: Tensor | None
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+        self.register_parameter("bias", None)
         self.adapters = nn.ModuleDict()
         self.count = config.num_experts_per_tok
         self.normalized = config.norm_topk_prob
@@ -111,7 +113,8 @@ class Router(nn.Module):
         dtype = torch.promote_types(x.dtype, torch.float32)
         # torch has no autocast on the meta device.
         with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
-            logits = linear(x.to(dtype), local_weight(self.weight).to(dtype))
+            bias = None if self.bias is None else local_weight(self.bias).to(dtype)
+            logits = linear(x.to(dtype), local_weight(self.weight).to(dtype), bias)
             logits = add_adapter(self, "weight", logits, x.to(dtype))
         scores = (
             logits.softmax(dim=-1) if self.e_score_correction_bias is None else logits.sigmoid()
@@ -197,7 +200,10 @@ class Experts(nn.Module):
         end.
         """
         gate, up = self._multiply("gate_up_proj", rows, ends).chunk(2, dim=-1)
-        return self._multiply("down_proj", self.activation(gate) * up, ends)
+        return self._multiply("down_proj", self._gate(gate, up), ends)
+
+    def _gate(self, gate: Tensor, up: Tensor) -> Tensor:
+        return self.activation(gate) * up
 
     def _multiply(self, name: str, rows: Tensor, ends: Tensor) -> Tensor:
         """rows [rows, inputs] times the matrix of each one's expert in a stack; `ends` as in
@@ -223,6 +229,7 @@ def add_adapter(module: nn.Module, name: str, out: Tensor, *inputs: Tensor) -> T
 class MixtureOfExperts(nn.Module):
     """A mixture of experts: what a sparse block has as its feed-forward."""
 
+    experts_class = Experts
     # Set by Balance.
     balance: Balance | None = None
     counts: Tensor | None = None  # int64 [experts]: the choices of training steps are added
@@ -233,7 +240,7 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, config: ModelConfig, mixer: Mixer) -> None:
         super().__init__()
         self.gate = Router(config)
-        self.experts = Experts(config)
+        self.experts = self.experts_class(config)
         self._shared = mixer.shared
         self._shared_gate = mixer.shared_gate
         if mixer.shared:
