@@ -17,36 +17,7 @@ specification.loader.exec_module(model_types)
 
 # Promised against transformers. Packed rows are compared with each other, in fp32.
 LARGEST = 1e-5
-NATIVE = (
-
-)
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "olmo2",
-    "olmoe",
-    "mixtral",
-    "deepseek_v3",
-    "gpt2",
-    "gemma3_text",
-    "qwen3_next",
-    "qwen3_5_text",
-    "qwen3_5_moe_text",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "olmo_hybrid",
-    "nemotron_h",
-    "granitemoehybrid",
-    "kimi_linear",
-    "lfm2",
-    "gpt_oss",
-    "glm4_moe",
-    "minimax_m2",
-    "gemma3",
-    "mistral3",
-]
+NATIVE = ()
 
 
 def assert_equal(row: Any) -> None:
