@@ -1,5 +1,5 @@
 """Tokens per second and MFU of lmforge compared with others on one GPU: Llama shapes of 124M, 1B,
-3B and 8B in bf16 and float8, and OLMoE in bf16.
+3B and 8B in bf16 and float8, OLMoE and a hybrid with linear attention in bf16.
 
 A trial is a process: it starts, warms up and compiles, is timed, and ends, so that one that crashes
 or runs out of memory or time becomes a marked row, and the table continues. Each row is written at
@@ -192,11 +192,51 @@ SIZES["olmoe-best"] = Size(
         "lmforge, full checkpointing, 32,768 tokens": ("full", 32_768),
     },
 )
+# Of four layers three have the gated delta rule. Trainer's has the kernels of flash-linear-attention
+# where they are installed, and lmforge's is plain torch.
+HYBRID = ModelConfig(
+    model_type="qwen3_5_text",
+    vocab_size=50304,
+    hidden_size=2048,
+    intermediate_size=6144,
+    num_hidden_layers=16,
+    num_attention_heads=16,
+    num_key_value_heads=4,
+    head_dim=128,
+    partial_rotary_factor=0.25,
+    linear_num_key_heads=16,
+    linear_num_value_heads=16,
+    linear_key_head_dim=128,
+    linear_value_head_dim=128,
+    linear_conv_kernel_dim=4,
+    tie_word_embeddings=True,
+)
+SIZES["hybrid-1b"] = Size(HYBRID, micro_tokens=8_192, step_tokens=65_536)
 TINY = llama(512, 32, 64, 2, 4, 2, tied=True)
 TINY_SIZES = {
     "tiny": Size(TINY, micro_tokens=128, step_tokens=256, length=128, checkpointing_from=128),
     "tiny-olmoe": Size(
         ModelConfig(512, 32, 2, 4, 24, model_type="olmoe", num_experts=4, num_experts_per_tok=2),
+        128,
+        256,
+        length=128,
+    ),
+    "tiny-hybrid": Size(
+        replace(
+            HYBRID,
+            vocab_size=512,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=4,
+            layer_types=None,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            linear_num_key_heads=2,
+            linear_num_value_heads=4,
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+        ),
         128,
         256,
         length=128,
@@ -270,11 +310,10 @@ def trials_of(size: Size, contest: Contest) -> dict[str, tuple[str, Contest]]:
         return {name: (name, contest) for name in (LMFORGE, LMFORGE_OPERATORS, TRAINER)}
     if size.variants is None:
         names = LMFORGE, LMFORGE_FLOAT8, PLAIN_COMPILED if contest.compiled else PLAIN, TRAINER
-        # float8 has no products of experts.
+        # float8 has no products of experts, and is not compared for hybrids.
+        in_16_bits = contest.shape.num_experts or contest.shape.family.recurrent_type
         return {
-            name: (name, contest)
-            for name in names
-            if not (name == LMFORGE_FLOAT8 and contest.shape.num_experts)
+            name: (name, contest) for name in names if not (name == LMFORGE_FLOAT8 and in_16_bits)
         }
     results = {}
     for name, (checkpointing, micro_tokens) in size.variants.items():

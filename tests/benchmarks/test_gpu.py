@@ -70,10 +70,11 @@ def test_without_a_gpu_every_contender_has_a_row_and_nothing_is_recorded() -> No
     ("size", "contenders"),
     [
         ("tiny-olmoe", {"lmforge", "plain loop", "Trainer"}),
+        ("tiny-hybrid", {"lmforge", "plain loop", "Trainer"}),
         ("tiny-qlora", {"lmforge", "lmforge, NF4 without bitsandbytes", "Trainer"}),
     ],
 )
-def test_a_mixture_and_a_quantized_base_have_no_row_of_float8_and_all_learn_the_same(
+def test_a_mixture_a_hybrid_and_a_quantized_base_have_no_row_of_float8_and_all_learn_the_same(
     size: str, contenders: set[str], tmp_path: Path
 ) -> None:
     ended = held("--only", size, "--out", tmp_path)
@@ -211,6 +212,7 @@ def test_what_makes_a_size_fit_is_chosen_by_its_bytes(gpu: ModuleType) -> None:
 def test_sizes_are_what_they_are_called(gpu: ModuleType) -> None:
     millions = {size: gpu.parameter_count(of.shape).total / 1e6 for size, of in gpu.SIZES.items()}
     expected = {"124m": 124, "1b": 1236, "3b": 3213, "7b": 7242, "8b": 8030, "olmoe": 6919}
+    expected["hybrid"] = 1017
     assert millions == pytest.approx(
         {size: expected[size.partition("-")[0]] for size in millions}, rel=0.01
     )
