@@ -18,8 +18,7 @@ from lmforge.core.files.atomic_files import atomic_folder, check_output
 from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.config_json import to_config_json
-from lmforge.core.model.init_weights import named_tensors
-from lmforge.core.model.mixture.experts import BIAS
+from lmforge.core.model.init_weights import named_tensors, stored_buffers
 from lmforge.hf.hub import SAFE_WEIGHTS_INDEX_NAME
 from lmforge.hf.merge_adapters import LM_HEAD_WEIGHT
 from lmforge.hf.multimodal import MultimodalFolder
@@ -68,7 +67,8 @@ def export_folder(
 
     Args:
         model: a model, or its tensors by name; full tensors (gather sharded ones first).
-        dtype: of the written tensors; None keeps each one's own.
+        dtype: of the written tensors; None keeps each one's own. Those that are not trained always keep
+            it.
         max_shard_bytes: weights are split into files of at most this size, unless a single tensor
         is larger.
         overwrite: replace the folder if it exists and holds a model. Otherwise an existing folder
@@ -91,16 +91,22 @@ def export_folder(
     tensors = dict[str, torch.Tensor](named)
     if config.tie_word_embeddings:
         tensors.pop(LM_HEAD_WEIGHT, None)
-    expected = {name: tensor.shape for name, tensor in named_tensors(build_model(config, "meta"))}
+    meta_model = build_model(config, "meta")
+    expected = {name: tensor.shape for name, tensor in named_tensors(meta_model)}
     if {name: tensor.shape for name, tensor in tensors.items()} != expected:
         raise ValueError("the tensors to export are not those of the config")
     if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
         raise ValueError("gather sharded tensors before exporting them")
     value_of = read_tensor or tensors.__getitem__
     if isinstance(config, TransformersConfig):
-        tensors = to_stored_tensors(config.config_dict, {name: value_of(name) for name in tensors})
+        values = {name: value_of(name) for name in tensors}
+        buffers = {name: values.pop(name) for name, _ in stored_buffers(meta_model)}
+        buffers = to_stored_tensors(config.config_dict, buffers)
+        untrained = {*buffers}
+        tensors = to_stored_tensors(config.config_dict, values) | buffers
         value_of = tensors.__getitem__
     else:
+        untrained = {name for name, _ in stored_buffers(meta_model)}
         whole = () if multimodal is None else multimodal.language_tensors
         tensors, value_of = _in_pieces(tensors, value_of, config, whole)
     name_of = dict[str, str]()  # of tensors that have another name on disk
@@ -110,7 +116,7 @@ def export_folder(
         name_of[CLASSIFIER_HEAD_WEIGHT] = LM_HEAD_WEIGHT
     stated_dtype = dtype or next(iter(tensors.values())).dtype
     written = {
-        name: each.to("meta", None if name.endswith(BIAS) else dtype)
+        name: each.to("meta", None if name in untrained else dtype)
         for name, each in tensors.items()
     }
 

@@ -18,7 +18,7 @@ from lmforge.core.data.tokenizer import Tokenizer
 from lmforge.core.errors import UserError
 from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
-from lmforge.core.model.mixture.experts import BIAS
+from lmforge.core.model.init_weights import stored_buffers
 from lmforge.core.model.resolve import stored_model_config
 from lmforge.core.parallel.precision import DTYPES
 from lmforge.core.records.kinds import Kind, kind_of
@@ -190,6 +190,7 @@ def write_model_folder(
     a tokenizer.json, `template` the chat template that the model was trained with. Raises UserError
     where fp16 overflows.
     """
+    untrained = {name for name, _ in stored_buffers(build_model(config, "meta"))}
     export_folder(
         tensors,
         config,
@@ -200,7 +201,7 @@ def write_model_folder(
         dtype=DTYPES[options.dtype] if options.dtype else None,
         overwrite=options.overwrite,
         read_tensor=lambda name: _cast(
-            name, read(name), None if name.endswith(BIAS) else options.dtype
+            name, read(name), None if name in untrained else options.dtype
         ),
         extra_files=(
             companion_files(Tokenizer.open(tokenizer_path), config, template)

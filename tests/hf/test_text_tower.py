@@ -4,6 +4,7 @@ transformers.
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from safetensors.torch import load_file, save_file
 from lmforge.cli import run
 from lmforge.core.errors import UserError
 from lmforge.core.model.build import build_model
+from lmforge.core.model.config_json import to_config_json
 from lmforge.core.model.lora import add_lora
 from lmforge.core.model.lora_config import LoraConfig, adapter_parameters
+from lmforge.core.model.resolve import model_config_from_json
 from lmforge.core.model.text_tower import TEXT_TOWERS, tower_tensor
 from lmforge.core.options.sections import ModelOptions
 from lmforge.hf.export import export_folder
@@ -225,7 +228,7 @@ def test_an_export_has_the_rest_of_the_folder_as_it_was(kind: str, tmp_path: Pat
     model, _ = logits_of(tmp_path / "was")
     export_folder(
         model,
-        model.config,
+        model_config_from_json(to_config_json(model.config), "as in a checkpoint"),
         tmp_path / "same",
         multimodal=MultimodalFolder(tmp_path / "was"),
         max_shard_bytes=40_000,
@@ -273,6 +276,33 @@ def test_an_export_has_the_rest_of_the_folder_as_it_was(kind: str, tmp_path: Pat
         )
     bound = 1e-5 * float(theirs_now.abs().max())
     torch.testing.assert_close(model.lm_head(hidden), theirs_now, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "qwen3_5"])
+def test_what_a_run_changed_of_the_language_model_is_in_the_config_or_refused(
+    kind: str, tmp_path: Path
+) -> None:
+    made(kind, tmp_path / "was")
+    grown = {"vocab_size": 310, "tie_word_embeddings": False, "max_position_embeddings": 512}
+    model = build_model(resolve_model_config(tmp_path / "was", grown))
+    load_folder(tmp_path / "was", model)
+    beside = MultimodalFolder(tmp_path / "was")
+    export_folder(model, model.config, tmp_path / "out", multimodal=beside)
+    theirs = opened(tmp_path / "out")
+    assert "vocab_size 300 → 310" in beside.describe()
+    tokens = torch.arange(3, 93).expand(2, -1)
+    with torch.no_grad():
+        expected = theirs(input_ids=tokens, attention_mask=torch.ones_like(tokens)).logits
+        hidden = model(
+            tokens, torch.arange(90).expand(2, -1), torch.zeros_like(tokens, dtype=torch.int32)
+        )
+    assert expected.shape[-1] == 310
+    bound = 1e-5 * float(expected.abs().max())
+    torch.testing.assert_close(model.lm_head(hidden), expected, rtol=0, atol=bound)
+    other = replace(model.config, rms_norm_eps=1e-3)
+    with pytest.raises(UserError, match=r"the run changed rms_norm_eps from .*\(--text_only\)"):
+        export_folder(model, other, tmp_path / "no", multimodal=beside)
+    assert not (tmp_path / "no").exists()
 
 
 def test_each_kind_of_folder_is_made_here() -> None:
