@@ -1552,6 +1552,16 @@ def test_an_unknown_model_family_is_refused_with_the_way_out(
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_neox"}))
     printed = refused("pretrain", *options, "--model.source", tmp_path)
     assert printed.endswith("; or let transformers compute it: --model.implementation transformers")
+    for kind, reason in (
+        ("nowhere", 'has no "nowhere" (it is unknown to it)'),
+        ("t5", "of type t5"),
+    ):
+        (tmp_path / "other").mkdir(exist_ok=True)
+        (tmp_path / "other" / "config.json").write_text(json.dumps({"model_type": kind}))
+        printed = refused("pretrain", *options, "--model.source", tmp_path / "other")
+        assert f'model_type: "{kind}" is not supported; lmforge reads ' in printed
+        assert "; nor can transformers compute it here: " in printed
+        assert reason in printed
     assert "name it with model.source" in refused("pretrain", *options, *wrap)
     assert refused("pretrain", *options, *wrap, "--model.source", "nano").startswith(
         "nano: no such file or folder; "

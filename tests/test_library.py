@@ -39,7 +39,9 @@ FUNCTIONS = {
         " batch_size=16"
     ),
     "save_model": "model, folder, *, tokenizer=None, dtype=None, overwrite=False",
-    "export_model": "run, folder, *, dtype='fp32', adapters=False, overwrite=False",
+    "export_model": (
+        "run, folder, *, dtype='fp32', adapters=False, overwrite=False, text_only=False, source=None"
+    ),
     "train_model": "options=None, *, recipe=None, stage='pretrain', objective=None, callbacks=()",
     "label_logprobs": "model, batch",
     "init_distributed": "device='auto', threads=None, timeout=None",

@@ -16,7 +16,7 @@ from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.layers import LanguageModel
 from lmforge.core.options.lora import LoraOptions
 from lmforge.core.options.sections import ModelOptions
-from lmforge.core.records.manifests import Manifest
+from lmforge.core.records.manifests import Manifest, MultimodalSource
 
 WeightFile = Literal["weights", "config.json"]
 
@@ -39,6 +39,10 @@ class WeightSource(Protocol):
     @property
     def notes(self) -> list[str]:
         """What is done with the weights besides reading them, in words."""
+
+    @property
+    def multimodal(self) -> MultimodalSource | None:
+        """The folder of the full model, of which this is the language model; None: of none."""
 
     @property
     def tokenizer_folder(self) -> Path:

@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from pathlib import Path
@@ -18,10 +18,10 @@ from lmforge.core.files.atomic_files import atomic_folder, check_output
 from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.config_json import to_config_json
-from lmforge.core.model.init_weights import named_tensors
-from lmforge.core.model.mixture.experts import BIAS
+from lmforge.core.model.init_weights import named_tensors, stored_buffers
 from lmforge.hf.hub import SAFE_WEIGHTS_INDEX_NAME
 from lmforge.hf.merge_adapters import LM_HEAD_WEIGHT
+from lmforge.hf.multimodal import MultimodalFolder
 from lmforge.hf.safetensors_file import write_safetensors
 from lmforge.hf.stored_experts import Piece, pieces, stored_name
 from lmforge.hf.transformers_causal_lm import to_stored_tensors
@@ -58,6 +58,7 @@ def export_folder(
     overwrite: bool = False,
     read_tensor: Callable[[str], torch.Tensor] | None = None,
     extra_files: Mapping[str, dict[str, Any] | str] | None = None,
+    multimodal: MultimodalFolder | None = None,
 ) -> None:
     """Write a folder that transformers opens.
 
@@ -66,7 +67,8 @@ def export_folder(
 
     Args:
         model: a model, or its tensors by name; full tensors (gather sharded ones first).
-        dtype: of the written tensors; None keeps each one's own.
+        dtype: of the written tensors; None keeps each one's own. Those that are not trained always keep
+            it.
         max_shard_bytes: weights are split into files of at most this size, unless a single tensor
         is larger.
         overwrite: replace the folder if it exists and holds a model. Otherwise an existing folder
@@ -75,6 +77,7 @@ def export_folder(
             Each is read when it is written, so that only one of them is in memory; those of a
             wrapped model are all read at once.
         extra_files: other files by name, JSON or text; fields for config.json replace its own.
+        multimodal: the folder whose language model it is: what else that has is written too.
     """
     wrapped = isinstance(config, TransformersConfig)
     if config.final_logit_softcapping is not None and not (wrapped or config.family.caps_logits):
@@ -88,22 +91,39 @@ def export_folder(
     tensors = dict[str, torch.Tensor](named)
     if config.tie_word_embeddings:
         tensors.pop(LM_HEAD_WEIGHT, None)
-    expected = {name: tensor.shape for name, tensor in named_tensors(build_model(config, "meta"))}
+    meta_model = build_model(config, "meta")
+    expected = {name: tensor.shape for name, tensor in named_tensors(meta_model)}
     if {name: tensor.shape for name, tensor in tensors.items()} != expected:
         raise ValueError("the tensors to export are not those of the config")
     if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
         raise ValueError("gather sharded tensors before exporting them")
     value_of = read_tensor or tensors.__getitem__
     if isinstance(config, TransformersConfig):
-        tensors = to_stored_tensors(config.config_dict, {name: value_of(name) for name in tensors})
+        values = {name: value_of(name) for name in tensors}
+        buffers = {name: values.pop(name) for name, _ in stored_buffers(meta_model)}
+        buffers = to_stored_tensors(config.config_dict, buffers)
+        untrained = {*buffers}
+        tensors = to_stored_tensors(config.config_dict, values) | buffers
         value_of = tensors.__getitem__
     else:
-        tensors, value_of = _in_pieces(tensors, value_of, config)
+        untrained = {name for name, _ in stored_buffers(meta_model)}
+        whole = () if multimodal is None else multimodal.language_tensors
+        tensors, value_of = _in_pieces(tensors, value_of, config, whole)
     name_of = dict[str, str]()  # of tensors that have another name on disk
     if config.reward:
         tensors = {**tensors}
         tensors[CLASSIFIER_HEAD_WEIGHT] = tensors.pop(LM_HEAD_WEIGHT)
         name_of[CLASSIFIER_HEAD_WEIGHT] = LM_HEAD_WEIGHT
+    stated_dtype = dtype or next(iter(tensors.values())).dtype
+    written = {
+        name: each.to("meta", None if name in untrained else dtype)
+        for name, each in tensors.items()
+    }
+
+    files = _described(config, stated_dtype, extra_files or {})
+    if multimodal is not None:
+        files["config.json"] = multimodal.config_json(config, stated_dtype)
+        written, value_of = multimodal.complete(written, value_of)
     with new_folder(folder, overwrite, marker="config.json", content="a model") as partial:
         if tokenizer_folder is not None:
             paths = [Path(tokenizer_folder) / name for name in _TOKENIZER_FILES]
@@ -115,16 +135,13 @@ def export_folder(
                 )
             for path in copied:
                 shutil.copyfile(path, partial / path.name)
-        stated_dtype = dtype or next(iter(tensors.values())).dtype
-        for file, content in _described(config, stated_dtype, extra_files or {}).items():
+        for file, content in files.items():
             if not (partial / file).exists():
                 text = content if isinstance(content, str) else json.dumps(content, indent=2) + "\n"
                 (partial / file).parent.mkdir(exist_ok=True)
                 (partial / file).write_text(text, encoding="utf-8")
-        written = {
-            name: each.to("meta", None if name.endswith(BIAS) else dtype)
-            for name, each in tensors.items()
-        }
+        if multimodal is not None:
+            multimodal.copy_files(partial)
         _write_shards(
             partial, written, lambda name: value_of(name_of.get(name, name)), max_shard_bytes
         )
@@ -134,10 +151,11 @@ def _in_pieces(
     tensors: Mapping[str, torch.Tensor],
     read_tensor: Callable[[str], torch.Tensor],
     config: ModelConfig,
+    whole: Collection[str],
 ) -> tuple[dict[str, torch.Tensor], Callable[[str], torch.Tensor]]:
     """Tensors by their names on disk, and a function that returns the value of each of them.
 
-    On disk each expert has a tensor of its own.
+    On disk each expert has a tensor of its own, except for stacks that are stored `whole`.
     """
     read = lru_cache(maxsize=1)(read_tensor)  # the pieces of one follow each other
     result = {}
@@ -150,7 +168,7 @@ def _in_pieces(
         return turned(name, read_tensor(name))
 
     for name, tensor in tensors.items():
-        stack = [*pieces(name, tensor.shape, config)]
+        stack = [] if name in whole else [*pieces(name, tensor.shape, config)]
         for piece in stack:
             result[piece.name] = piece.cut(tensor)
             values[piece.name] = partial(read_piece, name, piece)
@@ -158,7 +176,7 @@ def _in_pieces(
             result[name] = turned(name, tensor)
             values[name] = partial(read_turned, name)
         elif not stack:
-            theirs = stored_name(name, config)
+            theirs = name if name in whole else stored_name(name, config)
             result[theirs] = tensor
             values[theirs] = partial(read_tensor, name)
     return result, lambda name: values[name]()

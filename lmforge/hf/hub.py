@@ -117,14 +117,22 @@ def find_cached(name: str, revision: str, required: str = "weights") -> Path | N
     return None
 
 
-def indexed_weight_files(folder: Path) -> list[str]:
-    """The weight files that a folder's index names, sorted.
+def read_weight_map(folder: Path) -> dict[str, str]:
+    """The file of each tensor that a folder's index names.
 
     Raises UserError if it is not an index; OSError passes.
     """
     path = folder / SAFE_WEIGHTS_INDEX_NAME
     index = read_json(path, WeightIndex, max_bytes=MAX_INDEX_BYTES, hint="copy the file again")
-    return sorted(set(index["weight_map"].values()))
+    return index["weight_map"]
+
+
+def indexed_weight_files(folder: Path) -> list[str]:
+    """The weight files that a folder's index names, sorted.
+
+    Raises UserError if it is not an index; OSError passes.
+    """
+    return sorted(set(read_weight_map(folder).values()))
 
 
 def download(

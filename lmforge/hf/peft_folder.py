@@ -1,6 +1,7 @@
 """Writes and reads adapters in PEFT's layout: adapter_config.json and adapter_model.safetensors.
 
-Tensors there have our names with a prefix. Options of PEFT that change the result of a forward pass
+Tensors there have our names with a prefix; those of the language model of a multimodal folder the
+names of that model's modules (core/model/text_tower.py). Options of PEFT that change the result of a forward pass
 and are not supported are refused by name, and so are options that are not known here.
 """
 
@@ -22,6 +23,7 @@ from lmforge.core.model.build import build_model
 from lmforge.core.model.init_weights import LORA_SUFFIXES
 from lmforge.core.model.lora_config import ALL_LINEAR, LoraConfig, adapted_name
 from lmforge.core.model.mixture.experts import Experts
+from lmforge.core.model.text_tower import full_model_name, tower_tensor
 from lmforge.core.records.kinds import ADAPTER_CONFIG, Kind, kind_of
 from lmforge.hf.export import new_folder
 from lmforge.hf.merge_adapters import LM_HEAD_WEIGHT
@@ -101,6 +103,7 @@ def save_peft_folder(
     base_model_name: str,
     overwrite: bool = False,
     files: Mapping[str, str] = MappingProxyType({}),
+    in_full_model: bool = False,
 ) -> None:
     """Write adapters as a folder that `peft.PeftModel.from_pretrained` opens.
 
@@ -112,12 +115,17 @@ def save_peft_folder(
         is a UserError.
         files: the texts of other files by name: a tokenizer, to whose number of tokens PEFT resizes
         the base model.
+        in_full_model: it is a multimodal model, and they belong to its language model.
     """
+    if in_full_model:
+        tensors = {full_model_name(name): each for name, each in tensors.items()}
     layers = _layer_names(tensors)
     modules = [layer for layer in layers if ".adapters." not in layer]
-    targets = modules
+    targets: list[str] | str = modules
     if all(each == ALL_LINEAR or each.isidentifier() for each in config.target_modules):
         targets = sorted({name.rpartition(".")[2] for name in modules})
+        if in_full_model and targets:  # not the layers of these names that read images
+            targets = rf"{re.escape(full_model_name(''))}.*\.({'|'.join(targets)})"
     content = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -126,7 +134,8 @@ def save_peft_folder(
         "lora_alpha": int(config.alpha) if float(config.alpha).is_integer() else config.alpha,
         "lora_dropout": config.dropout,
         "use_rslora": config.use_rslora,
-        # A regular expression of ours may match other layers there; full names match themselves.
+        # A regular expression of a recipe may match other layers there; full names match
+        # themselves.
         "target_modules": targets,
         "target_parameters": [adapted_name(layer) for layer in layers if layer not in modules],
         "bias": "none",
@@ -319,9 +328,13 @@ def _our_layer(layer: str, parameters: Collection[str]) -> str:
 
 
 def _of_layer(patterns: Mapping[str, Any], layer: str, default: Any) -> Any:
-    """The value of the first pattern that matches the end of a layer's name, as PEFT does it."""
+    """The value of the first pattern that matches the end of a layer's name, as PEFT does it.
+
+    In a multimodal model the layer has a longer name.
+    """
     for pattern, value in patterns.items():
-        if compile_pattern(rf"(.*\.)?({pattern})", "rank_pattern, alpha_pattern").fullmatch(layer):
+        matches = compile_pattern(rf"(.*\.)?({pattern})", "rank_pattern, alpha_pattern").fullmatch
+        if matches(layer) or matches(full_model_name(layer)):
             return value
     return default
 
@@ -351,10 +364,13 @@ def _read_tensors(folder: Path, parameters: Collection[str]) -> dict[str, Tensor
     """
     file = _open_tensors(folder)
     tensors = {}
+    # Read as of a text model: names of another one's towers fit none of ours.
+    parameters = [each if (ours := tower_tensor(each)) is None else ours for each in parameters]
     for name, stored in file.entries.items():
         if _OF_WRAPPER.search(name) and _OF_WRAPPER.sub(".weight", name) in file.entries:
             continue
         ours = name.removeprefix(_PREFIX)
+        ours = tower_tensor(ours) or ours
         for end in LORA_SUFFIXES:
             if ours.endswith(end):
                 ours = _our_layer(ours.removesuffix(end), parameters) + end

@@ -13,7 +13,6 @@ from typing import Any, Literal, Self
 import xxhash
 
 from lmforge.core import checkpoint
-from lmforge.core.checkpoint import Manifest
 from lmforge.core.data.shards.staged_copy import find_staged
 from lmforge.core.data.tokenizer import Tokenizer
 from lmforge.core.errors import UserError
@@ -22,12 +21,15 @@ from lmforge.core.model.config_json import is_nf4_folder, read_config_json
 from lmforge.core.model.layers import LanguageModel
 from lmforge.core.model.presets import PRESETS
 from lmforge.core.model.resolve import check_balance, stored_model_config
+from lmforge.core.model.text_tower import TOWER_OF
 from lmforge.core.options.lora import LoraOptions
 from lmforge.core.options.sections import ModelOptions
 from lmforge.core.records.kinds import MODELS, Kind, kind_of, unexpected
+from lmforge.core.records.manifests import Manifest, MultimodalSource
 from lmforge.hf import stored_model
 from lmforge.hf.hub import cache_folder, resolve_model_folder
 from lmforge.hf.merge_adapters import LM_HEAD_WEIGHT, merge_adapters
+from lmforge.hf.multimodal import MultimodalFolder
 from lmforge.hf.peft_folder import (
     base_model_of,
     base_model_overrides,
@@ -108,6 +110,16 @@ class Pretrained:
         if lora is not None and lora.stored is not None:
             return [f"dequantized from {lora.stored.describe()}"]
         return []
+
+    @property
+    def multimodal(self) -> MultimodalSource | None:
+        """The folder of the full model, of which this is the language model; None: of none."""
+        if self.manifest is not None:
+            return self.manifest.written_by.get("multimodal")
+        if TOWER_OF not in read_config_json(self.folder / "config.json"):
+            return None
+        digest = MultimodalFolder(self.folder).digest
+        return {"source": str(self.folder.absolute()), "digest": digest}
 
     @property
     def tokenizer_folder(self) -> Path:

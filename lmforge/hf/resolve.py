@@ -109,8 +109,18 @@ def _read_config_fields(path: Path) -> dict[str, Any]:
     except UserError as error:
         problem = f"{path}: {error}"
         if not is_supported_family(content):
-            problem += "; or let transformers compute it: --model.implementation transformers"
+            problem += f"; {_whether_transformers_can(path)}"
         raise UserError(problem) from None
+
+
+def _whether_transformers_can(path: Path) -> str:
+    """Whether the model of a config.json can be wrapped instead, and how, in words."""
+    try:
+        _resolve_transformers_config(path, {}, None, False)
+    except UserError as error:
+        reason = str(error).removeprefix(f"{path}: ")
+        return f"nor can transformers compute it here: {reason}"
+    return "or let transformers compute it: --model.implementation transformers"
 
 
 def _resolve_transformers_config(

@@ -80,6 +80,8 @@ def read_pretrained_config(content: dict[str, Any], source: str) -> Any:
         reject_extreme_sizes(content)
     try:
         fields = {name: value for name, value in content.items() if name != "generation_config"}
+        # Infinity, as transformers writes it.
+        fields = transformers.PreTrainedConfig._decode_special_floats(fields)
         config = transformers.CONFIG_MAPPING[model_type].from_dict(fields)
     except Exception as error:  # whatever a family's own checks raise
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -119,7 +121,8 @@ def build_causal_lm(content: dict[str, Any]) -> Any:
     ]
     if any(size % _GROUPED_MM_MULTIPLE for stack in stacks for size in stack.shape[1:]):
         causal.set_experts_implementation("eager")
-    return causal.eval()
+    # Some families give a tensor a dtype of its own.
+    return causal.eval().float()
 
 
 def find_block_list(base_model: nn.Module) -> str:
@@ -161,7 +164,7 @@ def find_logit_transform(causal: Any, hidden_size: int) -> tuple[float, float | 
         small.weight.copy_(torch.linalg.lstsq(hidden[0], plain[0]).solution.t())
         plain = small(hidden)
         try:
-            setattr(causal, name, _FixedBaseModel(hidden))
+            setattr(causal, name, _FixedBaseModel(base, hidden))
             causal.set_output_embeddings(small)
             logits = causal(input_ids=torch.zeros(1, 3, dtype=torch.long)).logits
         except (RuntimeError, TypeError, ValueError, AttributeError, KeyError) as problem:
@@ -190,15 +193,17 @@ def find_logit_transform(causal: Any, hidden_size: int) -> tuple[float, float | 
 class _FixedBaseModel(nn.Module):
     """Replaces a base model: returns the hidden states that it was made with."""
 
-    def __init__(self, hidden: Tensor) -> None:
+    def __init__(self, base: nn.Module, hidden: Tensor) -> None:
         super().__init__()
-        self.__dict__["hidden"] = hidden
+        self.__dict__ |= {"base": base, "hidden": hidden}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return _FixedModelOutput(last_hidden_state=self.hidden)
 
     def __getattr__(self, name: str) -> Any:
-        return self  # some models call a part of their base model
+        value = getattr(self.base, name)
+        # Some models read a factor of their base model, or call a part of it.
+        return value if isinstance(value, int | float) else self
 
 
 class _FixedModelOutput(SimpleNamespace):
@@ -213,40 +218,48 @@ class _FixedModelOutput(SimpleNamespace):
 def constant_buffers(causal: Any) -> list[tuple[nn.Module, str, Tensor]]:
     """(module, name, value on the CPU) of a model's buffers, such as rotary frequencies.
 
-    They are those beside its weights. On the meta device they have no values; transformers computes
-    them where it initializes weights.
+    They are those that are not stored with its weights. On the meta device they have no values;
+    transformers computes them where it initializes weights.
     """
     constants = []
     for name, module in causal.named_modules():
-        buffers = {key: buffer for key, buffer in module._buffers.items() if buffer is not None}
         if any(isinstance(value, Tensor) and value.is_meta for value in vars(module).values()):
             raise UserError(
                 f"model: {name} keeps tensors that are neither weights nor buffers; use another"
                 " model"
             )
-        kept = buffers.keys() - module._non_persistent_buffers_set
-        if kept:
-            raise UserError(
-                f"model: {name}.{min(kept)} is stored with the weights but not trained, which is"
-                " not supported yet"
-            )
-        if not buffers:
-            continue
-        with torch.device("cpu"):
-            for key, buffer in buffers.items():
-                unset = float("nan") if buffer.is_floating_point() else 0
-                module._buffers[key] = torch.full(buffer.shape, unset, dtype=buffer.dtype)
-            causal._init_weights(module)
-        for key in buffers:
-            value = module._buffers[key]
-            assert value is not None
-            if value.is_floating_point() and value.isnan().any():
+        buffers = initial_buffers(causal, module)
+        for key in sorted(module._non_persistent_buffers_set & buffers.keys()):
+            value = buffers[key]
+            if value is None:
                 raise UserError(
-                    f"model: transformers does not say what the first value of {name}.{key}; use"
+                    f"model: transformers does not say what the first value of {name}.{key} is; use"
                     " another model"
                 )
+            module._buffers[key] = value
             constants.append((module, key, value))
     return constants
+
+
+@torch.no_grad()
+def initial_buffers(causal: Any, module: nn.Module) -> dict[str, Tensor | None]:
+    """The first values of a module's own buffers, on the CPU, by name; None where transformers
+    gives none. The module stays as it is.
+    """
+    buffers = {key: buffer for key, buffer in module._buffers.items() if buffer is not None}
+    if not buffers:
+        return {}
+    with torch.device("cpu"):
+        for key, buffer in buffers.items():
+            unset = float("nan") if buffer.is_floating_point() else 0
+            module._buffers[key] = torch.full(buffer.shape, unset, dtype=buffer.dtype)
+        causal._init_weights(module)
+    values = {key: module._buffers[key] for key in buffers}
+    module._buffers |= buffers
+    return {
+        key: None if value is None or value.isnan().any() else value
+        for key, value in values.items()
+    }
 
 
 def find_base_model_name(causal: Any) -> str:
@@ -268,16 +281,27 @@ def find_base_model_name(causal: Any) -> str:
     return parts[0]
 
 
+def layers_with_state(causal: Any) -> list[str]:
+    """Kinds of layers that may carry something from token to token other than by attention with a
+    mask. Raises UserError for attention of a kind that is not known.
+    """
+    kinds = set(getattr(causal.config, "layer_types", None) or ()) - _ATTENTION_LAYER_TYPES
+    # Which may choose keys before it masks them, beyond some length: no small model tells.
+    unknown = {each for each in kinds if each.endswith("attention")} - {"linear_attention"}
+    if unknown:
+        raise UserError(
+            f"model: {type(causal).__name__} has layers of {min(unknown)}, which documents of a"
+            " sequence may see each other through; use another model"
+        )
+    if getattr(type(causal), "_is_stateful", False):
+        kinds.add("recurrent")
+    if any(isinstance(module, nn.Conv1d) for module in causal.modules()):
+        kinds.add("convolution")
+    return sorted(kinds)
+
+
 def reject_unsupported_parts(causal: Any) -> None:
     name = type(causal).__name__
-    config = causal.config
-    other = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYER_TYPES
-    if other or getattr(type(causal), "_is_stateful", False):
-        raise UserError(
-            f"model: {name} has layers without attention"
-            f" ({', '.join(sorted(other)) or 'recurrent'}), in which documents of a sequence would"
-            " see each other; use another model"
-        )
     head = causal.get_output_embeddings()
     if getattr(causal, _HEAD_NAME, None) is not head or not isinstance(head, nn.Linear):
         raise UserError(f"model: {name} has no plain {_HEAD_NAME}; use another model")

@@ -16,6 +16,7 @@ from lmforge.core.data.order import derive_key
 from lmforge.core.errors import UserError
 from lmforge.core.model.init_weights import InitialValue
 from lmforge.core.model.rng.weight_rng import standard_normal, standard_uniform
+from lmforge.hf.transformers_causal_lm import initial_buffers
 
 # torch's default arguments, which it leaves out.
 _VALUES: dict[Any, Callable[..., InitialValue]] = {
@@ -51,13 +52,18 @@ class _InPlaceCalls(TorchDispatchMode):
 def family_initial_values(
     causal: Any, names: Collection[str], seed: int
 ) -> Iterator[tuple[str, InitialValue | Tensor]]:
-    """(name, first value) of the parameters called `names` of a model of transformers.
+    """(name, first value) of the parameters and buffers called `names` of a model of transformers.
 
     The model is on the meta device. A full tensor is fp32 on the CPU, drawn by a generator that is
     seeded with the seed and its module's name. Raises UserError where transformers leaves a tensor
     without a value.
     """
     for name, module in causal.named_modules():
+        for short, buffer in initial_buffers(causal, module).items():
+            if f"{name}.{short}" in names:
+                if buffer is None:
+                    raise _not_initialized(f"{name}.{short}")
+                yield f"{name}.{short}", buffer
         own = {
             short: each
             for short, each in module.named_parameters(recurse=False)
@@ -83,6 +89,12 @@ def family_initial_values(
             yield f"{name}.{short}", value
 
 
+def _not_initialized(name: str) -> UserError:
+    return UserError(
+        f"model: transformers does not initialize {name}; start from a folder's weights"
+    )
+
+
 def _drawn_in_full(causal: Any, name: str, module: nn.Module, seed: int) -> dict[str, Tensor]:
     """The first values of all parameters of a module, which stays on the meta device."""
     own = dict(module.named_parameters(recurse=False))
@@ -94,9 +106,6 @@ def _drawn_in_full(causal: Any, name: str, module: nn.Module, seed: int) -> dict
     drawn = {short: module.get_parameter(short).detach() for short in own}
     for short, parameter in own.items():
         if drawn[short].isnan().any():
-            raise UserError(
-                f"model: transformers does not initialize {name}.{short}; start from a folder's"
-                " weights"
-            )
+            raise _not_initialized(f"{name}.{short}")
         module.register_parameter(short, parameter)
     return drawn

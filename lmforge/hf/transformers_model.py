@@ -22,7 +22,7 @@ from lmforge.core.errors import UserError
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.config_json import NUM_EXPERTS_FIELDS
 from lmforge.core.model.family import Family
-from lmforge.core.model.init_weights import LORA_SUFFIXES, InitialValue
+from lmforge.core.model.init_weights import LORA_SUFFIXES, InitialValue, stored_buffers
 from lmforge.core.model.layers import LanguageModel, LMHead, to_autocast_dtype
 from lmforge.hf.transformers_causal_lm import (
     ALIBI_MODEL_TYPES,
@@ -32,6 +32,7 @@ from lmforge.hf.transformers_causal_lm import (
     find_block_list,
     find_logit_transform,
     import_transformers,
+    layers_with_state,
     read_pretrained_config,
     reject_unsupported_parts,
 )
@@ -120,9 +121,12 @@ class TransformersModel(LanguageModel):
     config: TransformersConfig
     has_dropout = False
 
-    def __init__(self, config: TransformersConfig) -> None:
+    def __init__(self, config: TransformersConfig, keeps_documents_apart: bool = False) -> None:
+        """`keeps_documents_apart`: it is known to, or to be measured (transformers_packing.py)."""
         super().__init__(config)
         causal = build_causal_lm(config.config_dict)
+        if not keeps_documents_apart:
+            _reject_leaks(causal, config)
         reject_unsupported_parts(causal)
         self._base_model_name = find_base_model_name(causal)
         base = causal.get_submodule(self._base_model_name)
@@ -179,7 +183,13 @@ class TransformersModel(LanguageModel):
         return self
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> "TransformersModel":
+        before = dict(stored_buffers(self))
         super()._apply(fn, recurse)
+        # What is stored but not trained keeps its dtype, such as the biases of routers.
+        for name, now in stored_buffers(self):
+            if now.dtype != before[name].dtype:
+                owner, _, key = name.rpartition(".")
+                self.get_submodule(owner)._buffers[key] = before[name].to(now.device)
         # Constants are not weights: `to_empty` leaves them without values, and `to` in a dtype of
         # too few bits.
         self._move_constants(next(self.parameters()).device)
@@ -236,6 +246,27 @@ class TransformersModel(LanguageModel):
             )
         hidden = output.last_hidden_state
         return hidden if self._logit_scale == 1 else hidden * self._logit_scale
+
+
+def _reject_leaks(causal: Any, config: TransformersConfig) -> None:
+    """Raise UserError where packed documents would see each other through layers with a state."""
+    states = layers_with_state(causal)
+    if not states:
+        return
+    from lmforge.hf.transformers_packing import TOLERANCE, packing_error
+
+    error = packing_error(json.dumps(config.config_dict, sort_keys=True))
+    if error is not None and error <= TOLERANCE:
+        return
+    measured = (
+        "no small model of its config runs, to measure it"
+        if error is None
+        else f"{error:.1g} of the largest hidden state, measured on a small model of its config"
+    )
+    raise UserError(
+        f"model: {type(causal).__name__} has layers without attention ({', '.join(states)}), in"
+        f" which documents of a sequence would see each other ({measured}); use another model"
+    )
 
 
 @contextmanager

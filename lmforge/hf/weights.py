@@ -75,8 +75,8 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
     absent = (*LORA_SUFFIXES, *new_names)
     # A wrapped model's own.
     config = full_model.config
-    opened = [SafetensorsFile(path) for path in _weight_files(folder)]
-    file_of = {name: file for file in opened for name in file.entries}
+    file_of = open_weights(folder)
+    opened = [*dict.fromkeys(file_of.values())]
     conversions: list[TensorConversion] = []
     content = read_config_json(folder / "config.json")
     if TOWER_OF in content or has_tower_names(file_of):
@@ -210,7 +210,7 @@ def has_weights(folder: Path) -> bool:
 def describe_folder(folder: Path) -> list[str]:
     """Notes on what is done with the weights of a Hugging Face folder besides reading them."""
     content = read_config_json(folder / "config.json")
-    names = [name for path in _weight_files(folder) for name in SafetensorsFile(path).entries]
+    names = [*open_weights(folder)]
     layers = [
         str(each)
         for each in _unread_layers(content)
@@ -221,8 +221,7 @@ def describe_folder(folder: Path) -> list[str]:
         others = sum(tower_tensor(name) is None for name in names)
         kind = content.get(TOWER_OF, "multimodal")
         notes.append(
-            f"the language model of a {kind} folder; its {others} other tensors are neither trained"
-            " nor exported"
+            f"the language model of a {kind} folder; its {others} other tensors are not trained"
         )
     elif is_supported_family(content):
         unread = load_family(base_model_type(str(content["model_type"]))).unread_names
@@ -332,8 +331,9 @@ def _read_parts(
     Those that are `resized` get the mean of their rows as the ones that they lack.
     """
     file.read_parts([each for each in requests if each[0] not in resized])
-    for name, target, (wanted, *columns) in requests:
+    for name, target, part in requests:
         if name in resized:
+            wanted, *columns = part
             value = file.read(name)
             kept = value[(slice(wanted.start, wanted.stop), *columns)]
             target[: len(kept)] = kept
@@ -410,6 +410,12 @@ def _mismatch(folder: Path, difference: str) -> UserError:
         f"{folder / 'config.json'}: does not fit the weights: {difference}; use the config.json"
         " that belongs to them"
     )
+
+
+def open_weights(folder: Path) -> dict[str, SafetensorsFile]:
+    """The file of each tensor of a folder. Raises UserError where one is missing or damaged."""
+    opened = [SafetensorsFile(path) for path in _weight_files(folder)]
+    return {name: file for file in opened for name in file.entries}
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -491,7 +497,7 @@ def _reject_differences(
     misshaped = [
         f"{name} is {list(shape)} and should be {list(expected[name].shape)}"
         for name, shape in shapes.items()
-        if tuple(shape) != (rows.get(name, expected[name].shape[0]), *expected[name].shape[1:])
+        if [*shape] != [*expected[name].shape] and [rows.get(name), *shape[1:]] != [*shape]
     ]
     if misshaped:
         raise _mismatch(folder, name_some(misshaped, limit=3, separator="; "))

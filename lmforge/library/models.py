@@ -199,12 +199,16 @@ def export_model(
     dtype: str = "fp32",
     adapters: bool = False,
     overwrite: bool = False,
+    text_only: bool = False,
+    source: str | Path | None = None,
 ) -> None:
     """Write a checkpoint, or the newest one of a run, as a Hugging Face folder, as `lmforge export`
     does, in bounded memory.
 
     dtype     "fp32", "bf16" or "fp16"
     adapters  the adapters alone, in PEFT's layout
+    text_only of a run that began from a multimodal folder: the language model alone
+    source    where that folder is now; None: where the run found it
 
     Raises UserError where there is no checkpoint, or the folder exists.
     """
@@ -214,5 +218,7 @@ def export_model(
         "dtype": dtype,
         "adapters": adapters,
         "overwrite": overwrite,
+        "text_only": text_only,
+        "source": source and str(source),
     }
     export_checkpoint(validate_options(ExportOptions, given))

@@ -18,15 +18,13 @@ from lmforge.core.data.tokenizer import Tokenizer
 from lmforge.core.errors import UserError
 from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
-from lmforge.core.model.config_json import read_config_json
-from lmforge.core.model.mixture.experts import BIAS
+from lmforge.core.model.init_weights import stored_buffers
 from lmforge.core.model.resolve import stored_model_config
-from lmforge.core.model.text_tower import TOWER_OF
 from lmforge.core.parallel.precision import DTYPES
 from lmforge.core.records.kinds import Kind, kind_of
 from lmforge.hf.export import export_folder
-from lmforge.hf.hub import resolve_model_folder
 from lmforge.hf.merge_adapters import LM_HEAD_WEIGHT
+from lmforge.hf.multimodal import MultimodalFolder, open_source
 from lmforge.hf.peft_folder import base_model_of, load_peft_folder, save_peft_folder
 from lmforge.hf.resolve import resolve_model_config
 from lmforge.hf.stored_model import StoredModel
@@ -37,29 +35,43 @@ from lmforge.serve.options.models import ExportOptions, ImportOptions
 from lmforge.text.chat.templates import ChatTemplate
 
 
-def export_checkpoint(options: ExportOptions) -> tuple[Manifest, list[str]]:
+def export_checkpoint(
+    options: ExportOptions,
+) -> tuple[Manifest, MultimodalFolder | None, list[str]]:
     """Write the folder.
 
-    Returns the manifest of the checkpoint, and a line for each corrupt one that was skipped.
+    Returns the manifest of the checkpoint, the folder whose other tensors were written too, and a
+    line for each corrupt checkpoint that was skipped.
     """
-    return checkpoint.open_checkpoint(options.model, partial(_export, options))
+    (manifest, multimodal), skipped = checkpoint.open_checkpoint(
+        options.model, partial(_export, options)
+    )
+    return manifest, multimodal, skipped
 
 
-def _export(options: ExportOptions, checkpoint_path: Path, manifest: Manifest) -> Manifest:
+def _export(
+    options: ExportOptions, checkpoint_path: Path, manifest: Manifest
+) -> tuple[Manifest, MultimodalFolder | None]:
     stored = StoredModel(checkpoint_path, manifest)
+    config = stored_model_config(manifest)
+    source = manifest.written_by.get("multimodal")
+    if options.source is not None and source is None:
+        raise UserError(
+            f"--source: {options.model} did not begin from the language model of a multimodal"
+            " folder; leave it out"
+        )
+    multimodal = None
     if options.adapters:
         _write_adapters(options, stored, checkpoint_path, manifest)
     else:
+        # A reward model has no head for text, so it is none of the full model.
+        if source is not None and not options.text_only and not config.reward:
+            multimodal = open_source(source, options.source, options.model)
         template = chat_template(Tokenizer.open(checkpoint_path), training_stage(manifest))
         write_model_folder(
-            options,
-            stored.tensors,
-            stored.read,
-            stored_model_config(manifest),
-            checkpoint_path,
-            template,
+            options, stored.tensors, stored.read, config, checkpoint_path, template, multimodal
         )
-    return manifest
+    return manifest, multimodal
 
 
 def _write_adapters(
@@ -106,20 +118,21 @@ def _write_adapters(
             f"{options.model}: has adapters in dense feed-forwards beside experts, and PEFT takes"
             " those for the experts'; export it without --adapters"
         )
-    if kind_of(base) in (Kind.HF_FOLDER, Kind.HUB_NAME):
-        content = read_config_json(resolve_model_folder(Path(base), "config.json") / "config.json")
-        if TOWER_OF in content:
-            raise UserError(
-                f"{options.model}: adapters of the language model in a {content[TOWER_OF]} folder"
-                " would not be found in the whole model; export it without --adapters"
-            )
     grown, files = _grown_rows(stored, manifest, checkpoint_path, base)
     tensors = {
         name: _cast(name, tensor, options.dtype)
         for name, tensor in (stored.adapters | grown).items()
     }
     tensors = adapters_beside_folder(tensors, stored_model_config(manifest))
-    save_peft_folder(options.out, tensors, stored.lora, base, options.overwrite, files)
+    save_peft_folder(
+        options.out,
+        tensors,
+        stored.lora,
+        base,
+        options.overwrite,
+        files,
+        in_full_model=bool(manifest.written_by.get("multimodal")) and not options.text_only,
+    )
 
 
 def _grown_rows(
@@ -168,14 +181,16 @@ def write_model_folder(
     config: ModelConfig,
     tokenizer_path: Path | None,
     template: ChatTemplate | None = None,
+    multimodal: MultimodalFolder | None = None,
 ) -> None:
     """Write a model's tensors, one at a time, and its tokenizer, if there is one, as a Hugging Face
-    folder.
+    folder; with what the folder of the full model has besides.
 
     `tensors` have shapes and dtypes, `read` gives the data of one. `tokenizer_path` is a folder or
     a tokenizer.json, `template` the chat template that the model was trained with. Raises UserError
     where fp16 overflows.
     """
+    untrained = {name for name, _ in stored_buffers(build_model(config, "meta"))}
     export_folder(
         tensors,
         config,
@@ -186,13 +201,14 @@ def write_model_folder(
         dtype=DTYPES[options.dtype] if options.dtype else None,
         overwrite=options.overwrite,
         read_tensor=lambda name: _cast(
-            name, read(name), None if name.endswith(BIAS) else options.dtype
+            name, read(name), None if name in untrained else options.dtype
         ),
         extra_files=(
             companion_files(Tokenizer.open(tokenizer_path), config, template)
             if tokenizer_path
             else None
         ),
+        multimodal=multimodal,
     )
 
 

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from lmforge.cli import run as lmforge_here
 from lmforge.core.data.shards.folder import TokenFolder
+from lmforge.core.model.init_weights import stored_buffers
 from lmforge.core.records.runs import Run
 from lmforge.hf.export import export_folder
 from lmforge.serve.decoding.model_loading import load_model
@@ -18,7 +19,7 @@ from tests.distributed.conftest import assert_agree, losses, run_cases, weights
 from tests.support.rounding import other_rounding
 
 pytestmark = pytest.mark.slow
-KINDS = ("gpt_neox", "mixtral")
+KINDS = ("gpt_neox", "mixtral", "apertus")
 STEPS = 4
 FULL = ["--parallel.activation_checkpointing", "full"]
 # Command lines by the names of their runs; the first of each kind by this process alone, the others
@@ -26,9 +27,13 @@ FULL = ["--parallel.activation_checkpointing", "full"]
 SPREADS: dict[str, list[str]] = {
     "gpt_neox single": [],
     "mixtral single": [],
+    "apertus single": [],
     "gpt_neox fsdp2": FULL,
     "mixtral fsdp2": FULL,
+    "apertus fsdp2": FULL,
     "mixtral fsdp1": ["--parallel.engine", "fsdp1"],
+    "apertus fsdp1": ["--parallel.engine", "fsdp1"],
+    "apertus ddp": ["--parallel.engine", "ddp", "--train.micro_batch_size", "1"],
     "mixtral ddp": ["--parallel.engine", "ddp", "--train.micro_batch_size", "1"],
     "mixtral halved": [*FULL, "--train.steps", str(STEPS // 2)],
 }
@@ -41,7 +46,7 @@ def folders(tiny_tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
     tokenizer = TokenFolder.open(tiny_tokens).tokenizer
     for kind, folder in results.items():
         theirs = theirs_of(kind, vocab_size=tokenizer.vocab_size)
-        (theirs if kind == "mixtral" else theirs.config).save_pretrained(folder)
+        (theirs.config if kind == "gpt_neox" else theirs).save_pretrained(folder)
     return results
 
 
@@ -94,7 +99,8 @@ def runs(
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt_neox fsdp2", "mixtral fsdp2", "mixtral fsdp1", "mixtral ddp"]
+    "name",
+    [name for name in SPREADS if not name.endswith(("single", "halved"))],
 )
 def test_losses_and_weights_are_those_of_one_process(runs: dict[str, Run], name: str) -> None:
     assert_agree(runs[name], runs[f"{name.split()[0]} single"])
@@ -120,6 +126,18 @@ def test_it_begins_from_the_folders_weights_and_trains_every_tensor(
     begun = AutoModelForCausalLM.from_pretrained(folders["mixtral"], dtype=torch.float32)
     for name, value in weights(runs["mixtral fsdp2"]).items():
         assert 0 < (value - begun.get_parameter(name)).abs().max() < 0.2, name
+
+
+@pytest.mark.parametrize("engine", ["single", "fsdp2", "fsdp1", "ddp"])
+def test_what_is_not_trained_is_in_a_checkpoint_as_it_was_in_the_folder(
+    runs: dict[str, Run], folders: dict[str, Path], engine: str
+) -> None:
+    begun = AutoModelForCausalLM.from_pretrained(folders["apertus"], dtype=torch.float32)
+    run = load_model(runs[f"apertus {engine}"].path, torch.device("cpu"), torch.float32)
+    kept = dict(stored_buffers(begun))
+    assert len(kept) == 6
+    for name, value in stored_buffers(run.model):
+        assert torch.equal(value, kept[name]), name
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -91,6 +91,11 @@ class HeldPart:
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """What folders and checkpoints hold of a model: its parameters, and its persistent buffers."""
     yield from model.named_parameters()
+    yield from stored_buffers(model)
+
+
+def stored_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """A model's persistent buffers: what folders and checkpoints hold of it that is not trained."""
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:

@@ -1,8 +1,8 @@
 """The language model of a folder whose model reads images too: its part of config.json, and which
 tensors are its own.
 
-What else such a folder has (vision tower, projector) is neither read nor trained, and an export is
-of the language model alone.
+What else such a folder has (vision tower, projector) is neither read nor trained; an export takes
+it over (hf/multimodal.py).
 """
 
 from collections.abc import Iterable
@@ -80,3 +80,13 @@ def tower_tensor(stored: str) -> str | None:
     if stored.removeprefix("language_model.").startswith(_HEAD):
         return stored.removeprefix("language_model.")
     return None
+
+
+def full_model_name(name: str, like: str = _PREFIXES[0]) -> str:
+    """The name in the full model of a tensor or module of ours; on disk in a folder that has a
+    tensor called `like`.
+    """
+    prefix = next(each for each in _PREFIXES if like.startswith(each))
+    if name.startswith(_HEAD):
+        return f"language_model.{name}" if prefix == _PREFIXES[1] else name
+    return prefix + name.removeprefix("model.")

@@ -106,10 +106,17 @@ class DetectorState(TypedDict):
     losses: list[FiniteFloat | None]
 
 
+class MultimodalSource(TypedDict):
+    """The folder whose language model was trained, and a hash of it (hf/multimodal.py)."""
+
+    source: str
+    digest: str
+
+
 class _WrittenBy(TypedDict, total=False):
     """`data` is what the model was trained on; `sources` has the folder of each source of a mixture
     by its name; `plugins` has the digest of each plugin file by its name, and the version of each
-    installed one.
+    installed one; `multimodal` is there if the run began from the language model of such a folder.
     """
 
     __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
@@ -119,6 +126,7 @@ class _WrittenBy(TypedDict, total=False):
     data: str | None
     sources: dict[str, str]
     plugins: dict[str, str]
+    multimodal: MultimodalSource | None
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ checkpointer.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -27,6 +28,7 @@ from lmforge.core.records.run_records import higher_is_better
 from lmforge.core.stages.context import RunContext
 from lmforge.core.stages.inputs import RunInputs
 from lmforge.core.stages.parameter_counts import count_parameters, get_lora_config
+from lmforge.core.stages.weight_source import find_weights
 from lmforge.core.steps.bad_steps import BadStepDetector
 from lmforge.core.steps.resume import ResumePoint, load_resume_point
 
@@ -176,11 +178,17 @@ def build_checkpointer(ctx: RunContext, inputs: RunInputs, built: BuiltModel) ->
     counts = count_parameters(inputs.model_config, get_lora_config(ctx.config))
     metadata = inputs.manifest_fields(ctx.config)
     model = built.parallel_model
-    writer = {
+    writer: dict[str, Any] = {
         "ranks": ctx.dist_ctx.world_size,
         "engine": model.description,
         "dtype": str(built.dtype),
     }
+    point = built.point
+    if point.manifest is not None:
+        writer["multimodal"] = point.manifest.written_by.get("multimodal")
+    elif ctx.config.model.source is not None and inputs.load_weights is not None:
+        with ctx.dist_ctx.raise_on_all():
+            writer["multimodal"] = find_weights(ctx.config.model.source).multimodal
     metadata["written_by"] = writer | metadata["written_by"]
     checkpointer = AsyncCheckpointer(
         ctx.run,
@@ -203,7 +211,7 @@ def build_checkpointer(ctx: RunContext, inputs: RunInputs, built: BuiltModel) ->
     with ctx.dist_ctx.raise_on_all():
         if ctx.dist_ctx.is_rank0:
             checkpointer.check_free_space()
-            done = built.point.step
+            done = point.step
             steps = ctx.config.train.steps
             saves, kept = (
                 steps // every - done // every if every else 0

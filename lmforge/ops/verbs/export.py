@@ -20,7 +20,7 @@ from lmforge.serve.options.models import ExportOptions, ImportOptions
 
 def run_export(options: ExportOptions) -> int:
     """Write the folder and print where. Raises UserError."""
-    manifest, warnings = export_checkpoint(options)
+    manifest, multimodal, warnings = export_checkpoint(options)
     for line in warnings:
         print(line, file=sys.stderr)
     what, layout = ("adapters of step", "PEFT") if options.adapters else ("step", "Hugging Face")
@@ -35,6 +35,8 @@ def run_export(options: ExportOptions) -> int:
         f"{options.out}: {what} {manifest.step} of {options.model}, {options.dtype}, in the layout"
         f" of {layout}"
     )
+    if multimodal is not None:
+        print(f"{options.out}: {multimodal.describe()}")
     return 0
 
 

@@ -243,7 +243,20 @@ class ExportOptions(Options):
         "fp32", "dtype of the weights; bf16 and fp16 halve the size and round the values"
     )
     overwrite: bool = option(False, "replace OUT if it is a folder of a model or of adapters")
+    text_only: bool = option(
+        False,
+        "of a run that began from a multimodal folder, write the language model alone, without the"
+        " rest of that folder; with --adapters, adapters of the language model alone",
+    )
+    source: Path | None = option(
+        None, "where that multimodal folder is now (default: where the run found it)"
+    )
     plugins: tuple[str, ...] = PLUGINS
+
+    def problems(self) -> Iterator[str]:
+        if self.source is not None and (self.text_only or self.adapters):
+            reason = "text_only" if self.text_only else "adapters"
+            yield f"--source: not read with --{reason}; leave it out"
 
 
 class ImportOptions(Options):

@@ -9,6 +9,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.init_weights import stored_buffers
 from lmforge.core.model.layers import LanguageModel
 from lmforge.core.model.resolve import model_config_from_json
 from lmforge.hf.resolve import resolve_model_config
@@ -60,13 +61,37 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "bloom": {"n_head": 4, "n_layer": 3},
     # Learned positions, a base model within the base model.
     "opt": {"ffn_dim": 44, "word_embed_proj_dim": 32},
+    # A number of each layer that is stored and not trained.
+    "gemma4_text": {
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "global_head_dim": 8,
+        "sliding_window": 5,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    },
+    # Biases of routers that are stored and not trained, with another name in folders.
+    "minimax_m2": {
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    # An activation with trained and untrained numbers, without dimensions.
+    "apertus": {"num_key_value_heads": 2},
 }
+# Whose first values transformers does not say.
+WITHOUT_FIRST_VALUES = ("apertus",)
 
 
 def theirs_of(kind: str, **fields: Any) -> Any:
-    """A model of transformers with weights that all matter, without dropout."""
+    """A model of transformers with weights and buffers that all matter, without dropout."""
     config = CONFIG_MAPPING[kind](**{**SIZES, **FAMILIES.get(kind, {}), **fields})
-    return shaken(AutoModelForCausalLM.from_config(config, dtype=torch.float32)).eval()
+    model = shaken(AutoModelForCausalLM.from_config(config, dtype=torch.float32)).eval()
+    for _, buffer in stored_buffers(model):
+        buffer.add_(0.25 * torch.rand_like(buffer))
+    return model
 
 
 def described(kind: str, **fields: Any) -> ModelConfig:

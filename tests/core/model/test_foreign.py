@@ -14,32 +14,42 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
 
 from lmforge.core.data.batch import Batch
 from lmforge.core.errors import UserError
 from lmforge.core.losses.language import NextTokenObjective
 from lmforge.core.model.build import build_model
 from lmforge.core.model.flops import parameter_count
-from lmforge.core.model.init_weights import init_weights
+from lmforge.core.model.init_weights import init_weights, named_tensors, stored_buffers
+from lmforge.core.model.resolve import model_config_from_json
 from lmforge.core.parallel.activation_checkpointing import apply_activation_checkpointing
 from lmforge.hf.export import export_folder
 from lmforge.hf.resolve import resolve_model_config
 from lmforge.hf.transformers_causal_lm import build_causal_lm, find_block_list, find_logit_transform
 from lmforge.hf.transformers_init import family_initial_values
 from lmforge.hf.transformers_model import TransformersConfig, TransformersModel
+from lmforge.hf.transformers_packing import packing_error
 from lmforge.hf.weights import load_folder
 from lmforge.serve.decoding.engine import Engine, GenerationRequest
 from lmforge.serve.decoding.sampling import SamplingParams
 from tests.core.model.conftest import built, drawn_config, logits, one_document, packed
-from tests.core.model.foreign import FAMILIES, SIZES, described, saved, theirs_of, wrapped
+from tests.core.model.foreign import (
+    FAMILIES,
+    SIZES,
+    WITHOUT_FIRST_VALUES,
+    described,
+    saved,
+    theirs_of,
+    wrapped,
+)
 from tests.support.decoding import decode
 
 # fp32 sums of a few dozen terms of size one, in another order.
 TOLERANCE = 1e-5
 REFUSED = {
     "mamba": "layers without attention",
-    "minimax_m2": "stored with the weights but not trained",
     "bert": "no plain lm_head",
 }
 
@@ -88,6 +98,26 @@ def test_what_is_exported_has_the_usual_names_and_opens_in_transformers(
         assert_close(logits(ours, rows), again(rows.tokens).logits)
 
 
+@pytest.mark.parametrize("kind", ["gemma4_text", "minimax_m2", "apertus"])
+def test_what_is_stored_and_not_trained_is_kept_bit_for_bit_in_any_dtype(
+    kind: str, tmp_path: Path
+) -> None:
+    theirs, ours = saved(kind, tmp_path / "theirs")
+    before = {name: value.float() for name, value in stored_buffers(theirs)}
+    assert before
+    assert not before.keys() & dict(ours.named_parameters()).keys()
+    ours.to(torch.bfloat16)
+    export_folder(ours, ours.config, tmp_path / "ours", dtype=torch.bfloat16)
+    again = wrapped(tmp_path / "ours")
+    for model in (ours, again):
+        assert dict(stored_buffers(model)).keys() == before.keys()
+        for name, value in stored_buffers(model):
+            assert torch.equal(value, before[name]), name
+    if kind in WITHOUT_FIRST_VALUES:
+        with pytest.raises(UserError, match=r"does not initialize .*; start from a folder's"):
+            init_weights(build_model(ours.config), 7)
+
+
 @pytest.mark.parametrize("kind", ["gpt_neox", "gemma3_text"])
 def test_constants_have_their_values_wherever_a_model_was_moved(kind: str) -> None:
     theirs = {
@@ -123,17 +153,18 @@ def test_first_values_follow_the_family_and_depend_on_seed_and_name_alone(kind: 
     assert differing > 9
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", [each for each in FAMILIES if each not in WITHOUT_FIRST_VALUES])
 @pytest.mark.parametrize("padding", [None, 5])
 def test_only_a_tensor_that_its_family_fills_in_several_steps_is_drawn_in_full(
     kind: str, padding: int | None
 ) -> None:
     shape = described(kind, pad_token_id=padding)
     assert isinstance(shape, TransformersConfig)
-    names = [name for name, _ in build_model(shape, "meta").named_parameters()]
+    meta = build_model(shape, "meta")
+    names = [name for name, _ in named_tensors(meta)]
     values = dict(family_initial_values(build_causal_lm(shape.config_dict), names, 3))
     assert values.keys() == set(names)
-    full = [value for value in values.values() if isinstance(value, torch.Tensor)]
+    full = [values[name] for name, _ in meta.named_parameters() if torch.is_tensor(values[name])]
     assert len(full) <= (padding is not None)  # the embedding, whose row of padding is zero
     assert all(not value[5].any() and value[6].any() for value in full)
 
@@ -253,6 +284,41 @@ def test_what_cannot_be_wrapped_is_refused_in_words(kind: str, tmp_path: Path) -
     with pytest.raises(UserError, match=REFUSED[kind]) as refusal:
         resolve_model_config(tmp_path, {}, implementation="transformers")
     assert "\n" not in str(refusal.value)
+
+
+def test_a_hybrid_is_wrapped_only_if_packed_documents_are_computed_as_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a convolution that forgot what a document is, they are not; in one of no width they are."""
+    fields: dict[str, Any] = {"layer_types": ["conv", "full_attention", "conv"]}
+    content = {**SIZES, **fields, "num_key_value_heads": 2, "model_type": "lfm2"}
+    packing_error.cache_clear()
+    with pytest.raises(UserError, match=r"layers without attention \(conv, .*measured on a small"):
+        model_config_from_json(content, "here", "transformers").counted_parameters()
+    error = packing_error(json.dumps(content, sort_keys=True))
+    assert error is not None
+    assert error > 0.01
+    monkeypatch.setattr(Lfm2ShortConv, "forward", lambda self, hidden_states, **_: hidden_states)
+    packing_error.cache_clear()
+    config = model_config_from_json(content, "here", "transformers")
+    assert config.counted_parameters()
+    packing_error.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("bamba", {"mamba_n_heads": 8, "mamba_d_head": 8, "attn_layer_indices": [1]}),
+        ("nemotron_h", {"layers_block_type": ["linear_attention", "full_attention", "mlp"]}),
+    ],
+)
+def test_hybrids_of_transformers_are_measured_at_any_width(
+    kind: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    config = CONFIG_MAPPING[kind](**{**SIZES, "num_key_value_heads": 2, **fields})
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"see each other \([0-9.e]+ of the largest hidden state"):
+        resolve_model_config(tmp_path, {}, implementation="transformers")
 
 
 def test_a_missing_expert_is_named(tmp_path: Path) -> None:
