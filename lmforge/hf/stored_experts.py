@@ -1,9 +1,11 @@
-"""Experts on disk: a tensor for each, as models are published, where a model has them stacked.
+"""Tensors that are in pieces on disk, as models are published, where a model has them as one: a tensor
+for each expert, or for the convolution of each of queries, keys and values.
 
-See family.Family.stored_experts. Every other tensor has one name in memory and on disk.
+See family.Family.stored_experts and blocks.Vector.stored. Every other tensor has one name in memory
+and on disk.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -12,41 +14,56 @@ from lmforge.core.model.config import ModelConfig
 
 
 class Piece(NamedTuple):
-    """A tensor on disk: `rows` of the matrix of an `expert` in the stack that a model has."""
+    """A tensor on disk: `rows` of the one that a model has, or of the matrix of an `expert` in a
+    stack.
+    """
 
     name: str
-    expert: int
+    expert: int | None
     rows: slice
 
-    def cut(self, stack: Tensor) -> Tensor:
-        return stack[self.expert, self.rows]
+    def cut(self, whole: Tensor) -> Tensor:
+        return whole[self.rows] if self.expert is None else whole[self.expert, self.rows]
 
     def cut_part(
         self, local: Tensor, part: tuple[slice, ...]
     ) -> tuple[Tensor, tuple[slice, ...]] | None:
-        """A view of a rank's `part` of the stack, `local`, and the part of the tensor for it.
+        """A view of a rank's `part` of the tensor, `local`, and the part of the one on disk for it.
 
-        None where the tensor on disk has nothing of the rank's part.
+        None where that has nothing of the rank's part.
         """
-        experts, rows, columns = part
+        if self.expert is not None:
+            experts, *part_of_expert = part
+            if not experts.start <= self.expert < experts.stop:
+                return None
+            local = local[self.expert - experts.start]
+            part = tuple(part_of_expert)
+        rows, *others = part
         begin = max(self.rows.start, rows.start)
         end = min(self.rows.stop, rows.stop)
-        if not experts.start <= self.expert < experts.stop or begin >= end:
+        if begin >= end:
             return None
-        view = local[self.expert - experts.start, begin - rows.start : end - rows.start]
-        return view, (slice(begin - self.rows.start, end - self.rows.start), columns)
+        view = local[begin - rows.start : end - rows.start]
+        return view, (slice(begin - self.rows.start, end - self.rows.start), *others)
 
 
 def stored_name(name: str, config: ModelConfig) -> str:
-    """The name on disk of a tensor that is not a stack."""
+    """The name on disk of a tensor that is stored whole."""
     for ours, theirs in config.family.stored_experts.items():
         if name.endswith(f".{ours}"):
             return name.removesuffix(ours) + theirs[0]
     return name
 
 
-def pieces(name: str, shape: Sequence[int], config: ModelConfig) -> Iterator[Piece]:
-    """The tensors on disk of the stack with this name and full shape; none for any other tensor."""
+def pieces(
+    name: str, shape: Sequence[int], config: ModelConfig, rows_of: Mapping[str, int] | None = None
+) -> Iterator[Piece]:
+    """The tensors on disk of the one with this name and full shape; none for one that is stored
+    whole.
+
+    rows_of: how many rows tensors on disk have, by name: transformers cuts a convolution into equal
+    parts, whatever they are of. The last has what the others leave.
+    """
     for ours, theirs in config.family.stored_experts.items():
         if name.endswith(f".{ours}") and len(shape) == 3:
             count = shape[1] // len(theirs)
@@ -54,3 +71,14 @@ def pieces(name: str, shape: Sequence[int], config: ModelConfig) -> Iterator[Pie
                 for number, each in enumerate(theirs):
                     rows = slice(number * count, (number + 1) * count)
                     yield Piece(name.removesuffix(ours) + each.format(expert), expert, rows)
+    vector = config.vector(name)
+    if vector is None or not vector.stored:
+        return
+    start = 0
+    for number, (each, count) in enumerate(vector.stored, start=1):
+        stored = name.removesuffix(vector.name) + each
+        stop = start + (rows_of or {}).get(stored, count)
+        if number == len(vector.stored):
+            stop = shape[0]
+        yield Piece(stored, None, slice(start, stop))
+        start = stop

@@ -23,7 +23,7 @@ from lmforge.core.model.config_json import (
     is_supported_family,
     read_config_json,
 )
-from lmforge.core.model.family import load_family
+from lmforge.core.model.family import Family, load_family
 from lmforge.core.model.init_weights import LORA_SUFFIXES, local_part, named_tensors
 from lmforge.core.model.layers import LanguageModel
 from lmforge.core.model.lora import add_lora
@@ -84,8 +84,8 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
     elif isinstance(model, TransformersModel):
         our_names, conversions = map_stored_names(model.config.config_dict, file_of)
     else:
-        prefix: Any = model.config.family.optional_prefix  # type: ignore[union-attr]
-        our_names = {stored: _our_name(stored, prefix) for stored in file_of}
+        family: Any = model.config.family  # type: ignore[union-attr]
+        our_names = {stored: _our_name(stored, family) for stored in file_of}
     turned: dict[str, TurnedStack | None] = {}
     if config.family.interleaved_experts and not isinstance(model, TransformersModel):
         turned = turned_stacks(file_of)
@@ -95,11 +95,16 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
     matrices = quantized_matrices(full_model)
     # Some folders have experts stacked as the model has them.
     whole = frozenset(our_names.values())
+    rows_of = {
+        ours: file_of[stored].entries[stored].shape[0]
+        for stored, ours in our_names.items()
+        if file_of[stored].entries[stored].shape
+    }
     for name, each in named_tensors(full_model):
         if name in matrices:
             each = torch.empty(matrices[name].shape, device="meta")
         if not name.endswith(absent):
-            expected |= _stored_parts(name, each, config, whole)
+            expected |= _stored_parts(name, each, config, whole, rows_of)
     ignored = (*_CONSTANT_SUFFIXES, *new_names)
     stored = {
         ours: (file_of[name], name)
@@ -179,14 +184,14 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
         name: matrix for name, matrix in quantized_matrices(model).items() if name in local
     }
     plain = {name: each for name, each in local.items() if name not in quantized}
-    read(_local_parts(plain, full_model, whole))
+    read(_local_parts(plain, full_model, whole, rows_of))
     for name, matrix in quantized.items():
         as_stored = nf4.get(stored[name][1]) if name in stored else None
         if as_stored is not None and as_stored.stored == matrix.stored:
             copy_part(local[name], as_stored.read())
             continue
         matrix_values = torch.empty(matrix.shape, device=local[name].device)
-        read(_local_parts({name: matrix_values}, full_model, whole))
+        read(_local_parts({name: matrix_values}, full_model, whole, rows_of))
         copy_part(local[name], matrix.quantize(matrix_values))
     if head is not None and tied in local:
         target, part = local_part(local[tied])
@@ -276,29 +281,38 @@ def _dequantize(
 
 
 def _stored_parts(
-    name: str, tensor: Tensor, config: ModelConfig, whole: Collection[str]
+    name: str,
+    tensor: Tensor,
+    config: ModelConfig,
+    whole: Collection[str],
+    rows_of: Mapping[str, int],
 ) -> dict[str, Tensor]:
-    """What is on disk of a tensor of the model, by its names there: the pieces of a stack that is
-    not among those that are stored `whole`, else all of it.
+    """What is on disk of a tensor of the model, by its names there: the pieces of one that is not
+    among those that are stored `whole`, else all of it; `rows_of` as of `pieces`.
     """
     if name in whole:
         return {name: tensor}
-    stack = {piece.name: piece.cut(tensor) for piece in pieces(name, tensor.shape, config)}
+    stack = {piece.name: piece.cut(tensor) for piece in pieces(name, tensor.shape, config, rows_of)}
     return stack or {stored_name(name, config): tensor}
 
 
 def _local_parts(
-    local: Mapping[str, Tensor], full_model: Any, whole: Collection[str]
+    local: Mapping[str, Tensor],
+    full_model: Any,
+    whole: Collection[str],
+    rows_of: Mapping[str, int],
 ) -> dict[str, tuple[Tensor, tuple[slice, ...]]]:
     """The parts to read, by names on disk.
 
-    Each is a tensor of this rank, and the part of the one on disk that belongs into it. Stacks that
-    are stored `whole` are not read in pieces.
+    Each is a tensor of this rank, and the part of the one on disk that belongs into it. What is
+    stored `whole` is not read in pieces; `rows_of` as of `pieces`.
     """
     parts = {}
     for name, parameter in local.items():
         target, part = local_part(parameter)
-        stack = [] if name in whole else [*pieces(name, parameter.shape, full_model.config)]
+        stack = (
+            [] if name in whole else [*pieces(name, parameter.shape, full_model.config, rows_of)]
+        )
         if not stack:
             stored = name if name in whole else stored_name(name, full_model.config)
             parts[stored] = target, part
@@ -442,17 +456,20 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _our_name(stored: str, optional_prefix: str) -> str:
+def _our_name(stored: str, family: Family) -> str:
     """Our name of a stored tensor.
 
     GPT-2's first releases leave out the leading `transformer.`; the head of a classifier has
-    another name.
+    another name, and some families have tensors with several.
     """
     if stored == CLASSIFIER_HEAD_WEIGHT:
         return LM_HEAD_WEIGHT
-    if stored.startswith((optional_prefix, "lm_head.")):
+    for ours, other in family.other_names.items():
+        if stored.endswith(f".{other}"):
+            return stored.removesuffix(other) + ours
+    if stored.startswith((family.optional_prefix, "lm_head.")):
         return stored
-    return optional_prefix + stored
+    return family.optional_prefix + stored
 
 
 def _resolve_tied_head(

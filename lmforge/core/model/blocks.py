@@ -54,11 +54,14 @@ class Vector:
     few of each channel's convolution [channels, 1, width].
 
     first: its first value; None: evenly from −1/sqrt(width) to 1/sqrt(width).
+    stored: the names on disk of the tensors whose rows it has, with the number of each; () where it
+    is stored whole.
     """
 
     name: str
     shape: tuple[int, ...]
     first: float | tuple[float, ...] | None = None
+    stored: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -226,6 +226,8 @@ class ModelConfig(ModelFields):
         """The rotary positions of each layer; None where positions are learned."""
         if self.family.learned_positions:
             return (None,) * self.num_hidden_layers
+        if self.rope_theta is None:
+            return (UNROTATED,) * self.num_hidden_layers
         rope = Rope(self.rope_theta, self.rope_scaling)
         local = self.rope_local_base_freq
         windowed = rope if local is None else Rope(local)
@@ -239,7 +241,9 @@ class ModelConfig(ModelFields):
 
     @property
     def rotated_layers(self) -> tuple[bool, ...]:
-        """Whether each layer has rotary positions, if the family has any."""
+        """Whether each layer has rotary positions."""
+        if not self.family.has_rotary(self):
+            return (False,) * self.num_hidden_layers
         if self.no_rope_layers is not None:
             return tuple(map(bool, self.no_rope_layers))
         if self.family.rotates == "windows" and self.sliding_window is not None:
@@ -255,10 +259,8 @@ class ModelConfig(ModelFields):
 
     @property
     def rotary_positions(self) -> int | None:
-        """For how many tokens its rotary positions are made; None where positions are of another
-        kind.
-        """
-        return None if self.family.learned_positions else self.max_position_embeddings
+        """For how many tokens its rotary positions are made; None where it has none."""
+        return self.max_position_embeddings if self.family.has_rotary(self) else None
 
     def check_length(self, num_tokens: int) -> None:
         """Raise UserError where a sequence of `num_tokens` is longer than this model can

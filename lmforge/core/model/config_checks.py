@@ -21,6 +21,7 @@ OPTIONAL_NUMBERS = (
     "sliding_window",
     "final_logit_softcapping",
     "rope_local_base_freq",
+    "rope_theta",
     "query_pre_attn_scalar",
 )
 _OR_ZERO = (
@@ -180,7 +181,9 @@ def check_options(config: ModelFields, family: Family) -> None:
             f'hidden_act: "{config.hidden_act}" is not supported in a {model_type} model; use'
             f' "{use}"'
         )
-    if not family.learned_positions and config.rotary_dim % 2:
+    if config.rope_theta is None and family.rotates != "all or none":
+        raise UserError(f"rope_theta: a {model_type} model needs a base; give a number")
+    if family.has_rotary(config) and config.rotary_dim % 2:
         name = "qk_rope_head_dim" if family.latent_attention else "head_dim"
         raise UserError(f"{name}: rotary positions need an even width, got {config.rotary_dim}")
     if not family.grouped_heads and (
@@ -197,14 +200,15 @@ def check_options(config: ModelFields, family: Family) -> None:
         raise UserError(
             f"head_dim: a {model_type} model has hidden_size / num_attention_heads; leave it out"
         )
-    if family.learned_positions and config.rope_scaling is not None:
+    if config.rope_scaling is not None and not family.has_rotary(config):
         raise UserError(
-            f"rope_scaling: a {model_type} model has learned positions; leave it out, or use"
-            " model_type llama"
+            f"rope_scaling: a {model_type} model without rotary positions has none; leave it out, or"
+            " use model_type llama"
         )
     if (
         config.rope_scaling is not None
         and config.rope_scaling.rope_type == "yarn"
+        and config.rope_theta is not None
         and config.rope_theta <= 1
     ):
         raise UserError(f"rope_theta: yarn needs a base above 1, got {config.rope_theta}")
@@ -218,6 +222,10 @@ def check_options(config: ModelFields, family: Family) -> None:
     if config.mlp_bias and not family.mlp_biases:
         raise UserError(
             f"mlp_bias: a {model_type} model has none; leave it out, or use model_type llama"
+        )
+    if config.tie_word_embeddings and not family.can_tie:
+        raise UserError(
+            f"tie_word_embeddings: a {model_type} model has a head of its own; use false"
         )
     if config.qk_norm != (family.qk_norm is not None) and not family.optional_qk_norm:
         raise UserError(

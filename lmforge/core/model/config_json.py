@@ -15,7 +15,7 @@ from lmforge.core import registry
 from lmforge.core.errors import UserError
 from lmforge.core.files.untrusted import check_content, describe, quoted, read_json
 from lmforge.core.model.config import ModelConfig, base_model_type
-from lmforge.core.model.family import ROUTER_VALUES, load_family
+from lmforge.core.model.family import LINEAR_ATTENTION_FIELDS, ROUTER_VALUES, load_family
 from lmforge.core.model.text_tower import read_text_tower
 from lmforge.core.options.ranges import LENGTH, MODEL_RANGES, REPETITION_PENALTY
 
@@ -51,6 +51,7 @@ _NULLABLE = (
     "attention_bias",
     "mlp_bias",
     "q_lora_rank",
+    *LINEAR_ATTENTION_FIELDS,
     *REQUIRED_FIELDS,
 )
 _CLASSIFIER_SUFFIX = "ForSequenceClassification"
@@ -107,6 +108,16 @@ class GenerationConfig(BaseModel, strict=True, extra="allow", allow_inf_nan=Fals
     stop_strings: str | list[str] | None = None
 
 
+class _LinearAttention(BaseModel, strict=True):
+    """What the Kimi delta attention of a config.json is."""
+
+    num_heads: int = 1
+    head_dim: int = 1
+    short_conv_kernel_size: int = 1
+    full_attn_layers: list[int] = []
+    kda_layers: list[int] = []
+
+
 class _ConfigJson(BaseModel, strict=True):
     """Types of the fields that are read before ModelConfig checks the numbers."""
 
@@ -141,6 +152,8 @@ class _ConfigJson(BaseModel, strict=True):
     block_ff_dim: Annotated[int, Field(gt=0, le=2**22)] = 1
     block_ffn_dim_multiplier: Annotated[float, Field(gt=0, le=1e3, allow_inf_nan=False)] | None = 1
     full_attn_idxs: list[Annotated[int, Field(ge=0)]] | None = None
+    linear_attn_config: _LinearAttention | None = None
+    mlp_layer_types: list[str] | None = None
     full_attention_interval: Annotated[int, Field(gt=0)] | None = None
     tie_embedding: bool = False
     num_experts: int | None = None
@@ -207,7 +220,7 @@ def to_config_json(config: ModelConfig) -> dict[str, Any]:
         family.names.get(name, name): getattr(config, name)
         for name in (*_COMMON_FIELDS, *family.fields)
     }
-    if not family.learned_positions:
+    if family.has_rotary(config):
         content["rope_scaling"] = config.written_rope_scaling or None
     return content | dict.fromkeys(family.dropouts, 0.0) | family.write(config) | generation
 

@@ -391,8 +391,8 @@ class Family:
         scaled_embeddings: they are multiplied by sqrt(hidden_size).
         learned_positions: instead of rotary ones. rotates_neighbours: rotary positions pair
         channel 2i with 2i + 1. rotates: which layers have rotary positions: all; those with a
-        window, where there are such layers; or, where no_rope_layers does not say, all but every
-        fourth one.
+        window, where there are such layers; where no_rope_layers does not say, all but every
+        fourth one; none; or none where rope_theta is None.
         final_norm: the name of the last norm.
         transposed: weights of linear layers are stored [inputs, outputs].
         why_not_split: why tensor parallelism cannot split it; empty where it can.
@@ -413,7 +413,8 @@ class Family:
             of layer_types of recurrent layers; the others see everything.
         local_rope_theta: the default of rope_local_base_freq; None: it has none. scales_scores: it
         has query_pre_attn_scalar.
-        caps_logits: final_logit_softcapping is an option of transformers, too.
+        caps_logits: final_logit_softcapping is an option of transformers, too. can_tie:
+        tie_word_embeddings may be true.
     config.json:
         architecture, classifier: transformers' classes.
         fields: those of ModelConfig besides the common ones. names: by our names, where they
@@ -423,7 +424,8 @@ class Family:
         dropouts: written as zero.
         read, write: fields of ModelConfig from a config.json, and the reverse, which are more than
             names; the former reads the rotary positions, too.
-        optional_prefix: of tensor names on disk, which may leave it out.
+        optional_prefix: of tensor names on disk, which may leave it out. other_names: by the names of
+        tensors of a block, those that a folder may have for them, which are read only.
         unread_layers: the field, and its default, of how many layers after the last one a folder
         may have that nothing reads. unread_names: beginnings of names on disk of further tensors
             that nothing reads.
@@ -445,7 +447,7 @@ class Family:
     scaled_embeddings: bool = False
     learned_positions: bool = False
     rotates_neighbours: bool = False
-    rotates: Literal["all", "windows", "three of four"] = "all"
+    rotates: Literal["all", "windows", "three of four", "none", "all or none"] = "all"
     final_norm: str = "norm"
     transposed: bool = False
     why_not_split: str = ""
@@ -463,6 +465,7 @@ class Family:
     local_rope_theta: float | None = None
     scales_scores: bool = False
     caps_logits: bool = False
+    can_tie: bool = True
     fields: tuple[str, ...] = ROTARY_FIELDS
     names: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -471,8 +474,14 @@ class Family:
     read: Callable[[dict[str, Any]], dict[str, Any]] = read_rope
     write: Callable[[ModelFields], dict[str, Any]] = lambda config: {}
     optional_prefix: str = ""
+    other_names: Mapping[str, str] = field(default_factory=dict)
     unread_layers: tuple[str, int] = ("", 0)
     unread_names: tuple[str, ...] = ()
+
+    def has_rotary(self, config: ModelFields) -> bool:
+        """Whether attention of a model of it has rotary positions."""
+        never = self.learned_positions or self.rotates == "none"
+        return not never and config.rope_theta is not None
 
 
 def name_layer_types(

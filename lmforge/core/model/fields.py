@@ -60,7 +60,7 @@ class ModelFields:
     head_dim: int = 0
     model_type: str = "llama"
     max_position_embeddings: int = 2048
-    rope_theta: float = 10000.0
+    rope_theta: float | None = 10000.0
     rope_scaling: RopeScaling | None = None
     rms_norm_eps: float = 1e-6
     layer_norm_epsilon: float = 1e-5

@@ -103,6 +103,8 @@ BUILT_IN_NAMES: dict[str, dict[str, str]] = {
         "gated-delta-rule-by-key-head": (
             "lmforge.core.model.modules.gated_delta:GatedDeltaRuleByKeyHead"
         ),
+        "reflecting-delta-rule": "lmforge.core.model.modules.gated_delta:ReflectingDeltaRule",
+        "kimi-delta-attention": "lmforge.core.model.modules.kimi_delta:KimiDeltaAttention",
         "gated": "lmforge.core.model.layers:GatedMLP",
         "mixture": "lmforge.core.model.mixture.experts:MixtureOfExperts",
         "clamped-mixture": "lmforge.core.model.mixture.clamped:ClampedMixture",

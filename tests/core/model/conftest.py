@@ -45,17 +45,20 @@ def token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers computes the gated delta rule token by token: in chunks, differences of long sums
     cost it up to 1e-5 where a layer forgets fast.
     """
-    for kind in ("qwen3_5", "qwen3_5_moe", "qwen3_next"):
+    for kind in ("qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid"):
         module = import_module(f"transformers.models.{kind}.modeling_{kind}")
         monkeypatch.setattr(
             module, "torch_chunk_gated_delta_rule", module.torch_recurrent_gated_delta_rule
         )
+    kimi = import_module("transformers.models.kimi_linear.modeling_kimi_linear")
+    monkeypatch.setattr(kimi, "chunk_kimi_delta_attention", kimi.recurrent_kimi_delta_attention)
 
 
 def drawn_config(model_type: str, draw: random.Random, **fixed: Any) -> ModelConfig:
     """A small shape with odd sizes, and each option of its kind on or off."""
     groups, queries_each = draw.choice([1, 1, 2, 3]), draw.choice([1, 2, 3, 5])
-    layers = fixed.get("num_hidden_layers", draw.choice([1, 2, 3]))
+    least = 2 if model_type == "olmo_hybrid" else 1
+    layers = fixed.get("num_hidden_layers", draw.choice([least, 2, 3]))
     fields: dict[str, Any] = {
         "model_type": model_type,
         "vocab_size": draw.randrange(31, 131),
@@ -82,8 +85,33 @@ def drawn_config(model_type: str, draw: random.Random, **fixed: Any) -> ModelCon
     if model_type == "deepseek_v3":
         fields |= drawn_deepseek(draw, layers)
         return ModelConfig(**fields | {"num_key_value_heads": 0, "head_dim": 0} | fixed)
-    if model_type in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"):
+    if model_type == "kimi_linear":
+        fields |= drawn_deepseek(draw, layers)
+        del fields["rope_interleave"]
+        types = ("linear_attention", "full_attention")
+        return ModelConfig(
+            **fields
+            | {
+                "num_key_value_heads": 0,
+                "head_dim": 0,
+                "rope_theta": 10000.0,
+                "rope_scaling": None,
+                "tie_word_embeddings": False,
+                "layer_types": [*(draw.choice(types) for _ in range(layers - 1)), types[1]],
+                "linear_num_key_heads": draw.choice([1, 2, 3]),
+                "linear_key_head_dim": draw.choice([4, 5, 8]),
+                "linear_conv_kernel_dim": draw.choice([2, 4]),
+            }
+            | fixed
+        )
+    if model_type in ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid"):
         fields |= drawn_recurrent(draw, layers)
+    if model_type == "olmo_hybrid":
+        del fields["partial_rotary_factor"]
+        if draw.random() < 0.5:
+            fields |= {"rope_theta": None, "rope_scaling": None}
+        if layers > 1:  # transformers needs one that is recurrent, too
+            fields["layer_types"][0] = "linear_attention"
     if model_type == "glm4_moe":
         mixture = drawn_deepseek(draw, layers)
         own = ("q_lora_rank", "kv_lora_rank", "rope_interleave", "attention_bias")

@@ -52,8 +52,12 @@ def test_values_have_the_spread_that_is_asked_for(model_type: str, draw: random.
         if name.endswith((".bias", "proj_bias", ".sinks")):
             assert not value.any(), name
         elif name.endswith(".A_log"):
-            rates = 16 * (torch.arange(len(value)) + 0.5) / len(value)
-            torch.testing.assert_close(value.exp(), rates)
+            least = 1 if model_type == "kimi_linear" else 0
+            places = (torch.arange(value.numel()) + 0.5) / value.numel()
+            torch.testing.assert_close(value.exp().flatten(), least + (16 - least) * places)
+        elif name.endswith(".dt_bias") and model_type in ("kimi_linear", "olmo_hybrid"):
+            steps = torch.nn.functional.softplus(value)
+            assert ((steps > 0.00099) & (steps < 0.101)).all(), name
         elif name.endswith((".conv1d.weight", ".conv.conv.weight")):
             assert value.abs().max() <= value.shape[-1] ** -0.5, name
         elif value.dim() == 1:

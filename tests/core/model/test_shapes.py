@@ -400,7 +400,7 @@ def test_variants_of_gpt2_that_compute_otherwise_are_refused(name: str) -> None:
         (
             "gpt2-124m",
             {"rope_scaling": {"type": "linear", "factor": 2}},
-            "rope_scaling: a gpt2 model has learned positions",
+            "rope_scaling: a gpt2 model without rotary positions",
         ),
         (
             "gpt2-124m",

@@ -28,26 +28,25 @@ from lmforge.core.model.rng.token_rng import TokenRng
 CHUNK = 64
 
 
-class GatedDeltaRule(RecurrentMixer):
-    in_proj_qkv: nn.Linear
-    in_proj_z: nn.Linear
-    in_proj_b: nn.Linear
-    in_proj_a: nn.Linear
+class DeltaRule(RecurrentMixer):
+    """What layers of the delta rule share: the convolution, heads, states and the norm of outputs."""
 
     def __init__(self, config: ModelConfig, mixer: Mixer) -> None:
         super().__init__()
+        heads = config.linear_num_key_heads
         self.key_dim = config.linear_key_head_dim
-        self.value_dim = config.linear_value_head_dim
-        self.heads = config.linear_num_key_heads
-        self.value_heads = (config.linear_num_value_heads,)
-        keys = self.heads * self.key_dim
-        self.parts = (keys, keys, config.linear_num_value_heads * self.value_dim)
-        self.copies = config.linear_num_value_heads // self.heads
+        self.value_dim = config.linear_value_head_dim or self.key_dim
+        self.heads = heads
+        value_heads = config.linear_num_value_heads or heads
+        self.value_heads = (value_heads,)
+        self.copies = value_heads // heads
+        keys = heads * self.key_dim
+        self.parts = (keys, keys, value_heads * self.value_dim)
         self.conv1d = CausalConvolution(sum(self.parts), config.linear_conv_kernel_dim)
-        self.dt_bias = nn.Parameter(torch.empty(config.linear_num_value_heads))
-        self.A_log = nn.Parameter(torch.empty(config.linear_num_value_heads))
-        self.norm = RMSNorm(self.value_dim, config.rms_norm_eps)
-        add_linears(self, mixer)
+        (norm,) = mixer.norms
+        self._norm = norm.name.rpartition(".")[2]
+        self.add_module(self._norm, RMSNorm(norm.size, norm.eps or config.rms_norm_eps))
+        self._inputs = add_linears(self, mixer)[:-1]
 
     def mix(
         self,
@@ -57,34 +56,35 @@ class GatedDeltaRule(RecurrentMixer):
         token_rng: TokenRng | None,
         share: Share,
     ) -> Tensor:
-        qkv, z, b, a = self.projected(x, token_rng, share)
-        rate, bias = (
-            wide(share.of(local_weight(each), self.value_heads))
-            for each in (self.A_log, self.dt_bias)
-        )
-        decay = -rate.exp() * softplus(wide(a) + bias)
-        beta = wide(b).sigmoid()
+        qkv, z, decay, beta = self.read_inputs(x, token_rng, share)
         convolved = silu(self.conv1d(qkv, document_ids, cache, share, self.parts))
         if cache is None:
             out, _ = gated_delta_rule(*self._heads(convolved), decay, beta, document_ids)
         else:
             is_token = cache.is_token()[..., None]
             out, state = gated_delta_rule(
-                *self._heads(convolved), decay * is_token, beta * is_token, None, cache.state()
+                *self._heads(convolved),
+                decay * is_token[..., None],
+                beta * is_token,
+                None,
+                cache.state(),
             )
             cache.keep_state(state)
-        normed = self.norm(out.to(x.dtype)) * silu(wide(z)).unflatten(-1, out.shape[-2:])
-        return normed.flatten(2).to(x.dtype)
+        gated = self.gate(out.to(x.dtype), z.unflatten(-1, out.shape[-2:]))
+        return gated.flatten(2).to(x.dtype)
 
-    def projected(self, x: Tensor, token_rng: TokenRng | None, share: Share) -> tuple[Tensor, ...]:
-        """Queries, keys and values in one tensor, in this order; z; and for each head b and a."""
-        segments = {
-            self.in_proj_qkv: self.parts,
-            self.in_proj_z: self.parts[2:],
-            self.in_proj_b: self.value_heads,
-            self.in_proj_a: self.value_heads,
-        }
-        return tuple(project(layer, x, token_rng, share, each) for layer, each in segments.items())
+    def read_inputs(
+        self, x: Tensor, token_rng: TokenRng | None, share: Share
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of a share of the heads, and x [sequences, length, width]: queries, keys and values in
+        one tensor, in this order; what outputs are gated by; and decay and beta, as
+        `gated_delta_rule` takes them.
+        """
+        raise NotImplementedError
+
+    def gate(self, out: Tensor, z: Tensor) -> Tensor:
+        """The outputs [sequences, length, heads, value_dim], normed and gated by z of that shape."""
+        return getattr(self, self._norm)(out) * silu(wide(z))
 
     def _heads(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values in fp32, [sequences, length, value heads, ·] each; queries and
@@ -100,6 +100,47 @@ class GatedDeltaRule(RecurrentMixer):
             for each in (q, k)
         )
         return q * self.key_dim**-0.5, k, v.unflatten(-1, (-1, self.value_dim))
+
+
+class GatedDeltaRule(DeltaRule):
+    """One decay for each head and token."""
+
+    beta_scale = 1.0
+
+    def __init__(self, config: ModelConfig, mixer: Mixer) -> None:
+        super().__init__(config, mixer)
+        self.dt_bias = nn.Parameter(torch.empty(self.value_heads))
+        self.A_log = nn.Parameter(torch.empty(self.value_heads))
+
+    def read_inputs(
+        self, x: Tensor, token_rng: TokenRng | None, share: Share
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        qkv, z, b, a = self.projected(x, token_rng, share)
+        rate, bias = (
+            wide(share.of(local_weight(each), self.value_heads))
+            for each in (self.A_log, self.dt_bias)
+        )
+        decay = -rate.exp() * softplus(wide(a) + bias)
+        return qkv, z, decay[..., None], wide(b).sigmoid() * self.beta_scale
+
+    def projected(self, x: Tensor, token_rng: TokenRng | None, share: Share) -> tuple[Tensor, ...]:
+        """Queries, keys and values in one tensor, in this order; z; and for each head b and a."""
+        of_qkv = [self.parts] if len(self._inputs) == 4 else [(each,) for each in self.parts]
+        segments = (*of_qkv, self.parts[2:], self.value_heads, self.value_heads)
+        *qkv, z, b, a = (
+            project(getattr(self, name), x, token_rng, share, each)
+            for name, each in zip(self._inputs, segments, strict=True)
+        )
+        return qkv[0] if len(qkv) == 1 else torch.cat(qkv, dim=-1), z, b, a
+
+
+class ReflectingDeltaRule(GatedDeltaRule):
+    """OLMo Hybrid's, whose beta goes up to 2, so that a state's eigenvalues may be negative (arXiv
+    2411.12537).
+    """
+
+    output = "o_proj"
+    beta_scale = 2.0
 
 
 class GatedDeltaRuleByKeyHead(GatedDeltaRule):
@@ -136,7 +177,8 @@ def gated_delta_rule(
 
     Args:
         q, k: [sequences, length, heads, key_dim]. v: [sequences, length, heads, value_dim].
-        decay: g, at most 0, and beta: [sequences, length, heads].
+        decay: g, at most 0: [sequences, length, heads, 1], or [sequences, length, heads, key_dim]
+            with one for each channel of the keys. beta: [sequences, length, heads].
         document_ids: int [sequences, length]: the state begins anew where they change; None: all
             tokens are of one document, which continues from `state`, if there is one.
 
@@ -163,12 +205,13 @@ def _chunk_by_chunk(
     state: Tensor,
 ) -> tuple[Tensor, Tensor]:
     length = q.shape[1]
-    key_dim = q.shape[-1]
-    size = min(CHUNK, length)
+    size = CHUNK
+    while size // 2 >= length:
+        size //= 2
     more = -length % size
-    q, k, v = (_in_chunks(pad(each, (0, 0, 0, 0, 0, more)), size) for each in (q, k, v))
-    decay, beta = (
-        _in_chunks(pad(each, (0, 0, 0, more))[..., None], size)[..., 0] for each in (decay, beta)
+    q, k, v, decay, beta = (
+        _in_chunks(pad(each, (0, 0, 0, 0, 0, more)), size)
+        for each in (q, k, v, decay, beta[..., None])
     )
     causal = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
     # [sequences, 1, chunks, size, size]: which tokens read which; and which of a chunk are of the
@@ -179,34 +222,78 @@ def _chunk_by_chunk(
         ids = pad(document_ids, (0, more), value=-2).unflatten(1, (-1, size))[:, None]
         reads = causal & (ids[..., :, None] == ids[..., None, :])
         before = pad(ids[:, :, :-1, -1:], (0, 0, 1, 0), value=-3)
-        continues = ids == before
-    steps = decay[..., :, None].expand(*decay.shape, size).masked_fill(~causal.tril(-1), 0.0)
-    # Of each token since each earlier one, and since the chunk began.
-    since = steps.cumsum(-2).masked_fill(~reads, -torch.inf).exp()
-    entered = decay.cumsum(-1)
+        continues = (ids == before)[..., None]
+    entered = decay.cumsum(-2)
     if continues is not None:
         entered = entered.masked_fill(~continues, -torch.inf)
     entered = entered.exp()
-    weighted = k * beta[..., None]
-    system = (weighted @ k.transpose(-1, -2) * since).tril(-1)
-    right = torch.cat((v * beta[..., None], weighted * entered[..., None]), dim=-1)
+    weighted = k * beta
+    products = _products_by_channel if decay.shape[-1] > 1 else _products
+    system, scores, left = products(weighted, q, k, decay, reads)
+    right = torch.cat((v * beta, weighted * entered), dim=-1)
     solved = torch.linalg.solve_triangular(
-        system + torch.eye(size, dtype=q.dtype, device=q.device),
+        system.tril(-1) + torch.eye(size, dtype=q.dtype, device=q.device),
         right,
         upper=False,
         unitriangular=True,
     )
-    added, removed = solved.split((v.shape[-1], key_dim), dim=-1)
-    scores = q @ k.transpose(-1, -2) * since
-    asked = q * entered[..., None]
-    kept = (k * since[..., -1, :, None]).transpose(-1, -2)
-    carried = entered[..., -1, None, None]
+    added, removed = solved.split((v.shape[-1], k.shape[-1]), dim=-1)
+    asked = q * entered
+    kept = (k * left).transpose(-1, -2)
+    carried = entered[..., -1, :, None]
     outputs = []
     for chunk in range(q.shape[2]):
         values = added[:, :, chunk] - removed[:, :, chunk] @ state
         outputs.append(asked[:, :, chunk] @ state + scores[:, :, chunk] @ values)
         state = carried[:, :, chunk] * state + kept[:, :, chunk] @ values
     return torch.stack(outputs, dim=2).flatten(2, 3)[:, :, :length].transpose(1, 2), state
+
+
+def _products(
+    weighted: Tensor, q: Tensor, k: Tensor, decay: Tensor, reads: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Within chunks, each weighted key and each query [..., size, key_dim] times the keys that it
+    reads and the decay [..., size, 1] since them: [..., size, size] each; and the decay from each
+    token to the last, zero where that does not read it: [..., size, 1].
+    """
+    size = k.shape[-2]
+    later = torch.ones(size, size, dtype=torch.bool, device=k.device).tril(-1)
+    steps = decay.expand(*k.shape[:-1], size).masked_fill(~later, 0.0)
+    since = steps.cumsum(-2).masked_fill(~reads, -torch.inf).exp()
+    return weighted @ k.mT * since, q @ k.mT * since, since[..., -1, :, None]
+
+
+def _products_by_channel(
+    weighted: Tensor, q: Tensor, k: Tensor, decay: Tensor, reads: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same with a decay for each channel [..., size, key_dim].
+
+    The decay is a factor within each product, which is no product of matrices, and e^Γ · e^−Γ would
+    overflow. So a chunk is halved again and again (Kimi Linear, arXiv 2510.26692, has two sizes of
+    blocks): the tokens of a second half read those of the first by way of its own first token, from
+    which and to which both exponents are sums of decays, at most 0.
+    """
+    rows = torch.stack((weighted, q))
+    products = (rows * k).sum(-1)[..., None, None]  # of each token with itself
+    half = 1
+    while half < k.shape[-2]:
+        first, second = decay.unflatten(-2, (-1, 2, half)).unbind(-3)
+        since = pad(second[..., 1:, :], (0, 0, 1, 0)).cumsum(-2).exp()
+        until = _sums_to_the_end(torch.cat((first[..., 1:, :], second[..., :1, :]), dim=-2)).exp()
+        asked = rows.unflatten(-2, (-1, 2, half))[..., 1, :, :] * since
+        held = k.unflatten(-2, (-1, 2, half))[..., 0, :, :] * until
+        early, late = products.unflatten(-3, (-1, 2)).unbind(-3)
+        late = torch.cat((asked @ held.mT, late), dim=-1)
+        products = torch.cat((pad(early, (0, half)), late), dim=-2)
+        half *= 2
+    system, scores = products.squeeze(-3).masked_fill(~reads, 0.0)
+    left = _sums_to_the_end(pad(decay[..., 1:, :], (0, 0, 0, 1)))
+    return system, scores, left.masked_fill(~reads[..., -1, :, None], -torch.inf).exp()
+
+
+def _sums_to_the_end(x: Tensor) -> Tensor:
+    """The sum of each row of [..., rows, width] and those after it."""
+    return x.flip(-2).cumsum(-2).flip(-2)
 
 
 def _in_chunks(x: Tensor, size: int) -> Tensor:
@@ -224,7 +311,7 @@ def _one_token(
     state: Tensor,
 ) -> tuple[Tensor, Tensor]:
     q, k, v, decay, beta = (each[:, 0] for each in (q, k, v, decay, beta))
-    state = state * decay.exp()[..., None, None]
+    state = state * decay.exp()[..., None]
     held = (k[..., None, :] @ state)[..., 0, :]
     state = state + k[..., None] * (beta[..., None] * (v - held))[..., None, :]
     return (q[..., None, :] @ state)[..., 0, :][:, None], state

@@ -116,7 +116,7 @@ class RecurrentMixer(nn.Module):
     heads: how many parts its work divides into.
     """
 
-    out_proj: nn.Linear
+    output = "out_proj"  # the name of its last linear layer
     heads: int
 
     def forward(
@@ -130,7 +130,7 @@ class RecurrentMixer(nn.Module):
         """x [sequences, length, width] → the same shape and dtype; positions are in the order of
         the tokens alone.
         """
-        weight = self.out_proj.weight
+        weight = getattr(self, self.output).weight
         mesh = weight.device_mesh if isinstance(weight, DTensor) else None
         parallel = mask.context_parallel
         tensor_ranks = 1 if mesh is None else mesh.size()
@@ -159,8 +159,8 @@ class RecurrentMixer(nn.Module):
         return mixed
 
     def _project_out(self, mixed: Tensor, token_rng: TokenRng | None, share: Share) -> Tensor:
-        """`out_proj` of a share of its inputs; the sum over shares is that of all."""
-        layer = self.out_proj
+        """The last layer of a share of its inputs; the sum over shares is that of all."""
+        layer = getattr(self, self.output)
         if share.parts == 1:
             return project(layer, mixed, token_rng)
         if type(layer) is nn.Linear:
@@ -182,7 +182,7 @@ class RecurrentMixer(nn.Module):
         token_rng: TokenRng | None,
         share: Share,
     ) -> Tensor:
-        """What `out_proj` is given, of a share of the heads, for whole sequences x [sequences,
+        """What the last layer is given, of a share of the heads, for whole sequences x [sequences,
         length, width].
         """
         raise NotImplementedError
