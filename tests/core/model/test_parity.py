@@ -29,6 +29,9 @@ pytestmark = pytest.mark.usefixtures("token_by_token")
 # Of the largest logit: fp32 sums of a few dozen terms, in another order. Of 175 models, 25 of each
 # family, the farthest was 8e-7 away.
 TOLERANCE = 1e-5
+# Of 60 models of these, whose norms divide small outputs of states by themselves, transformers was
+# up to 1.8e-5 and 0.9e-5 from fp64, lmforge 1.6e-5 and 0.3e-5.
+TOLERANCES = {"olmo_hybrid": 5e-5, "kimi_linear": 3e-5}
 
 
 def their_logits(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
@@ -36,9 +39,12 @@ def their_logits(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
         return model(tokens).logits
 
 
-def assert_equal_to_fp32_precision(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+def assert_equal_to_fp32_precision(
+    ours: torch.Tensor, theirs: torch.Tensor, model_type: str
+) -> None:
     assert ours.dtype == theirs.dtype == torch.float32
-    torch.testing.assert_close(ours, theirs, atol=TOLERANCE * theirs.abs().max().item(), rtol=0)
+    bound = TOLERANCES.get(model_type, TOLERANCE) * theirs.abs().max().item()
+    torch.testing.assert_close(ours, theirs, atol=bound, rtol=0)
 
 
 @pytest.mark.parametrize("shards", ["100GB", "20KB"])
@@ -61,7 +67,9 @@ def test_a_folder_saved_by_transformers_gives_its_logits(
     ours = build_model(opened)
     load_folder(tmp_path, ours)
     rows = one_document(2, draw.randrange(25, 60), config.vocab_size, ours)
-    assert_equal_to_fp32_precision(logits(ours, rows), their_logits(theirs, rows.tokens))
+    assert_equal_to_fp32_precision(
+        logits(ours, rows), their_logits(theirs, rows.tokens), model_type
+    )
 
 
 @pytest.mark.parametrize("shard_bytes", [5_000_000_000, 9_000])
@@ -78,7 +86,9 @@ def test_transformers_opens_an_exported_folder_with_equal_logits(
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert theirs.dtype == torch.float32
     rows = one_document(2, draw.randrange(25, 60), config.vocab_size, ours)
-    assert_equal_to_fp32_precision(logits(ours, rows), their_logits(theirs, rows.tokens))
+    assert_equal_to_fp32_precision(
+        logits(ours, rows), their_logits(theirs, rows.tokens), model_type
+    )
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)

@@ -499,6 +499,26 @@ def test_attention_bias_is_that_of_every_projection(kind: str) -> None:
         ("qwen3_5_text", {"full_attention_interval": 0}, "full_attention_interval"),
         ("qwen3_5_text", {"linear_num_key_heads": 5}, "linear_num_key_heads"),
         ("qwen3_5_text", {"layer_types": ["conv"] * 2}, 'layer_types: "conv"'),
+        ("qwen3_5_text", {"linear_num_key_heads": None}, "linear_num_key_heads: expected"),
+        ("qwen3", {"rope_parameters": {"rope_theta": []}}, "rope_theta"),
+        ("olmo_hybrid", {"rope_parameters": {"rope_theta": "a"}}, "rope_theta"),
+        ("olmo_hybrid", {"rope_parameters": 3}, "rope_parameters"),
+        ("olmo_hybrid", {"linear_key_head_dim": "a"}, "linear_key_head_dim"),
+        ("olmo_hybrid", {"linear_num_key_heads": 0}, "linear_num_key_heads"),
+        ("olmo_hybrid", {"hidden_size": "a"}, "hidden_size"),
+        ("olmo_hybrid", {"linear_allow_neg_eigval": False}, "linear_allow_neg_eigval"),
+        ("kimi_linear", {}, "num_key_value_heads"),
+        ("kimi_linear", {"tie_word_embeddings": True}, "tie_word_embeddings"),
+        ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope"),
+        ("kimi_linear", {"linear_attn_config": 3}, "linear_attn_config"),
+        ("kimi_linear", {"linear_attn_config": {"head_dim": "a"}}, "linear_attn_config.head_dim"),
+        ("kimi_linear", {"linear_attn_config": {"num_heads": 0}}, "linear_num_key_heads"),
+        (
+            "kimi_linear",
+            {"linear_attn_config": {"full_attn_layers": [2], "kda_layers": [0]}},
+            "linear_attn_config: full_attn_layers and kda_layers",
+        ),
+        ("kimi_linear", {"mlp_layer_types": ["sparse", "dense"]}, "mlp_layer_types"),
     ],
 )
 def test_what_a_hybrid_cannot_be_is_refused_by_its_name(
@@ -521,3 +541,39 @@ def test_layers_of_an_lfm2_that_says_nothing_attend_as_in_transformers() -> None
     sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
     config = ModelConfig(model_type="lfm2", intermediate_size=8, linear_conv_kernel_dim=3, **sizes)
     assert config.layer_types == ("full_attention",) * 3
+
+
+def test_layers_of_a_kimi_linear_are_those_of_transformers_however_they_are_said() -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 6, "num_attention_heads": 2}
+    content = {"model_type": "kimi_linear", **sizes, "num_key_value_heads": 2}
+    table = {"num_heads": 3, "head_dim": 5, "short_conv_kernel_size": 3}
+    numbers = {"full_attn_layers": [1, 4], "kda_layers": [2, 3, 5, 6]}
+    for said in ({}, {"linear_attn_config": table | numbers}, {"first_k_dense_replace": 3}):
+        theirs = AutoConfig.for_model(**content, **said)
+        ours = ModelConfig(**config_fields_from_json(content | said))
+        assert ours.written_layer_types == theirs.layer_types
+        assert [*ours.sparse_layers] == [each == "sparse" for each in theirs.mlp_layer_types]
+        assert ours.linear_num_key_heads == theirs.linear_num_heads
+        assert ours.linear_key_head_dim == theirs.linear_head_dim
+        assert ours.linear_conv_kernel_dim == theirs.linear_conv_kernel_dim
+
+
+@pytest.mark.parametrize(
+    ("said", "theta"),
+    [
+        ({}, 10000.0),
+        ({"rope_parameters": None}, 10000.0),
+        ({"rope_parameters": {"rope_theta": None, "rope_type": "default"}}, None),
+        ({"rope_theta": None}, None),
+        ({"rope_theta": 5e5}, 5e5),
+    ],
+)
+def test_an_olmo_hybrid_has_no_positions_only_where_their_base_is_null(
+    said: dict[str, Any], theta: float | None
+) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2}
+    content = {"model_type": "olmo_hybrid", **sizes, **said}
+    ours = ModelConfig(**config_fields_from_json(content))
+    assert ours.rope_theta == theta
+    assert AutoConfig.for_model(**content).rope_parameters["rope_theta"] == theta
+    assert (ours.linear_num_key_heads, ours.linear_key_head_dim) == (2, 12)

@@ -28,7 +28,8 @@ SLOW = pytest.mark.slow
 def test_a_sharded_model_is_initialised_and_loaded_like_an_unsharded_one(
     draw: random.Random, tmp_path: Path
 ) -> None:
-    folders = [tmp_path / "qwen3", tmp_path / "gpt2", tmp_path / "mixtral"]
+    kinds = ("qwen3", "gpt2", "mixtral", "olmo_hybrid", "kimi_linear")
+    folders = [tmp_path / kind for kind in kinds]
     for folder in folders:
         config = drawn_config(folder.name, draw)
         export_folder(built(config), config, folder, max_shard_bytes=9000)

@@ -267,3 +267,36 @@ def test_capped_logits_are_not_exported_to_a_family_whose_logits_are_not_capped_
     ):
         export_folder(built(config), config, tmp_path / "a")
     assert not (tmp_path / "a").exists()
+
+
+def test_convolutions_are_written_by_themselves_and_read_however_they_are_cut(
+    draw: random.Random, tmp_path: Path
+) -> None:
+    config = drawn_config(
+        "olmo_hybrid",
+        draw,
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=3,
+        linear_value_head_dim=5,
+    )
+    tensors = saved(config, tmp_path / "a")
+    before = loaded(config, tmp_path / "a")
+    names = [f"model.layers.0.linear_attn.{part}_conv1d.weight" for part in "qkv"]
+    assert [len(tensors[name]) for name in names] == [6, 6, 20]
+    whole = torch.cat([tensors[name] for name in names])
+
+    def stored_in(*rows: int) -> None:
+        cut = dict(zip(names, whole.split(rows), strict=True))
+        save_file(tensors | cut, tmp_path / "a" / "model.safetensors")
+
+    stored_in(11, 11, 10)  # as transformers does
+    assert_same(loaded(config, tmp_path / "a"), before)
+    whole = whole[:31]
+    stored_in(11, 11, 9)
+    assert "v_conv1d.weight is [9, 1" in refusal(config, tmp_path / "a")
+    tensors.pop(names[1])
+    save_file(tensors, tmp_path / "a" / "model.safetensors")
+    assert "k_conv1d.weight" in refusal(config, tmp_path / "a")

@@ -70,6 +70,25 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-2,
         "layer_types": ["linear_attention", "full_attention"],
     },
+    "kimi": {
+        "model_type": "kimi_linear",
+        "intermediate_size": 40,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 12,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "kv_lora_rank": 12,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 7,
+        "linear_num_key_heads": 3,
+        "linear_key_head_dim": 6,
+        "linear_conv_kernel_dim": 4,
+        "rms_norm_eps": 1e-2,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
 }
 Spelling = Callable[[str], LanguageModel]
 

@@ -205,9 +205,8 @@ def _chunk_by_chunk(
     state: Tensor,
 ) -> tuple[Tensor, Tensor]:
     length = q.shape[1]
-    size = CHUNK
-    while size // 2 >= length:
-        size //= 2
+    by_channel = decay.shape[-1] > 1
+    size = CHUNK if by_channel else min(CHUNK, length)
     more = -length % size
     q, k, v, decay, beta = (
         _in_chunks(pad(each, (0, 0, 0, 0, 0, more)), size)
@@ -228,7 +227,7 @@ def _chunk_by_chunk(
         entered = entered.masked_fill(~continues, -torch.inf)
     entered = entered.exp()
     weighted = k * beta
-    products = _products_by_channel if decay.shape[-1] > 1 else _products
+    products = _products_by_channel if by_channel else _products
     system, scores, left = products(weighted, q, k, decay, reads)
     right = torch.cat((v * beta, weighted * entered), dim=-1)
     solved = torch.linalg.solve_triangular(
