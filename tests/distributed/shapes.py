@@ -168,7 +168,8 @@ SHAPES = {
         initializer_range=0.2,
         **_EVEN,
     ),
-    # Six matrices and beta up to 2; then attention that is normalized after, without positions.
+    # Six matrices and beta up to 2; then attention that is normalized after, without positions. With
+    # smaller weights, since the eps of its norm of states is fixed, and small.
     "olmo hybrid": ModelConfig(
         model_type="olmo_hybrid",
         intermediate_size=44,
@@ -179,7 +180,8 @@ SHAPES = {
         linear_key_head_dim=6,
         linear_value_head_dim=8,
         linear_conv_kernel_dim=4,
-        initializer_range=0.2,
+        layer_types=("linear_attention", "full_attention") * 2,
+        initializer_range=0.1,
         **_EVEN,
     ),
     # A decay for each channel; then latents without positions; groups of experts.
