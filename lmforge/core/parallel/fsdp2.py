@@ -279,7 +279,7 @@ def _placement(parameter: nn.Parameter, num_ranks: int) -> Shard | None:
     """How stacked experts are sharded: where the ranks do not divide their number, as with more
     ranks than experts, by the rows of each one, if those divide. None for any other parameter.
     """
-    if parameter.ndim < 3:
+    if parameter.ndim != 3:
         return None
     experts, rows, _ = local_tensor(parameter).shape
     return Shard(1 if experts % num_ranks and rows % num_ranks == 0 else 0)
