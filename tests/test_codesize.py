@@ -14,7 +14,7 @@ MAX_CORE_TOKENS = 180_000
 MAX_ROOMS = 11
 # What an import brings, in tokens.
 MAX_BROUGHT = {"lmforge.core.run": 128_000, "lmforge.core.loop": 58_500}
-MAX_LOADED_TOKENS = 154_000
+MAX_LOADED_TOKENS = 154_500
 # What a run attaches by default: log, watchdog and console, the report, and who else trains here.
 ATTACHED = ("lmforge.ops.monitor", "lmforge.ops.report", "lmforge.ops.terminal")
 # Options, which `lmforge --help` reads.

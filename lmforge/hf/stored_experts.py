@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.family import OUR_PREFIX
 
 
 class Piece(NamedTuple):
@@ -38,17 +39,24 @@ class Piece(NamedTuple):
 
 
 def stored_name(name: str, config: ModelConfig) -> str:
-    """The name on disk of a tensor that is not a stack."""
+    """The name on disk of a tensor that is not a stack, or a stack there too."""
     for ours, theirs in config.family.stored_experts.items():
         if name.endswith(f".{ours}"):
             return name.removesuffix(ours) + theirs[0]
     return name
 
 
+def with_stored_prefix(name: str, config: ModelConfig) -> str:
+    """A name with the beginning that the family has on disk."""
+    if name.startswith(OUR_PREFIX):
+        return config.family.stored_prefix + name.removeprefix(OUR_PREFIX)
+    return name
+
+
 def pieces(name: str, shape: Sequence[int], config: ModelConfig) -> Iterator[Piece]:
     """The tensors on disk of the stack with this name and full shape; none for any other tensor."""
     for ours, theirs in config.family.stored_experts.items():
-        if name.endswith(f".{ours}") and len(shape) == 3:
+        if name.endswith(f".{ours}") and "{}" in theirs[0]:
             count = shape[1] // len(theirs)
             for expert in range(shape[0]):
                 for number, each in enumerate(theirs):

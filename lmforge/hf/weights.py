@@ -23,7 +23,7 @@ from lmforge.core.model.config_json import (
     is_supported_family,
     read_config_json,
 )
-from lmforge.core.model.family import load_family
+from lmforge.core.model.family import OUR_PREFIX, Family, load_family
 from lmforge.core.model.init_weights import LORA_SUFFIXES, local_part, named_tensors
 from lmforge.core.model.layers import LanguageModel
 from lmforge.core.model.lora import add_lora
@@ -84,8 +84,7 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
     elif isinstance(model, TransformersModel):
         our_names, conversions = map_stored_names(model.config.config_dict, file_of)
     else:
-        prefix: Any = model.config.family.optional_prefix  # type: ignore[union-attr]
-        our_names = {stored: _our_name(stored, prefix) for stored in file_of}
+        our_names = {stored: _our_name(stored, config.family) for stored in file_of}
     turned: dict[str, TurnedStack | None] = {}
     if config.family.interleaved_experts and not isinstance(model, TransformersModel):
         turned = turned_stacks(file_of)
@@ -442,17 +441,19 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _our_name(stored: str, optional_prefix: str) -> str:
-    """Our name of a stored tensor.
+def _our_name(stored: str, family: Family) -> str:
+    """Our name of a stored tensor, of whose experts each may have one.
 
     GPT-2's first releases leave out the leading `transformer.`; the head of a classifier has
     another name.
     """
     if stored == CLASSIFIER_HEAD_WEIGHT:
         return LM_HEAD_WEIGHT
-    if stored.startswith((optional_prefix, "lm_head.")):
+    if stored.startswith(family.stored_prefix):
+        return OUR_PREFIX + stored.removeprefix(family.stored_prefix)
+    if stored.startswith((family.optional_prefix, "lm_head.")):
         return stored
-    return optional_prefix + stored
+    return family.optional_prefix + stored
 
 
 def _resolve_tied_head(

@@ -51,6 +51,7 @@ _NULLABLE = (
     "attention_bias",
     "mlp_bias",
     "q_lora_rank",
+    "moe_latent_size",
     *REQUIRED_FIELDS,
 )
 _CLASSIFIER_SUFFIX = "ForSequenceClassification"
@@ -136,6 +137,11 @@ class _ConfigJson(BaseModel, strict=True):
     output_router_logits: bool | None = None
     rope_interleave: bool | None = None
     conv_bias: bool | None = None
+    use_conv_bias: bool = True
+    mamba_conv_bias: bool = True
+    hybrid_override_pattern: str = ""
+    layers_block_type: list[str] | None = None
+    time_step_limit: list[Any] | None = None
     block_auto_adjust_ff_dim: bool = True
     block_multiple_of: Annotated[int, Field(gt=0, le=2**20)] = 256
     block_ff_dim: Annotated[int, Field(gt=0, le=2**22)] = 1
@@ -206,8 +212,9 @@ def to_config_json(config: ModelConfig) -> dict[str, Any]:
     content |= {
         family.names.get(name, name): getattr(config, name)
         for name in (*_COMMON_FIELDS, *family.fields)
+        if name != "time_step_limit"  # which may be infinite: state_space.py writes it
     }
-    if not family.learned_positions:
+    if not (family.learned_positions or family.rotates == "none" or config.rope_theta is None):
         content["rope_scaling"] = config.written_rope_scaling or None
     return content | dict.fromkeys(family.dropouts, 0.0) | family.write(config) | generation
 
@@ -260,7 +267,7 @@ def config_fields_from_json(content: dict[str, Any]) -> dict[str, Any]:
                 raise UserError(f"{theirs}: null is not supported; give a value, or remove it")
             fields[ours] = getattr(ModelConfig, ours, None)
     for ours in REQUIRED_FIELDS:
-        if fields.get(ours) is None:
+        if fields.get(ours) is None and not (ours == "num_hidden_layers" and family.names_layers):
             raise UserError(f"{family.names.get(ours, ours)}: missing; add it")
     return fields | family.read(content)
 

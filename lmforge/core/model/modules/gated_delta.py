@@ -5,27 +5,26 @@ For each token, with S [key_dim, value_dim] fp32: S ← e^g S; S ← S + β k (v
 state begins anew at each document, and so does the window of the convolution before it.
 """
 
-from contextlib import nullcontext
-
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad, silu, softplus
+from torch.nn.functional import silu, softplus
 
 from lmforge.core.model.attention import LayerCache
 from lmforge.core.model.blocks import Mixer
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.layers import RMSNorm, add_linears, local_weight
 from lmforge.core.model.modules.recurrent import (
+    CHUNK,
     CausalConvolution,
     RecurrentMixer,
     Share,
+    decay_factors,
+    in_chunks,
     project,
     wide,
+    without_autocast,
 )
 from lmforge.core.model.rng.token_rng import TokenRng
-
-# Tokens that are computed at once, by matrix products.
-CHUNK = 64
 
 
 class GatedDeltaRule(RecurrentMixer):
@@ -141,15 +140,12 @@ def gated_delta_rule(
             tokens are of one document, which continues from `state`, if there is one.
 
     In chunks (arXiv 2412.06464, section 3.3): within one, what each token adds follows from a
-    triangular system; between chunks the state is carried. Exponents are masked before they are
-    taken, so that none overflows, and each is a sum of its own, since differences of long sums lose
-    digits.
+    triangular system; between chunks the state is carried.
     """
     if state is None:
         state = q.new_zeros(len(q), *q.shape[2:], v.shape[-1])
     compute = _chunk_by_chunk if q.shape[1] > 1 else _one_token
-    # torch has no autocast on the meta device.
-    with nullcontext() if q.is_meta else torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         return compute(q, k, v, decay, beta, document_ids, state)
 
 
@@ -165,28 +161,9 @@ def _chunk_by_chunk(
     length = q.shape[1]
     key_dim = q.shape[-1]
     size = min(CHUNK, length)
-    more = -length % size
-    q, k, v = (_in_chunks(pad(each, (0, 0, 0, 0, 0, more)), size) for each in (q, k, v))
-    decay, beta = (
-        _in_chunks(pad(each, (0, 0, 0, more))[..., None], size)[..., 0] for each in (decay, beta)
-    )
-    causal = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
-    # [sequences, 1, chunks, size, size]: which tokens read which; and which of a chunk are of the
-    # document that comes into it.
-    reads = causal
-    continues = None
-    if document_ids is not None:
-        ids = pad(document_ids, (0, more), value=-2).unflatten(1, (-1, size))[:, None]
-        reads = causal & (ids[..., :, None] == ids[..., None, :])
-        before = pad(ids[:, :, :-1, -1:], (0, 0, 1, 0), value=-3)
-        continues = ids == before
-    steps = decay[..., :, None].expand(*decay.shape, size).masked_fill(~causal.tril(-1), 0.0)
-    # Of each token since each earlier one, and since the chunk began.
-    since = steps.cumsum(-2).masked_fill(~reads, -torch.inf).exp()
-    entered = decay.cumsum(-1)
-    if continues is not None:
-        entered = entered.masked_fill(~continues, -torch.inf)
-    entered = entered.exp()
+    q, k, v = (in_chunks(each, size) for each in (q, k, v))
+    decay, beta = (in_chunks(each[..., None], size)[..., 0] for each in (decay, beta))
+    since, entered = decay_factors(decay, document_ids)
     weighted = k * beta[..., None]
     system = (weighted @ k.transpose(-1, -2) * since).tril(-1)
     right = torch.cat((v * beta[..., None], weighted * entered[..., None]), dim=-1)
@@ -207,11 +184,6 @@ def _chunk_by_chunk(
         outputs.append(asked[:, :, chunk] @ state + scores[:, :, chunk] @ values)
         state = carried[:, :, chunk] * state + kept[:, :, chunk] @ values
     return torch.stack(outputs, dim=2).flatten(2, 3)[:, :, :length].transpose(1, 2), state
-
-
-def _in_chunks(x: Tensor, size: int) -> Tensor:
-    """[sequences, length, heads, width] → [sequences, heads, chunks, size, width]."""
-    return x.transpose(1, 2).unflatten(2, (-1, size))
 
 
 def _one_token(

@@ -6,6 +6,7 @@ part of them. Where the ranks do not divide the heads, each computes all of them
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +19,9 @@ from lmforge.core.model.attention import AttentionMask, LayerCache
 from lmforge.core.model.layers import apply_linear, local_weight
 from lmforge.core.model.rng.token_rng import TokenRng
 from lmforge.core.model.rope import RotaryEmbedding
+
+# Tokens that are computed at once, by matrix products.
+CHUNK = 64
 
 
 def wide(x: Tensor) -> Tensor:
@@ -50,6 +54,52 @@ class Share:
 
 
 WHOLE = Share()
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """A context in which operations on the device of `x` keep the dtype of what they are given."""
+    # torch has no autocast on the meta device.
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+
+
+def in_chunks(x: Tensor, size: int) -> Tensor:
+    """[sequences, length, heads, width] → [sequences, heads, chunks, size, width], with zeros after
+    the last token.
+    """
+    padded = pad(x, (0, 0, 0, 0, 0, -x.shape[1] % size))
+    return padded.transpose(1, 2).unflatten(2, (-1, size))
+
+
+def decay_factors(decay: Tensor, document_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What is left of a token's part of the state at a later token of its chunk, [sequences, heads,
+    chunks, size, size], and at each token of the state that came into the chunk, [sequences, heads,
+    chunks, size]; 0 where a document has begun in between.
+
+    Args:
+        decay: logarithms of a token's factors, at most 0: [sequences, heads, chunks, size].
+        document_ids: int [sequences, length], without what pads the last chunk.
+
+    Exponents are masked before they are taken, so that none overflows, and each is a sum of its own,
+    since differences of long sums lose digits.
+    """
+    size = decay.shape[-1]
+    causal = torch.ones(size, size, dtype=torch.bool, device=decay.device).tril()
+    # [sequences, 1, chunks, size, size]: which tokens read which; and which of a chunk are of the
+    # document that comes into it.
+    reads = causal
+    continues = None
+    if document_ids is not None:
+        more = -document_ids.shape[1] % size
+        ids = pad(document_ids, (0, more), value=-2).unflatten(1, (-1, size))[:, None]
+        reads = causal & (ids[..., :, None] == ids[..., None, :])
+        before = pad(ids[:, :, :-1, -1:], (0, 0, 1, 0), value=-3)
+        continues = ids == before
+    steps = decay[..., :, None].expand(*decay.shape, size).masked_fill(~causal.tril(-1), 0.0)
+    since = steps.cumsum(-2).masked_fill(~reads, -torch.inf).exp()
+    entered = decay.cumsum(-1)
+    if continues is not None:
+        entered = entered.masked_fill(~continues, -torch.inf)
+    return since, entered.exp()
 
 
 class CausalConvolution(nn.Module):
