@@ -23,7 +23,7 @@ from lmforge.hf.hub import SAFE_WEIGHTS_INDEX_NAME
 from lmforge.hf.merge_adapters import LM_HEAD_WEIGHT
 from lmforge.hf.multimodal import MultimodalFolder
 from lmforge.hf.safetensors_file import write_safetensors
-from lmforge.hf.stored_experts import Piece, pieces, stored_name
+from lmforge.hf.stored_experts import Piece, pieces, stored_name, with_stored_prefix
 from lmforge.hf.transformers_causal_lm import to_stored_tensors
 from lmforge.hf.transformers_model import TransformersConfig
 from lmforge.hf.turned_experts import is_turned, turned
@@ -106,7 +106,7 @@ def export_folder(
         tensors = to_stored_tensors(config.config_dict, values) | buffers
         value_of = tensors.__getitem__
     else:
-        untrained = {name for name, _ in stored_buffers(meta_model)}
+        untrained = {with_stored_prefix(name, config) for name, _ in stored_buffers(meta_model)}
         whole = () if multimodal is None else multimodal.language_tensors
         tensors, value_of = _in_pieces(tensors, value_of, config, whole)
     name_of = dict[str, str]()  # of tensors that have another name on disk
@@ -179,7 +179,9 @@ def _in_pieces(
             theirs = name if name in whole else stored_name(name, config)
             result[theirs] = tensor
             values[theirs] = partial(read_tensor, name)
-    return result, lambda name: values[name]()
+    ours_of = {with_stored_prefix(name, config): name for name in result}
+    result = {name: result[ours] for name, ours in ours_of.items()}
+    return result, lambda name: values[ours_of[name]]()
 
 
 def _described(

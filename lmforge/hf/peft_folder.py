@@ -22,7 +22,6 @@ from lmforge.core.files.untrusted import compile_pattern, read_json
 from lmforge.core.model.build import build_model
 from lmforge.core.model.init_weights import LORA_SUFFIXES
 from lmforge.core.model.lora_config import ALL_LINEAR, LoraConfig, adapted_name
-from lmforge.core.model.mixture.experts import Experts
 from lmforge.core.model.text_tower import full_model_name, tower_tensor
 from lmforge.core.records.kinds import ADAPTER_CONFIG, Kind, kind_of
 from lmforge.hf.export import new_folder
@@ -33,7 +32,8 @@ from lmforge.hf.safetensors_file import SafetensorsFile, write_safetensors
 ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _NESTED = ".base_layer"  # inside of an adapter
-_STACKS = Experts.matrices  # in the order in which PEFT wraps them
+# In the order in which PEFT wraps them.
+_STACKS = ("gate_up_proj", "up_proj", "down_proj")
 # Options that are read here, or that do not change the computation once tensors exist.
 _SUPPORTED = {
     "r",

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.family import OUR_PREFIX
 
 
 class Piece(NamedTuple):
@@ -55,6 +56,13 @@ def stored_name(name: str, config: ModelConfig) -> str:
     return name
 
 
+def with_stored_prefix(name: str, config: ModelConfig) -> str:
+    """A name with the beginning that the family has on disk."""
+    if name.startswith(OUR_PREFIX):
+        return config.family.stored_prefix + name.removeprefix(OUR_PREFIX)
+    return name
+
+
 def pieces(
     name: str, shape: Sequence[int], config: ModelConfig, rows_of: Mapping[str, int] | None = None
 ) -> Iterator[Piece]:
@@ -65,7 +73,7 @@ def pieces(
     parts, whatever they are of. The last has what the others leave.
     """
     for ours, theirs in config.family.stored_experts.items():
-        if name.endswith(f".{ours}") and len(shape) == 3:
+        if name.endswith(f".{ours}") and "{}" in theirs[0]:
             count = shape[1] // len(theirs)
             for expert in range(shape[0]):
                 for number, each in enumerate(theirs):

@@ -23,7 +23,7 @@ from lmforge.core.model.config_json import (
     is_supported_family,
     read_config_json,
 )
-from lmforge.core.model.family import Family, load_family
+from lmforge.core.model.family import OUR_PREFIX, Family, load_family
 from lmforge.core.model.init_weights import LORA_SUFFIXES, local_part, named_tensors
 from lmforge.core.model.layers import LanguageModel
 from lmforge.core.model.lora import add_lora
@@ -84,8 +84,7 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
     elif isinstance(model, TransformersModel):
         our_names, conversions = map_stored_names(model.config.config_dict, file_of)
     else:
-        family: Any = model.config.family  # type: ignore[union-attr]
-        our_names = {stored: _our_name(stored, family) for stored in file_of}
+        our_names = {stored: _our_name(stored, config.family) for stored in file_of}
     turned: dict[str, TurnedStack | None] = {}
     if config.family.interleaved_experts and not isinstance(model, TransformersModel):
         turned = turned_stacks(file_of)
@@ -457,7 +456,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _our_name(stored: str, family: Family) -> str:
-    """Our name of a stored tensor.
+    """Our name of a stored tensor, of whose experts each may have one.
 
     GPT-2's first releases leave out the leading `transformer.`; the head of a classifier has
     another name, and some families have tensors with several.
@@ -467,6 +466,8 @@ def _our_name(stored: str, family: Family) -> str:
     for ours, other in family.other_names.items():
         if stored.endswith(f".{other}"):
             return stored.removesuffix(other) + ours
+    if stored.startswith(family.stored_prefix):
+        return OUR_PREFIX + stored.removeprefix(family.stored_prefix)
     if stored.startswith((family.optional_prefix, "lm_head.")):
         return stored
     return family.optional_prefix + stored

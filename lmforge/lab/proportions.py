@@ -28,6 +28,7 @@ def in_proportion(
         "intermediate_size",
         "moe_intermediate_size",
         "shared_expert_intermediate_size",
+        "moe_latent_size",
         "q_lora_rank",
         "kv_lora_rank",
     )
@@ -37,8 +38,15 @@ def in_proportion(
     if not config.family.latent_attention:
         changes["head_dim"] = head_dim
     if config.family.recurrent_type:
-        changes["layer_types"] = _mixed_layers(config, layers)
-    if own_heads := config.linear_num_key_heads:
+        changes["layer_types"] = types = _mixed_layers(config, layers)
+        if config.family.may_lack_experts and "moe" in {*(config.layer_types or ())} - {*types}:
+            changes["num_experts"] = 0
+    if "time_step_limit" in config.family.fields:  # Mamba-2's, whose groups do not grow
+        count = max(1, round(config.linear_num_value_heads * ratio))
+        groups = (each for each in divisors(count) if each <= config.linear_num_key_heads)
+        changes["linear_num_key_heads"] = max(groups)
+        changes["linear_num_value_heads"] = count
+    elif own_heads := config.linear_num_key_heads:
         changes["linear_num_key_heads"] = key_heads = max(1, round(own_heads * ratio))
         shared = config.linear_num_value_heads // own_heads
         changes["linear_num_value_heads"] = shared * key_heads

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.fields import Multipliers
 from lmforge.core.model.layers import LanguageModel
 from lmforge.core.model.lora import add_lora
 from lmforge.core.model.lora_config import LoraConfig
@@ -210,7 +211,58 @@ SHAPES = {
         initializer_range=0.2,
         **_EVEN,
     ),
+    # Constants for embeddings, scores, branches and logits; a mixture beside a feed-forward of one
+    # matrix inwards; one group of heads.
+    "constants": ModelConfig(
+        model_type="granitemoehybrid",
+        intermediate_size=44,
+        num_key_value_heads=2,
+        layer_types=("linear_attention", "full_attention") * 2,
+        rope_theta=None,
+        linear_num_key_heads=1,
+        linear_num_value_heads=4,
+        linear_key_head_dim=6,
+        linear_value_head_dim=8,
+        linear_conv_kernel_dim=4,
+        conv_bias=True,
+        num_experts=5,
+        num_experts_per_tok=3,
+        norm_topk_prob=True,
+        shared_expert_intermediate_size=14,
+        router_aux_loss_coef=0.5,
+        output_router_logits=True,
+        multipliers=Multipliers(3.0, 0.1, 0.5, 2.0),
+        rms_norm_eps=1e-2,
+        initializer_range=0.2,
+        **_EVEN,
+    ),
     # Short convolutions, and mixtures under another name than a block's `mlp`.
+    # One mixer a layer, none with positions: Mamba-2, attention, a feed-forward and a mixture in
+    # latents. With a large eps as above.
+    "state space": ModelConfig(
+        model_type="nemotron_h",
+        intermediate_size=44,
+        num_key_value_heads=2,
+        head_dim=16,
+        layer_types=("linear_attention", "mlp", "full_attention", "moe"),
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=6,
+        linear_value_head_dim=8,
+        linear_conv_kernel_dim=4,
+        conv_bias=True,
+        num_experts=5,
+        num_experts_per_tok=3,
+        n_shared_experts=1,
+        moe_intermediate_size=18,
+        shared_expert_intermediate_size=14,
+        moe_latent_size=20,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+        rms_norm_eps=1e-2,
+        initializer_range=0.2,
+        **_EVEN,
+    ),
     "convolutions": ModelConfig(
         model_type="lfm2_moe",
         intermediate_size=44,
@@ -265,14 +317,8 @@ CASES_OF_SPLIT_SHAPES = {
     ),
     **dict.fromkeys(
         (
-            "olmo2",
-            "gemma3",
-            "hybrid",
-            "hybrid mixture",
-            "olmo hybrid",
-            "kimi",
-            "convolutions",
-            "sinks",
+            *("olmo2", "gemma3", "hybrid", "hybrid mixture", "convolutions", "sinks"),
+            *("olmo hybrid", "kimi", "state space", "constants"),
         ),
         (*CASES_OF_SHAPES, "tensor 2", "context 2", "pipeline 2, inter"),
     ),
@@ -304,6 +350,8 @@ SAMPLE: dict[int, dict[str, tuple[str, ...]]] = {
         "hybrid mixture": ("tensor 2",),
         "olmo hybrid": ("tensor 2",),
         "kimi": ("context 2",),
+        "state space": ("tensor 2", "context 2"),
+        "constants": ("tensor 2", "pipeline 2, interleaved, 4 micro-batches"),
         "convolutions": ("fsdp2 full-shard",),
         "sinks": ("tensor 2", "context 2"),
         "sink experts": ("experts 2, checkpointing full, 2 micro-batches",),

@@ -21,6 +21,30 @@ LFM2 = ModelConfig(
 )
 
 
+# As Nemotron 3 Nano.
+NEMOTRON = ModelConfig(
+    model_type="nemotron_h",
+    vocab_size=64,
+    hidden_size=2688,
+    intermediate_size=1856,
+    num_hidden_layers=8,
+    num_attention_heads=32,
+    num_key_value_heads=2,
+    head_dim=128,
+    linear_num_key_heads=8,
+    linear_num_value_heads=64,
+    linear_key_head_dim=128,
+    linear_value_head_dim=64,
+    linear_conv_kernel_dim=4,
+    conv_bias=True,
+    num_experts=128,
+    num_experts_per_tok=6,
+    moe_intermediate_size=1856,
+    shared_expert_intermediate_size=3712,
+    layer_types=(*("linear_attention", "moe") * 3, "full_attention", "moe"),
+)
+
+
 @pytest.mark.parametrize("layers", [1, 2, 3, 4, 9])
 @pytest.mark.parametrize("name", ["qwen3.5-9b", "nano-hybrid", "lfm2"])
 def test_a_smaller_hybrid_has_layers_of_both_kinds(name: str, layers: int) -> None:
@@ -30,6 +54,13 @@ def test_a_smaller_hybrid_has_layers_of_both_kinds(name: str, layers: int) -> No
     assert len(small.layer_types) == layers
     assert "full_attention" in small.layer_types
     assert layers == 1 or len(set(small.layer_types)) == 2
+
+
+@pytest.mark.parametrize("layers", [1, 2, 8])
+def test_a_smaller_nemotron_has_experts_where_a_layer_is_a_mixture(layers: int) -> None:
+    small = in_proportion(NEMOTRON, 336, 4, 128, layers)
+    assert (small.linear_num_value_heads, small.linear_num_key_heads) == (8, 8)
+    assert bool(small.num_experts) == ("moe" in small.written_layer_types)
 
 
 def test_linear_attention_shrinks_with_the_width() -> None:

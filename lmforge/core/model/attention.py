@@ -532,9 +532,9 @@ class KVCache:
         # States are at least fp32.
         wide = torch.promote_types(dtype, torch.float32)
         shapes = [
-            [*zip(block.states, (dtype, wide), strict=False)]
-            if block.states
-            else ((heads, dtype),) * 2
+            ((heads, dtype),) * 2
+            if block.attends
+            else [*zip(block.states, (dtype, wide), strict=False)]
             for block in config.blocks
         ]
         needed = sum(math.prod(shape) * each.itemsize for layer in shapes for shape, each in layer)

@@ -69,13 +69,15 @@ class Mixer:
     """What a branch computes, by the name of its module in the block.
 
     kind: the entry of the registry's `mixer` that makes the module. linears: its linear layers, in
-    the order of the forward pass. norms, vectors: its own. mixes_tokens: it is given positions, a
-    mask and the cache; others compute each token by itself. is_mixture: of experts.
+    the order of the forward pass, of a mixture the router first. norms, vectors: its own.
+    mixes_tokens: it is given positions, a mask and the cache; others compute each token by itself.
+    is_mixture: of experts.
     states: of a recurrent one, the shapes of what it keeps of a sequence while it decodes: the last
     tokens of its convolution, [tokens, channels], and the state; others that mix tokens keep keys
     and values. state_flops: floating-point operations of a token with the state.
     shared, shared_gate: of a mixture, its modules for the experts that all tokens go to, and for
-    what these are multiplied by, if there is that.
+    what these are multiplied by, if there is that. latents: its linear layers before and after the
+    other experts, if these compute in fewer channels.
     """
 
     name: str
@@ -89,6 +91,17 @@ class Mixer:
     state_flops: int = 0
     shared: str = ""
     shared_gate: str = ""
+    latents: tuple[str, ...] = ()
+
+    @property
+    def splits_tokens(self) -> bool:
+        """Whether tensor parallelism splits its tokens, and every rank has its matrices whole."""
+        return self.is_mixture or all(each.whole for each in self.linears)
+
+    @property
+    def router(self) -> str:
+        """The name of a mixture's router in its module."""
+        return self.linears[0].name.rpartition(".")[2]
 
 
 @dataclass(frozen=True)
@@ -128,6 +141,11 @@ class Block:
     def states(self) -> tuple[tuple[int, ...], ...]:
         """Those of its recurrent mixer; () where it has none."""
         return next((mixer.states for mixer in self.mixers if mixer.states), ())
+
+    @property
+    def attends(self) -> bool:
+        """Whether it keeps keys and values of earlier tokens."""
+        return any(mixer.mixes_tokens and not mixer.states for mixer in self.mixers)
 
     @property
     def vectors(self) -> tuple[Vector, ...]:

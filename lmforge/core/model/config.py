@@ -24,7 +24,7 @@ from lmforge.core.model.config_checks import (
     number_problem,
 )
 from lmforge.core.model.family import Family, load_family, name_layer_types
-from lmforge.core.model.fields import UNROTATED, ModelFields, Rope, RopeScaling
+from lmforge.core.model.fields import UNROTATED, ModelFields, Multipliers, Rope, RopeScaling
 from lmforge.core.options.ranges import MODEL_RANGES, ROPE_SCALING_RANGES
 
 
@@ -80,7 +80,13 @@ class ModelConfig(ModelFields):
             self._set(
                 "rope_scaling", _parse_rope_scaling(self.rope_scaling, self.max_position_embeddings)
             )
-        for name in ("layer_types", "no_rope_layers", "eos_token_id", "mlp_only_layers"):
+        for name in (
+            "layer_types",
+            "no_rope_layers",
+            "eos_token_id",
+            "mlp_only_layers",
+            "time_step_limit",
+        ):
             if isinstance(getattr(self, name), list):
                 self._set(name, tuple(getattr(self, name)))
         check_numbers(self, ("hidden_size", "num_attention_heads"))
@@ -116,6 +122,8 @@ class ModelConfig(ModelFields):
                 "layer_types",
                 name_layer_types(self.num_hidden_layers, family.window_pattern, other),
             )
+        if self.multipliers is None and family.has_multipliers:
+            self._set("multipliers", Multipliers())
         if self.no_rope_layers is None and family.rotates == "three of four":
             rotated = (int(layer % 4 > 0) for layer in range(1, self.num_hidden_layers + 1))
             self._set("no_rope_layers", tuple(rotated))
@@ -180,6 +188,18 @@ class ModelConfig(ModelFields):
         linears = (each for block in self.block_kinds for each in block.linears)
         return tuple(each.name for each in linears if each.residual)
 
+    @property
+    def scoring_linears(self) -> tuple[str, ...]:
+        """The names of the linear layers that score experts or what is added of them."""
+        mixtures = (block.mixture for block in self.block_kinds)
+        return tuple(
+            f"{each.name}.{name}"
+            for each in mixtures
+            if each is not None
+            for name in (each.router, each.shared_gate)
+            if name
+        )
+
     def vector(self, name: str) -> Vector | None:
         """The description of the parameter of this name, if it is a vector of a mixer."""
         vectors = (each for block in self.block_kinds for each in block.vectors)
@@ -194,6 +214,7 @@ class ModelConfig(ModelFields):
     def with_layers(self, count: int, like: int = 0) -> Self:
         """This model with `count` layers, all as layer number `like` of it."""
         types = self.layer_types and (self.layer_types[like],) * count
+        becomes_dense = not self.sparse_layers[like]
         model = replace(
             self,
             num_hidden_layers=count,
@@ -202,8 +223,9 @@ class ModelConfig(ModelFields):
             decoder_sparse_step=1,
             mlp_only_layers=(),
             first_k_dense_replace=0,
+            num_experts=0 if becomes_dense and self.family.may_lack_experts else self.num_experts,
         )
-        if not self.num_experts or self.sparse_layers[like]:
+        if not model.num_experts or not becomes_dense:
             return model
         if "first_k_dense_replace" in self.family.fields:
             return replace(model, first_k_dense_replace=count)
@@ -226,9 +248,9 @@ class ModelConfig(ModelFields):
         """The rotary positions of each layer; None where positions are learned."""
         if self.family.learned_positions:
             return (None,) * self.num_hidden_layers
-        if self.rope_theta is None:
-            return (UNROTATED,) * self.num_hidden_layers
-        rope = Rope(self.rope_theta, self.rope_scaling)
+        rope = UNROTATED
+        if self.rope_theta is not None:
+            rope = Rope(self.rope_theta, self.rope_scaling)
         local = self.rope_local_base_freq
         windowed = rope if local is None else Rope(local)
         ropes = [
@@ -253,7 +275,7 @@ class ModelConfig(ModelFields):
     @property
     def max_sequence_length(self) -> int | None:
         """The longest sequence that this model can compute, in tokens; None where there is no bound
-        (rotary positions).
+        (positions that are not learned).
         """
         return self.max_position_embeddings if self.family.learned_positions else None
 

@@ -1,6 +1,7 @@
 """Which values of a ModelConfig are valid, and valid together. It does not import torch."""
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
 from lmforge.core.errors import UserError
@@ -13,7 +14,7 @@ from lmforge.core.model.family import (
     load_family,
 )
 from lmforge.core.model.fields import ModelFields
-from lmforge.core.options.ranges import MODEL_RANGES, Range
+from lmforge.core.options.ranges import MODEL_RANGES, RATIO, Range
 
 # Those that may be None.
 OPTIONAL_NUMBERS = (
@@ -21,14 +22,15 @@ OPTIONAL_NUMBERS = (
     "sliding_window",
     "final_logit_softcapping",
     "rope_local_base_freq",
-    "rope_theta",
     "query_pre_attn_scalar",
+    "rope_theta",
 )
 _OR_ZERO = (
     "num_experts",
     "num_experts_per_tok",
     "moe_intermediate_size",
     "shared_expert_intermediate_size",
+    "moe_latent_size",
     "router_aux_loss_coef",
     "first_k_dense_replace",
     "n_shared_experts",
@@ -80,13 +82,18 @@ def _check_experts(config: ModelFields, family: Family) -> None:
     for name in OWN_FIELDS:
         kept = family.defaults.get(name, getattr(type(config), name))
         if name not in family.fields and getattr(config, name) != kept:
-            others = ("qwen3_moe", "deepseek_v3", "qwen3_next", "lfm2", "smollm3")
+            others = (
+                *("qwen3_moe", "deepseek_v3", "qwen3_next", "lfm2", "smollm3"),
+                "nemotron_h",
+            )
             other = next(each for each in others if name in load_family(each).fields)
             raise UserError(
                 f"{name}: a {model_type} model has none to choose; use {quoted(kept)}, or"
                 f" model_type {other}"
             )
     if not family.stored_experts:
+        return
+    if not experts and family.may_lack_experts:
         return
     if not experts:
         raise UserError(
@@ -139,16 +146,28 @@ def check_latent_attention(config: ModelFields) -> None:
 
 
 def check_recurrent_layers(config: ModelFields, family: Family) -> None:
-    names = [name for name in LINEAR_ATTENTION_FIELDS if name in family.fields]
-    for name in names:
+    # By their names in a config.json, since no option sets them.
+    names = {
+        name: family.names.get(name, name)
+        for name in LINEAR_ATTENTION_FIELDS
+        if name in family.fields
+    }
+    for name, theirs in names.items():
         if problem := number_problem(getattr(config, name), MODEL_RANGES[name], whole=True):
-            raise UserError(f"{name}: {problem}, as all {config.model_type} models have")
+            raise UserError(f"{theirs}: {problem}, as all {config.model_type} models have")
     keys = config.linear_num_key_heads
     if "linear_num_key_heads" in names and config.linear_num_value_heads % keys:
         raise UserError(
-            f"linear_num_key_heads: {keys} does not divide linear_num_value_heads"
-            f" {config.linear_num_value_heads}; choose a divisor"
+            f"{names['linear_num_key_heads']}: {keys} does not divide"
+            f" {names['linear_num_value_heads']} {config.linear_num_value_heads}; choose a divisor"
         )
+    match config.time_step_limit:
+        case (int() | float() as low, int() | float() as high) if 0 <= low < high:
+            return
+    raise UserError(
+        "time_step_limit: expected two numbers, of which the first is at least 0 and below the"
+        f" second, got {quoted(config.time_step_limit)}"
+    )
 
 
 def check_options(config: ModelFields, family: Family) -> None:
@@ -201,10 +220,13 @@ def check_options(config: ModelFields, family: Family) -> None:
             f"head_dim: a {model_type} model has hidden_size / num_attention_heads; leave it out"
         )
     if config.rope_scaling is not None and not family.has_rotary(config):
+        kind = "learned" if family.learned_positions else "no"
         raise UserError(
-            f"rope_scaling: a {model_type} model without rotary positions has none; leave it out, or"
-            " use model_type llama"
+            f"rope_scaling: a {model_type} model has {kind} positions; leave it out, or use"
+            " model_type llama"
         )
+    if config.rope_theta is None and family.rotates != "all or none":
+        raise UserError(f"rope_theta: a {model_type} model has rotary positions; give a number")
     if (
         config.rope_scaling is not None
         and config.rope_scaling.rope_type == "yarn"
@@ -235,12 +257,23 @@ def check_options(config: ModelFields, family: Family) -> None:
         raise UserError(f"rope_local_base_freq: a {model_type} model has none; leave it out")
     if config.query_pre_attn_scalar is not None and not family.scales_scores:
         raise UserError(f"query_pre_attn_scalar: a {model_type} model has none; leave it out")
+    if config.multipliers is not None and not family.has_multipliers:
+        raise UserError(f"multipliers: a {model_type} model has none; leave them out")
+    for name, value in asdict(config.multipliers).items() if config.multipliers else ():
+        if problem := number_problem(value, RATIO, whole=False):
+            raise UserError(f"{name}: {problem}")
     _check_experts(config, family)
     if config.no_rope_layers and len(config.no_rope_layers) != config.num_hidden_layers:
         raise UserError(
             f"no_rope_layers: names {len(config.no_rope_layers)} layers of"
             f" {config.num_hidden_layers}; name each"
         )
+    for name, value in family.required_values.items():
+        if getattr(config, name, value) != value:
+            raise UserError(
+                f"{name}: {quoted(getattr(config, name))} is not supported in a {model_type} model;"
+                f" use {quoted(value)}"
+            )
     if config.sliding_window is not None and family.windows == "none":
         raise UserError(
             f"sliding_window: a {model_type} model has none; leave it out, or use model_type"
@@ -261,8 +294,15 @@ def check_options(config: ModelFields, family: Family) -> None:
             f"layer_types: names {len(config.layer_types)} layers of {config.num_hidden_layers};"
             " name each"
         )
+    possible_types = ("full_attention", other, *family.other_types)
     for entry in config.layer_types:
-        if entry not in ("full_attention", other):
+        if entry not in possible_types:
+            *most, last = possible_types
             raise UserError(
-                f'layer_types: "{entry}" is not supported; use full_attention or {other}'
+                f'layer_types: "{entry}" is not supported; use {", ".join(most)} or {last}'
             )
+    if "moe" in family.other_types and ("moe" in config.layer_types) != bool(config.num_experts):
+        raise UserError(
+            f"num_experts: {config.num_experts}, against the layers of type moe in layer_types;"
+            " give experts where there is one, and 0 where there is none"
+        )

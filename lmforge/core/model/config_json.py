@@ -52,6 +52,7 @@ _NULLABLE = (
     "mlp_bias",
     "q_lora_rank",
     *LINEAR_ATTENTION_FIELDS,
+    "moe_latent_size",
     *REQUIRED_FIELDS,
 )
 _CLASSIFIER_SUFFIX = "ForSequenceClassification"
@@ -147,6 +148,11 @@ class _ConfigJson(BaseModel, strict=True):
     output_router_logits: bool | None = None
     rope_interleave: bool | None = None
     conv_bias: bool | None = None
+    use_conv_bias: bool = True
+    mamba_conv_bias: bool = True
+    hybrid_override_pattern: str = ""
+    layers_block_type: list[str] | None = None
+    time_step_limit: list[Any] | None = None
     block_auto_adjust_ff_dim: bool = True
     block_multiple_of: Annotated[int, Field(gt=0, le=2**20)] = 256
     block_ff_dim: Annotated[int, Field(gt=0, le=2**22)] = 1
@@ -219,6 +225,7 @@ def to_config_json(config: ModelConfig) -> dict[str, Any]:
     content |= {
         family.names.get(name, name): getattr(config, name)
         for name in (*_COMMON_FIELDS, *family.fields)
+        if name != "time_step_limit"  # which may be infinite: state_space.py writes it
     }
     if family.has_rotary(config):
         content["rope_scaling"] = config.written_rope_scaling or None
@@ -273,7 +280,7 @@ def config_fields_from_json(content: dict[str, Any]) -> dict[str, Any]:
                 raise UserError(f"{theirs}: null is not supported; give a value, or remove it")
             fields[ours] = getattr(ModelConfig, ours, None)
     for ours in REQUIRED_FIELDS:
-        if fields.get(ours) is None:
+        if fields.get(ours) is None and not (ours == "num_hidden_layers" and family.names_layers):
             raise UserError(f"{family.names.get(ours, ours)}: missing; add it")
     return fields | family.read(content)
 

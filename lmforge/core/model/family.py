@@ -44,6 +44,7 @@ OWN_FIELDS = (
     "first_k_dense_replace",
     "n_shared_experts",
     "shared_expert_intermediate_size",
+    "moe_latent_size",
     "routed_scaling_factor",
     "n_group",
     "topk_group",
@@ -57,6 +58,7 @@ OWN_FIELDS = (
     "no_rope_layers",
     *LINEAR_ATTENTION_FIELDS,
     "conv_bias",
+    "time_step_limit",
 )
 # What a router does, by the fields of a config.json, where a mixture of experts has no such field.
 ROUTER_VALUES: dict[str, Any] = {
@@ -68,6 +70,7 @@ ROUTER_VALUES: dict[str, Any] = {
     "moe_layer_freq": 1,
     "n_shared_experts": 0,
     "shared_expert_intermediate_size": 0,
+    "moe_latent_size": None,
     "routed_scaling_factor": 1,
     "n_group": 1,
     "topk_group": 1,
@@ -75,6 +78,8 @@ ROUTER_VALUES: dict[str, Any] = {
     "topk_method": "greedy",
     "router_jitter_noise": 0,
 }
+# Of the modules of most families, and of their names on disk.
+OUR_PREFIX = "model."
 # How most families store their experts (Family.stored_experts).
 STORED_EXPERTS = {
     "mlp.experts.gate_up_proj": (
@@ -90,29 +95,30 @@ def grouped_attention(
     config: ModelFields,
     output: str = "o_proj",
     norms_of: tuple[str, str] = ("q_norm", "k_norm"),
+    name: str = "self_attn",
 ) -> Mixer:
     """Grouped attention (arXiv 2305.13245), whose queries and keys the family may normalize; with
-    the names of the output's linear layer and of these norms.
+    the names of the output's linear layer, of these norms, and its own.
     """
     width = config.hidden_size
     queries = config.num_attention_heads * config.head_dim
     keys = config.num_key_value_heads * config.head_dim
     sizes = (queries, keys) if family.qk_norm == "channels" else (config.head_dim,) * 2
     norms = tuple(
-        Norm(f"self_attn.{name}", size, family.qk_norm)
-        for name, size in zip(norms_of, sizes, strict=True)
+        Norm(f"{name}.{norm}", size, family.qk_norm)
+        for norm, size in zip(norms_of, sizes, strict=True)
         if family.qk_norm and config.qk_norm
     )
     linears = (
-        Linear("self_attn.q_proj", width, queries, config.attention_bias),
-        Linear("self_attn.k_proj", width, keys, config.attention_bias),
-        Linear("self_attn.v_proj", width, keys, config.attention_bias),
-        Linear(f"self_attn.{output}", queries, width, config.attention_output_bias, residual=True),
+        Linear(f"{name}.q_proj", width, queries, config.attention_bias),
+        Linear(f"{name}.k_proj", width, keys, config.attention_bias),
+        Linear(f"{name}.v_proj", width, keys, config.attention_bias),
+        Linear(f"{name}.{output}", queries, width, config.attention_output_bias, residual=True),
     )
-    mixer = Mixer("self_attn", "attention", linears, norms, mixes_tokens=True)
+    mixer = Mixer(name, "attention", linears, norms, mixes_tokens=True)
     if not family.attention_sinks:
         return mixer
-    sinks = Vector("self_attn.sinks", (config.num_attention_heads,), 0.0)
+    sinks = Vector(f"{name}.sinks", (config.num_attention_heads,), 0.0)
     return replace(mixer, kind="attention-with-sinks", vectors=(sinks,))
 
 
@@ -224,7 +230,7 @@ def gated_feed_forward(
     gate, up, down = (f"{name}.{each}" for each in linears)
     return Mixer(
         name,
-        "gated",
+        "feed-forward",
         (
             Linear(gate, width, inner, config.mlp_bias),
             Linear(up, width, inner, config.mlp_bias),
@@ -260,34 +266,48 @@ def mixture_of_experts(
     shared: str = "shared_experts",
     shared_gate: str = "",
     name: str = "mlp",
+    router: str = "gate",
+    gated: bool = True,
 ) -> Mixer:
-    """A router and experts; and shared ones, if there are any, with the name of their module, and
-    of that of a number for each token whose sigmoid they are multiplied by. name: the mixture's.
+    """A router and experts, which are `gated` or have one matrix inwards; and shared ones, if there
+    are any, with the name of their module, and of that of a number for each token whose sigmoid
+    they are multiplied by. With moe_latent_size the experts that are chosen compute in so many
+    channels.
     """
     width = config.hidden_size
     inner = config.expert_size
     experts = config.num_experts
     size = config.shared_expert_size
-    linears = (
-        Linear(f"{name}.gate", width, experts),
-        Linear(f"{name}.experts.gate_up_proj", width, 2 * inner, experts=experts),
-        Linear(f"{name}.experts.down_proj", inner, width, residual=True, experts=experts),
-    )
-    of_shared = (
-        Linear(f"{name}.{shared}.gate_proj", width, size),
-        Linear(f"{name}.{shared}.up_proj", width, size),
-        Linear(f"{name}.{shared}.down_proj", size, width, residual=True),
-    )
-    gate = (Linear(f"{name}.{shared_gate}", width, 1),) if shared_gate else ()
+    narrow = config.moe_latent_size or width
+    latents = ("fc1_latent_proj", "fc2_latent_proj") if config.moe_latent_size else ()
+    first, copies = ("gate_up_proj", 2) if gated else ("up_proj", 1)
+    linears = [
+        Linear(f"{name}.{router}", width, experts),
+        Linear(f"{name}.experts.{first}", narrow, copies * inner, experts=experts),
+        Linear(f"{name}.experts.down_proj", inner, narrow, residual=not latents, experts=experts),
+    ]
+    if latents:
+        before, after = latents
+        linears += [
+            Linear(f"{name}.{before}", width, narrow),
+            Linear(f"{name}.{after}", narrow, width, residual=True),
+        ]
     if not size:
-        return Mixer(name, "mixture", linears, is_mixture=True)
+        shared = shared_gate = ""
+    if shared:
+        inwards = ("gate_proj", "up_proj") if gated else ("up_proj",)
+        linears += [Linear(f"{name}.{shared}.{each}", width, size) for each in inwards]
+        linears.append(Linear(f"{name}.{shared}.down_proj", size, width, residual=True))
+    if shared_gate:
+        linears.append(Linear(f"{name}.{shared_gate}", width, 1))
     return Mixer(
         name,
         "mixture",
-        (*linears, *of_shared, *gate),
+        tuple(linears),
         is_mixture=True,
         shared=shared,
         shared_gate=shared_gate,
+        latents=latents,
     )
 
 
@@ -388,12 +408,13 @@ class Family:
             sigmoids, and chooses by scores with a bias, and by groups, as DeepSeek-V3's
             (arXiv 2412.19437). router_epsilon: added to the sum that weights are divided by.
         activations: values of hidden_act; the first is the default.
-        scaled_embeddings: they are multiplied by sqrt(hidden_size).
+        scaled_embeddings: they are multiplied by sqrt(hidden_size). has_multipliers: a config has
+        Multipliers.
         learned_positions: instead of rotary ones. rotates_neighbours: rotary positions pair
         channel 2i with 2i + 1. rotates: which layers have rotary positions: all; those with a
         window, where there are such layers; where no_rope_layers does not say, all but every
         fourth one; none; or none where rope_theta is None.
-        final_norm: the name of the last norm.
+        embedding, final_norm: the names of the first and the last module of its backbone.
         transposed: weights of linear layers are stored [inputs, outputs].
         why_not_split: why tensor parallelism cannot split it; empty where it can.
         stored_experts: of a mixture of experts; the names on disk of the tensors of a block that
@@ -410,7 +431,9 @@ class Family:
         windows: sliding_window: none, one for all layers, or for those that layer_types names.
         default_window: of sliding_window. window_pattern: every how many layers one sees
             everything, where layer_types is not given; 0: none does. recurrent_type: the entry
-            of layer_types of recurrent layers; the others see everything.
+            of layer_types of recurrent layers; other_types: further ones than those that see
+            everything, of which "moe" is a mixture.
+        may_lack_experts: of a family with mixtures; a model of it has any.
         local_rope_theta: the default of rope_local_base_freq; None: it has none. scales_scores: it
         has query_pre_attn_scalar.
         caps_logits: final_logit_softcapping is an option of transformers, too. can_tie:
@@ -424,8 +447,11 @@ class Family:
         dropouts: written as zero.
         read, write: fields of ModelConfig from a config.json, and the reverse, which are more than
             names; the former reads the rotary positions, too.
-        optional_prefix: of tensor names on disk, which may leave it out. other_names: by the names of
-        tensors of a block, those that a folder may have for them, which are read only.
+        optional_prefix: of tensor names on disk, which may leave it out. stored_prefix: what they
+        begin with on disk where ours begin with "model.", as do those of transformers' modules.
+        other_names: by the names of tensors of a block, those that a folder may have for them,
+            which are read only.
+        names_layers: num_hidden_layers is ignored: `read` counts the types of layers.
         unread_layers: the field, and its default, of how many layers after the last one a folder
         may have that nothing reads. unread_names: beginnings of names on disk of further tensors
             that nothing reads.
@@ -445,9 +471,11 @@ class Family:
     router_epsilon: float = 1e-20  # sigmoids may all be 0
     activations: tuple[str, ...] = ("silu", "swish")
     scaled_embeddings: bool = False
+    has_multipliers: bool = False
     learned_positions: bool = False
     rotates_neighbours: bool = False
     rotates: Literal["all", "windows", "three of four", "none", "all or none"] = "all"
+    embedding: str = "embed_tokens"
     final_norm: str = "norm"
     transposed: bool = False
     why_not_split: str = ""
@@ -462,6 +490,8 @@ class Family:
     default_window: int | None = None
     window_pattern: int = 0
     recurrent_type: str = ""
+    other_types: tuple[str, ...] = ()
+    may_lack_experts: bool = False
     local_rope_theta: float | None = None
     scales_scores: bool = False
     caps_logits: bool = False
@@ -475,6 +505,8 @@ class Family:
     write: Callable[[ModelFields], dict[str, Any]] = lambda config: {}
     optional_prefix: str = ""
     other_names: Mapping[str, str] = field(default_factory=dict)
+    stored_prefix: str = OUR_PREFIX
+    names_layers: bool = False
     unread_layers: tuple[str, int] = ("", 0)
     unread_names: tuple[str, ...] = ()
 

@@ -48,6 +48,18 @@ UNROTATED = Rope(math.inf)
 
 
 @dataclass(frozen=True)
+class Multipliers:
+    """Constants by which a model multiplies its embeddings, attention's scores (in place of 1 /
+    sqrt(head_dim)) and what each branch adds to the residual stream, and by which it divides logits.
+    """
+
+    embedding_multiplier: float = 1.0
+    attention_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
+
+
+@dataclass(frozen=True)
 class ModelFields:
     """The fields of a ModelConfig, which says what they mean."""
 
@@ -60,6 +72,7 @@ class ModelFields:
     head_dim: int = 0
     model_type: str = "llama"
     max_position_embeddings: int = 2048
+    # None: no rotary positions.
     rope_theta: float | None = 10000.0
     rope_scaling: RopeScaling | None = None
     rms_norm_eps: float = 1e-6
@@ -76,6 +89,7 @@ class ModelFields:
     query_pre_attn_scalar: float | None = None
     hidden_act: str = ""
     final_logit_softcapping: float | None = None
+    multipliers: Multipliers | None = None
     num_experts: int = 0
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
@@ -87,6 +101,7 @@ class ModelFields:
     first_k_dense_replace: int = 0
     n_shared_experts: int = 0
     shared_expert_intermediate_size: int = 0
+    moe_latent_size: int = 0
     routed_scaling_factor: float = 1.0
     n_group: int = 1
     topk_group: int = 1
@@ -104,6 +119,7 @@ class ModelFields:
     linear_value_head_dim: int = 0
     linear_conv_kernel_dim: int = 0
     conv_bias: bool = False
+    time_step_limit: tuple[float, float] = (0.0, math.inf)
     reward: bool = False
     initializer_range: float = 0.02
     bos_token_id: int | None = None
@@ -147,6 +163,8 @@ class ModelFields:
     @property
     def sparse_layers(self) -> tuple[bool, ...]:
         """Whether each layer is a mixture of experts."""
+        if "moe" in (self.layer_types or ()):
+            return tuple(each == "moe" for each in self.written_layer_types)
         sparse = {
             *range(self.decoder_sparse_step - 1, self.num_hidden_layers, self.decoder_sparse_step)
         }

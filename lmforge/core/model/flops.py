@@ -43,7 +43,6 @@ def parameter_count(config: ModelConfig) -> ParameterCount:
     counted = config.counted_parameters()
     if counted is not None:
         return ParameterCount(*counted)
-    family = config.family
     linears = [each for block in config.blocks for each in block.linears]
     matrices = sum(each.weights for each in linears)
     blocks = sum(block_parameters(config, block) for block in config.blocks)
@@ -54,7 +53,7 @@ def parameter_count(config: ModelConfig) -> ParameterCount:
         if each.experts > 1
     )
     head = config.num_outputs * config.hidden_size
-    positions = config.max_position_embeddings if family.learned_positions else 0
+    positions = config.max_sequence_length or 0
     embeddings = (config.vocab_size + positions) * config.hidden_size
     total = embeddings + blocks + (0 if config.tie_word_embeddings else head)
     return ParameterCount(total, embeddings, blocks + head - idle, matrices)
@@ -116,7 +115,7 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> int:
     less attention than it counts.
     """
     channels = config.qk_head_dim + (config.v_head_dim or config.head_dim)
-    attending = sum(not block.states for block in config.blocks)
+    attending = sum(block.attends for block in config.blocks)
     attention = 6 * attending * config.num_attention_heads * channels * sequence_length
     states = 3 * sum(mixer.state_flops for block in config.blocks for mixer in block.mixers)
     return 6 * parameter_count(config).active_matmul + attention + states

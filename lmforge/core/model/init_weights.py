@@ -111,8 +111,8 @@ def initial_value(
     """The first value of one tensor, of this full shape.
 
     Norms multiply by one and biases are zero. The rest is normal(0, initializer_range), divided by
-    sqrt(2 * layers) for the projections that add to the residual stream, so that its variance does
-    not grow with depth (GPT-2, section 2.3). `embedding_std` replaces initializer_range. In a
+    sqrt(residual branches) for the projections that add to the residual stream, so that its
+    variance does not grow with depth (GPT-2, section 2.3). `embedding_std` replaces initializer_range. In a
     low-rank adapter's pair, A is uniform in ±1/sqrt(inputs) (Kaiming with a slope of sqrt(5)) and B
     zero: at first an adapter adds nothing.
     """
@@ -130,7 +130,7 @@ def initial_value(
         return InitialValue(loc=1.0 - config.norm_offset(name))
     std = config.initializer_range if embedding_std is None else embedding_std
     if name.removesuffix(".weight").endswith(config.residual_linears):
-        std /= math.sqrt(2 * config.num_hidden_layers)
+        std /= math.sqrt(sum(len(block.branches) for block in config.blocks))
     return InitialValue(standard_normal, scale=std)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
-from torch.nn.functional import gelu, linear, silu
+from torch.nn.functional import gelu, linear, relu, silu
 
 from lmforge.core.data.batch import Batch
 from lmforge.core.model.attention import ContextParallel, LayerCache, create_attention_mask
@@ -33,6 +33,12 @@ if TYPE_CHECKING:  # loaded with the first model that has experts
     from lmforge.core.model.mixture.balance import Balance
 
 _gelu_tanh = partial(gelu, approximate="tanh")
+
+
+def _squared_relu(x: Tensor) -> Tensor:
+    return relu(x).square()
+
+
 # By their names in a config.json.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": silu,
@@ -40,6 +46,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": gelu,
     "gelu_new": _gelu_tanh,
     "gelu_pytorch_tanh": _gelu_tanh,
+    "relu2": _squared_relu,
 }
 
 
@@ -89,20 +96,29 @@ def apply_linear(layer: nn.Module, x: Tensor, token_rng: TokenRng | None) -> Ten
     return layer(x) if token_rng is None or not hasattr(layer, "lora_A") else layer(x, token_rng)
 
 
-class GatedMLP(nn.Module):
-    """A gated feed-forward, which a block calls by the name of its mixer, or `owner`; its linear
-    layers there are the gate, the other factor, and the output.
+def apply_replicated(layer: nn.Linear, x: Tensor, token_rng: TokenRng | None) -> Tensor:
+    """`layer` of plain hidden states, where tensor parallelism has its weights on every rank."""
+    if isinstance(layer.weight, DTensor):
+        bias = None if layer.bias is None else local_weight(layer.bias)
+        return linear(x, local_weight(layer.weight), bias)
+    return apply_linear(layer, x, token_rng)
+
+
+class FeedForward(nn.Module):
+    """A feed-forward, which a block calls by the name of its mixer, or `owner`; its linear layers
+    there are the gate, the other factor if there is one, and the output.
     """
 
     def __init__(self, config: ModelConfig, mixer: Mixer, owner: str = "") -> None:
         super().__init__()
         self.activation = ACTIVATIONS[config.hidden_act]
-        self._gate, self._up, self._down = add_linears(self, mixer, owner)
+        self._gate, *self._up, self._down = add_linears(self, mixer, owner)
 
     def forward(self, x: Tensor, token_rng: TokenRng | None = None) -> Tensor:
-        gate = apply_linear(getattr(self, self._gate), x, token_rng)
-        up = apply_linear(getattr(self, self._up), x, token_rng)
-        return apply_linear(getattr(self, self._down), self.activation(gate) * up, token_rng)
+        hidden = self.activation(apply_linear(getattr(self, self._gate), x, token_rng))
+        for up in self._up:
+            hidden = hidden * apply_linear(getattr(self, up), x, token_rng)
+        return apply_linear(getattr(self, self._down), hidden, token_rng)
 
 
 def to_autocast_dtype(hidden: Tensor) -> Tensor:
@@ -313,6 +329,8 @@ class LanguageModel(nn.Module):
             hidden = hidden * torch.tensor(
                 math.sqrt(self.config.hidden_size), dtype=hidden.dtype, device="cpu"
             )
+        if self.config.multipliers is not None:
+            hidden = hidden * self.config.multipliers.embedding_multiplier
         return perturb_embeddings(hidden, token_rng)
 
     def run_blocks(

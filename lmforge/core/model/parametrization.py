@@ -95,7 +95,7 @@ class Parametrization:
         if len(shape) == 1 or config.vector(name):
             return TensorScale("vector", factor, factor, factor, eps)
         # A router scores experts, whose number does not grow; so does what shared ones are given.
-        if module.endswith(("mlp.gate", "mlp.shared_expert_gate")):
+        if module.endswith(config.scoring_linears):
             return TensorScale("output", 1 / width, 1 / width, 1 / width, inside)
         # The standard first value of these has the root of the depth, which the base model has of
         # its own depth.
@@ -117,11 +117,10 @@ class Parametrization:
             name = attention.linears[1].name
         if self.head_dim == 1.0 or not module.endswith(name):
             return 1.0
-        return (
-            math.sqrt(self.head_dim)
-            if config.query_pre_attn_scalar in (None, config.head_dim)
-            else self.head_dim
-        )
+        divides_by_root = config.query_pre_attn_scalar in (None, config.head_dim)
+        if divides_by_root and config.multipliers is None:
+            return math.sqrt(self.head_dim)
+        return self.head_dim
 
 
 # All factors of a model that is its own base model are 1.

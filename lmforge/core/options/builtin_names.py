@@ -99,13 +99,15 @@ BUILT_IN_NAMES: dict[str, dict[str, str]] = {
         "output-gated-attention": "lmforge.core.model.modules.decoder:OutputGatedAttention",
         "attention-with-sinks": "lmforge.core.model.modules.sinks:AttentionWithSinks",
         "short-convolution": "lmforge.core.model.modules.short_convolution:ShortConvolution",
+        "mamba2": "lmforge.core.model.modules.mamba2:Mamba2",
         "gated-delta-rule": "lmforge.core.model.modules.gated_delta:GatedDeltaRule",
         "gated-delta-rule-by-key-head": (
             "lmforge.core.model.modules.gated_delta:GatedDeltaRuleByKeyHead"
         ),
         "reflecting-delta-rule": "lmforge.core.model.modules.gated_delta:ReflectingDeltaRule",
         "kimi-delta-attention": "lmforge.core.model.modules.kimi_delta:KimiDeltaAttention",
-        "gated": "lmforge.core.model.layers:GatedMLP",
+        "feed-forward": "lmforge.core.model.layers:FeedForward",
+        "fused-feed-forward": ("lmforge.core.model.modules.fused_feed_forward:FusedFeedForward"),
         "mixture": "lmforge.core.model.mixture.experts:MixtureOfExperts",
         "clamped-mixture": "lmforge.core.model.mixture.clamped:ClampedMixture",
     },

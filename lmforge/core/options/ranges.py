@@ -28,7 +28,7 @@ NONZERO_FRACTION: Range = {"gt": 0, "le": 1}
 # Learning rates, weights of losses, temperatures: what fp32 holds.
 SCALE: Range = {"gt": 0, "le": 1e36}
 SCALE_OR_0: Range = {"ge": 0, "le": 1e36}
-RATIO: Range = {"gt": 0, "le": 1e6}  # tokens for each parameter
+RATIO: Range = {"gt": 0, "le": 1e6}  # tokens for each parameter; a model's constants
 # Seconds, minutes, passes over the data; longer ones overflow timers.
 DURATION: Range = {"gt": 0, "le": 1e6}
 
@@ -64,7 +64,7 @@ MODEL_RANGES: dict[str, Range] = {
         ("first_k_dense_replace", "n_shared_experts", "n_group", "topk_group"),
         Range(gt=0, le=2**12),
     ),
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), Range(gt=0, le=2**20)),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "moe_latent_size"), Range(gt=0, le=2**20)),
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), Range(gt=0, le=2**16)),
     "partial_rotary_factor": {"gt": 0, "le": 1.0},
     **dict.fromkeys(

@@ -92,12 +92,14 @@ def _block_plan(config: ModelConfig, block: Block) -> dict[str, ParallelStyle]:
     recurrent = tuple(f"{mixer.name}." for mixer in block.mixers if mixer.states)
     for mixer in block.mixers:
         owner = mixer.name
-        if mixer.states:
+        if mixer.states or (mixer.splits_tokens and not mixer.is_mixture):
             plan[owner] = Replicated()
             continue
         if mixer.is_mixture:
-            whole = ("gate", "experts", *([mixer.shared_gate] if mixer.shared_gate else ()))
-            plan |= {f"{owner}.{name}": Replicated() for name in whole}
+            whole = (mixer.router, "experts", mixer.shared_gate, *mixer.latents)
+            plan |= {f"{owner}.{name}": Replicated() for name in whole if name}
+            if not mixer.shared:
+                continue
             owner = f"{owner}.{mixer.shared}"
         if split := [each for each in mixer.linears if each.name.startswith(f"{owner}.")]:
             plan[owner] = _gather_first(4 if mixer.mixes_tokens else 1)
@@ -136,8 +138,8 @@ def _split(linear: Linear) -> ParallelStyle:
 
 
 class Replicated(ParallelStyle):
-    """What every rank has whole: a mixture of experts, computed for its own part of the sequence,
-    what makes latents, and a recurrent mixer, of which it computes some heads.
+    """What every rank has whole: a mixture of experts or a fused feed-forward, computed for its own
+    part of the sequence, what makes latents, and a recurrent mixer, of which it computes some heads.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

@@ -40,8 +40,12 @@ OUTPUTS = {
     "attn": "attention",
     "linear_attn": "linear attention",
     "conv": "convolution",
+    "mamba": "state space",
+    "mixer": "mixer",
     "mlp": "feed-forward",
     "feed_forward": "feed-forward",
+    "block_sparse_moe": "feed-forward",
+    "shared_mlp": "feed-forward",
 }
 
 

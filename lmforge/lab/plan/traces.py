@@ -31,6 +31,7 @@ from lmforge.core.model.layers import LanguageModel
 from lmforge.core.model.lora import add_lora
 from lmforge.core.model.lora_config import LoraConfig
 from lmforge.core.model.mixture.experts import MixtureOfExperts
+from lmforge.core.model.modules.fused_feed_forward import FusedFeedForward
 from lmforge.core.model.quantization.formats import quantized_matrices
 from lmforge.core.model.rng.token_rng import TokenRng
 from lmforge.core.model.setup import ModelSetup
@@ -306,7 +307,7 @@ def _split_sequence(block: nn.Module, ranks: int) -> None:
     for module in block.children():
         # Of a mixture the tokens are split.
         if any(parameter.dim() > 1 for parameter in module.parameters()) and not isinstance(
-            module, MixtureOfExperts
+            module, MixtureOfExperts | FusedFeedForward
         ):
             module.forward = split(module.forward)
 

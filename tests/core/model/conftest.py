@@ -1,6 +1,7 @@
 """Random model configs, with a new seed each time, and sequences of packed documents for them."""
 
 import json
+import math
 import random
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +16,7 @@ from torch import nn
 
 from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.fields import Multipliers
 from lmforge.core.model.init_weights import init_weights
 from lmforge.core.options.builtin_names import FAMILIES
 from lmforge.hf.stored_experts import stored_name
@@ -43,8 +45,17 @@ def draw() -> random.Random:
 @pytest.fixture
 def token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers computes the gated delta rule token by token: in chunks, differences of long sums
-    cost it up to 1e-5 where a layer forgets fast.
+    cost it up to 1e-5 where a layer forgets fast. Nemotron-H's steps have the limits that its
+    config.json says, as while it decodes, and as in published code.
     """
+    mixer = import_module("transformers.models.nemotron_h.modeling_nemotron_h").NemotronHMamba2Mixer
+    make = mixer.__init__
+
+    def with_limits(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, config, *args, **kwargs)
+        self.time_step_limit = config.time_step_limit
+
+    monkeypatch.setattr(mixer, "__init__", with_limits)
     for kind in ("qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid"):
         module = import_module(f"transformers.models.{kind}.modeling_{kind}")
         monkeypatch.setattr(
@@ -81,7 +92,22 @@ def drawn_config(model_type: str, draw: random.Random, **fixed: Any) -> ModelCon
         "rms_norm_eps": draw.choice([1e-5, 1e-3]),
         "rope_theta": draw.choice([10000.0, 500000.0, 77.0]),
     }
+    if model_type == "nemotron_h":
+        return ModelConfig(**fields | drawn_nemotron(draw, layers) | fixed)
     fields["rope_scaling"] = drawn_rope(draw)
+    if model_type in ("granite", "granitemoehybrid"):
+        fields["head_dim"] = 0
+        fields["hidden_size"] = fields["num_attention_heads"] * draw.choice([6, 12])
+        fields["attention_bias"] = fields["attention_output_bias"] = draw.random() < 0.5
+        # Scores as large as those by 1 / sqrt(head_dim): larger ones magnify rounding.
+        scale, *others = draw.uniform(0.05, 0.25), *(draw.uniform(0.3, 3.0) for _ in range(3))
+        fields["multipliers"] = Multipliers(others[0], scale, *others[1:])
+    if model_type == "granite":
+        fields["mlp_bias"] = draw.random() < 0.5
+    if model_type == "granitemoehybrid":
+        fields |= drawn_granite(draw, layers, fields["hidden_size"])
+        if draw.random() < 0.5 and not fixed.get("rope_scaling"):
+            fields |= {"rope_theta": None, "rope_scaling": None}
     if model_type == "deepseek_v3":
         fields |= drawn_deepseek(draw, layers)
         return ModelConfig(**fields | {"num_key_value_heads": 0, "head_dim": 0} | fixed)
@@ -221,6 +247,65 @@ def drawn_recurrent(draw: random.Random, layers: int) -> dict[str, Any]:
         "linear_conv_kernel_dim": draw.choice([2, 4]),
         "attention_bias": (bias := draw.random() < 0.5),
         "attention_output_bias": bias,
+    }
+
+
+def drawn_mamba(draw: random.Random) -> dict[str, Any]:
+    """The fields of layers of Mamba-2."""
+    groups = draw.choice([1, 2, 3])
+    return {
+        "linear_num_key_heads": groups,
+        "linear_num_value_heads": groups * draw.choice([1, 2, 3]),
+        "linear_key_head_dim": draw.choice([5, 8]),
+        "linear_value_head_dim": draw.choice([4, 6]),
+        "linear_conv_kernel_dim": draw.choice([2, 4]),
+        "conv_bias": draw.random() < 0.7,
+        "time_step_limit": draw.choice([(0.0, math.inf), (0.4, 60.0), (0.3, 0.8)]),
+    }
+
+
+def drawn_granite(draw: random.Random, layers: int, width: int) -> dict[str, Any]:
+    """The fields of Granite 4 beside those of attention."""
+    experts = draw.choice([0, 1, 4, 5])
+    return {
+        **drawn_mamba(draw),
+        # Mamba-2's channels are a multiple of the width; transformers needs a layer that attends.
+        "linear_num_key_heads": draw.choice([1, 3]),
+        "linear_num_value_heads": 6,
+        "linear_value_head_dim": draw.choice([1, 2]) * width // 6,
+        "layer_types": [
+            *(draw.choice(["linear_attention", "full_attention"]) for _ in range(layers - 1)),
+            "full_attention",
+        ],
+        "num_experts": experts,
+        "num_experts_per_tok": draw.randint(min(1, experts), min(3, experts)),
+        "shared_expert_intermediate_size": draw.randrange(7, 33),
+        "router_aux_loss_coef": draw.choice([0.001, 0.1]),
+        "output_router_logits": experts > 0 and draw.random() < 0.5,
+        "norm_topk_prob": True,
+    }
+
+
+def drawn_nemotron(draw: random.Random, layers: int) -> dict[str, Any]:
+    """The fields of Nemotron-H."""
+    kinds = ["linear_attention", "full_attention", "mlp", "moe"]
+    # transformers needs one that attends.
+    types = [*(draw.choice(kinds) for _ in range(layers - 1)), "full_attention"]
+    mixture = {
+        name: value
+        for name, value in drawn_deepseek(draw, layers).items()
+        if name.startswith(("num_experts", "n_", "topk", "norm_", "routed", "router", "output_r"))
+    }
+    return {
+        **drawn_mamba(draw),
+        **mixture,
+        "moe_intermediate_size": draw.randrange(7, 33),
+        "shared_expert_intermediate_size": draw.randrange(7, 33),
+        "moe_latent_size": draw.choice([0, 12]),
+        "layer_types": types,
+        **({} if "moe" in types else {"num_experts": 0}),
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
     }
 
 

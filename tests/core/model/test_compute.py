@@ -89,7 +89,7 @@ def test_autocast_gives_fp32_gradients_near_the_fp32_ones(
         (*rows.tokens.shape, config.num_hidden_layers, config.num_experts_per_tok), -1
     )
     routers = [
-        (layer, model.blocks[layer].get_submodule(block.mixture.name).gate)
+        (layer, model.blocks[layer].get_submodule(block.mixture.name).get_router())
         for layer, block in enumerate(config.blocks)
         if block.mixture
     ]

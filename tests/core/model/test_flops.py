@@ -40,7 +40,12 @@ def test_parameters_are_those_of_the_model(model_type: str, draw: random.Random)
 def test_flops_are_those_that_torch_counts(model_type: str, draw: random.Random) -> None:
     config = drawn_config(model_type, draw)
     if config.family.recurrent_type:  # which is counted as its recurrence, and computed in chunks
-        config = replace(config, layer_types=("full_attention",) * config.num_hidden_layers)
+        types = config.written_layer_types
+        recurrent = config.family.recurrent_type
+        config = replace(
+            config,
+            layer_types=["full_attention" if each == recurrent else each for each in types],
+        )
     model = build_model(config, "meta")
     length = 40
     rows = one_document(2, length, config.vocab_size)
@@ -57,7 +62,7 @@ def test_flops_are_those_that_torch_counts(model_type: str, draw: random.Random)
     print(counted.get_flop_counts()["Global"])
     # Latent attention computes with queries and values of one width, and the convention counts what
     # they have.
-    heads = config.num_hidden_layers * config.num_attention_heads
+    heads = sum(block.attends for block in config.blocks) * config.num_attention_heads
     padding = (
         6
         * length

@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from torch.nn.functional import softplus
 
 from lmforge.core.model.build import build_model
 from lmforge.core.model.config_json import to_config_json
@@ -48,9 +49,17 @@ def test_another_seed_gives_other_values_and_no_two_tensors_are_alike(draw: rand
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_values_have_the_spread_that_is_asked_for(model_type: str, draw: random.Random) -> None:
     config = drawn_config(model_type, draw, num_hidden_layers=2)
+    branches = sum(len(block.branches) for block in config.blocks)
     for name, value in parameters(config, draw.randrange(1000)).items():
         if name.endswith((".bias", "proj_bias", ".sinks")):
             assert not value.any(), name
+        elif name.endswith(("mixer.A_log", "mamba.A_log")):
+            assert value.exp().min() > 0.99, name
+            assert value.exp().max() < 16.01, name
+        elif name.endswith(("mixer.dt_bias", "mamba.dt_bias")):
+            steps = softplus(value)
+            assert steps.min() > 0.99e-3, name
+            assert steps.max() < 0.101, name
         elif name.endswith(".A_log"):
             least = 1 if model_type == "kimi_linear" else 0
             places = (torch.arange(value.numel()) + 0.5) / value.numel()
@@ -73,10 +82,14 @@ def test_values_have_the_spread_that_is_asked_for(model_type: str, draw: random.
                     "experts.down_proj",
                     "c_proj.weight",
                     "out_proj.weight",
+                    "output_linear.weight",
+                    "fc2_latent_proj.weight",
                     "feed_forward.w2.weight",
                 )
             )
-            deviation = config.initializer_range / (math.sqrt(4) if residual else 1)
+            if config.moe_latent_size and name.endswith(".experts.down_proj"):
+                residual = False  # what leaves the latents is
+            deviation = config.initializer_range / (math.sqrt(branches) if residual else 1)
             # Six standard errors of a standard deviation.
             assert abs(value.std().item() / deviation - 1) < 6 / math.sqrt(2 * value.numel()), name
             assert abs(value.mean().item()) < 6 * deviation / math.sqrt(value.numel()), name

@@ -16,6 +16,7 @@ from lmforge.cli import run
 from lmforge.core.losses.language import NextTokenObjective
 from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.fields import Multipliers
 from lmforge.core.model.init_weights import init_weights
 from lmforge.core.model.layers import LanguageModel
 from lmforge.core.model.parametrization import Parametrization, relative_to_base
@@ -56,6 +57,9 @@ FAMILIES = {
     "olmo2": ModelConfig(model_type="olmo2", **_GATED),
     "gemma3": ModelConfig(
         model_type="gemma3_text", head_dim=16, tie_word_embeddings=True, **_GATED
+    ),
+    "granite": ModelConfig(
+        model_type="granite", multipliers=Multipliers(8.0, 0.1, 0.3, 4.0), **_GATED
     ),
     "tied": ModelConfig(tie_word_embeddings=True, **_GATED),
     "gpt2": ModelConfig(

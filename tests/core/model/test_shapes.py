@@ -250,7 +250,7 @@ def test_a_shape_can_be_given_field_by_field() -> None:
     [
         (
             {"model_type": "phi"},
-            'model_type: "phi" is not supported; lmforge reads deepseek_v3, gemma3_text,',
+            'model_type: "phi" is not supported; lmforge reads deepseek_v3,',
         ),
         ({"model_type": None}, "model_type"),
         ({"model_type": ["llama"]}, "model_type"),
@@ -400,7 +400,7 @@ def test_variants_of_gpt2_that_compute_otherwise_are_refused(name: str) -> None:
         (
             "gpt2-124m",
             {"rope_scaling": {"type": "linear", "factor": 2}},
-            "rope_scaling: a gpt2 model without rotary positions",
+            "rope_scaling: a gpt2 model has learned positions",
         ),
         (
             "gpt2-124m",
@@ -512,13 +512,23 @@ def test_attention_bias_is_that_of_every_projection(kind: str) -> None:
         ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope"),
         ("kimi_linear", {"linear_attn_config": 3}, "linear_attn_config"),
         ("kimi_linear", {"linear_attn_config": {"head_dim": "a"}}, "linear_attn_config.head_dim"),
-        ("kimi_linear", {"linear_attn_config": {"num_heads": 0}}, "linear_num_key_heads"),
+        ("kimi_linear", {"linear_attn_config": {"num_heads": 0}}, "linear_num_heads"),
         (
             "kimi_linear",
             {"linear_attn_config": {"full_attn_layers": [2], "kda_layers": [0]}},
             "linear_attn_config: full_attn_layers and kda_layers",
         ),
         ("kimi_linear", {"mlp_layer_types": ["sparse", "dense"]}, "mlp_layer_types"),
+        ("nemotron_h", {"hybrid_override_pattern": "MX"}, 'hybrid_override_pattern: "X"'),
+        ("nemotron_h", {"layers_block_type": ["conv"]}, 'layer_types: "conv"'),
+        ("nemotron_h", {"n_groups": 3}, "n_groups: 3 does not divide mamba_num_heads 128"),
+        ("nemotron_h", {"ssm_state_size": "8"}, "ssm_state_size"),
+        ("nemotron_h", {"time_step_limit": [0.5, 0.1]}, "time_step_limit"),
+        ("nemotron_h", {"tie_word_embeddings": True}, "tie_word_embeddings: true"),
+        ("granitemoehybrid", {"mamba_d_head": 3}, "mamba_d_head: 3"),
+        ("granitemoehybrid", {"mamba_n_heads": "8"}, "mamba_n_heads"),
+        ("granitemoehybrid", {"mamba_n_heads": 8, "logits_scaling": "a"}, "logits_scaling"),
+        ("granitemoehybrid", {"mamba_n_heads": 8, "position_embedding_type": "x"}, "position_emb"),
     ],
 )
 def test_what_a_hybrid_cannot_be_is_refused_by_its_name(
@@ -535,6 +545,18 @@ def test_what_a_hybrid_cannot_be_is_refused_by_its_name(
     }
     with pytest.raises(UserError, match=message):
         ModelConfig(**config_fields_from_json(content))
+
+
+def test_an_infinite_limit_of_steps_is_written_as_transformers_reads_it(
+    draw: random.Random, tmp_path: Path
+) -> None:
+    config = drawn_config("nemotron_h", draw, time_step_limit=(0.4, float("inf")))
+    text = json.dumps(to_config_json(config), allow_nan=False)
+    (tmp_path / "config.json").write_text(text)
+    assert resolve_model_config(tmp_path, {}) == config
+    assert AutoConfig.from_pretrained(tmp_path).time_step_limit == [0.4, float("inf")]
+    (tmp_path / "config.json").write_text(text.replace('{"__float__": "Infinity"}', "Infinity"))
+    assert resolve_model_config(tmp_path, {}) == config
 
 
 def test_layers_of_an_lfm2_that_says_nothing_attend_as_in_transformers() -> None:

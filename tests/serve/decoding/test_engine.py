@@ -20,6 +20,7 @@ from lmforge.core.data.tokenizer import Tokenizer
 from lmforge.core.errors import RunFailed, UserError
 from lmforge.core.model.build import build_model
 from lmforge.core.model.config import ModelConfig
+from lmforge.core.model.fields import Multipliers
 from lmforge.core.model.init_weights import init_weights
 from lmforge.core.model.layers import LanguageModel
 from lmforge.hf.export import export_folder
@@ -31,7 +32,13 @@ from lmforge.serve.decoding.engine import (
     generate,
 )
 from lmforge.serve.decoding.sampling import SamplingParams
-from tests.core.model.conftest import MODEL_TYPES, ONE_BY_ONE, built, drawn_config
+from tests.core.model.conftest import (
+    MODEL_TYPES,
+    ONE_BY_ONE,
+    built,
+    drawn_config,
+    token_by_token,  # noqa: F401  (a fixture)
+)
 from tests.seeds import fresh_seed
 from tests.serve.decoding.conftest import Scripted
 from tests.support.decoding import decode
@@ -89,6 +96,36 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-2,
         "layer_types": ["linear_attention", "full_attention"],
     },
+    "state space": {
+        "model_type": "nemotron_h",
+        "num_hidden_layers": 4,
+        "intermediate_size": 40,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 6,
+        "linear_value_head_dim": 5,
+        "linear_conv_kernel_dim": 4,
+        "conv_bias": True,
+        "rms_norm_eps": 1e-2,
+        "layer_types": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+    },
+    "constants": {
+        "model_type": "granitemoehybrid",
+        "intermediate_size": 40,
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 6,
+        "linear_value_head_dim": 6,
+        "linear_conv_kernel_dim": 4,
+        "rope_theta": None,
+        "shared_expert_intermediate_size": 20,
+        "norm_topk_prob": True,
+        "multipliers": Multipliers(3.0, 0.1, 0.5, 2.0),
+        "rms_norm_eps": 1e-2,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
 }
 Spelling = Callable[[str], LanguageModel]
 
@@ -121,7 +158,7 @@ def test_greedy_decoding_of_ragged_prompts_is_the_argmax_of_the_full_forward_pas
     shape: str,
 ) -> None:
     seed = fresh_seed()
-    model = init_weights(build_model(ModelConfig(**SIZES, **SHAPES[shape])), seed)
+    model = init_weights(build_model(ModelConfig(**SIZES | SHAPES[shape])), seed)
     prompts = random_prompts(seed, [1, 7, 12, 3])
     for prompt, written in zip(prompts, decoded(model, prompts, 20, GREEDY), strict=True):
         assert len(written) == 20 or written[-1] == 0
@@ -141,7 +178,7 @@ def test_a_completion_does_not_depend_on_the_others_in_its_batch(shape: str) -> 
     seed = fresh_seed()
     # In fp64: batches of other sizes change the last bits of logits, and those of fp32 change a
     # sample once in many seeds.
-    model = init_weights(build_model(ModelConfig(**SIZES, **SHAPES[shape])), seed).double()
+    model = init_weights(build_model(ModelConfig(**SIZES | SHAPES[shape])), seed).double()
     mine, *others = random_prompts(seed, [5, 1, 9, 5])  # the neighbours differ in length
     together = [
         decoded(model, [others[0], mine, others[1]], 15, SamplingParams(1.0), seed),
@@ -527,7 +564,7 @@ def served(
 def test_a_request_depends_on_no_other_nor_on_its_slot_or_arrival(shape: str) -> None:
     seed = fresh_seed()
     model, requests, draw = (
-        init_weights(build_model(ModelConfig(**SIZES, **SHAPES[shape])), seed),
+        init_weights(build_model(ModelConfig(**SIZES | SHAPES[shape])), seed),
         requests_of(seed, 10),
         random.Random(seed),
     )
@@ -552,7 +589,7 @@ def test_a_request_depends_on_no_other_nor_on_its_slot_or_arrival(shape: str) ->
 @pytest.mark.parametrize("shape", SHAPES)
 def test_logprobs_are_those_of_the_full_forward(shape: str) -> None:
     seed = fresh_seed()
-    model = init_weights(build_model(ModelConfig(**SIZES, **SHAPES[shape])), seed)
+    model = init_weights(build_model(ModelConfig(**SIZES | SHAPES[shape])), seed)
     for temperature in (1.0, 0.0, 0.5):
         requests = [
             GenerationRequest(prompt, 12, SamplingParams(temperature), seed, frozenset(), 3)
@@ -666,15 +703,17 @@ def test_completions_follow_the_order_of_their_prompts(
     assert [len(completion.logprobs) for completion in completions] == [4, 2]
 
 
+@pytest.mark.usefixtures("token_by_token")
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_greedy_tokens_are_those_of_transformers(model_type: str, tmp_path: Path) -> None:
     draw = random.Random(fresh_seed())
     torch.manual_seed(draw.randrange(2**31))
-    # Positions scaled for long texts are transformers' own affair with generate; tests/core/model
-    # compares their logits.
-    config = drawn_config(
-        model_type, draw, **({} if model_type == "gpt2" else {"rope_scaling": None})
+    # Positions scaled for long texts are transformers' own affair with generate, and it does not
+    # limit Mamba-2's steps there; tests/core/model compares their logits.
+    plain = {"time_step_limit": (0.0, math.inf)} | (
+        {} if model_type == "gpt2" else {"rope_scaling": None}
     )
+    config = drawn_config(model_type, draw, **plain)
     model = built(config)
     assert isinstance(model, LanguageModel)
     export_folder(model, config, tmp_path / "out")

@@ -136,7 +136,7 @@ class Balance:
                 skipped, 0, (counts.sum(1, keepdim=True) - counts * self._num_experts).sign()
             )
             for mixture, move in zip(self._mixtures, moves, strict=True):
-                bias = mixture.gate.e_score_correction_bias  # None in another rank's stage
+                bias = mixture.get_router().e_score_correction_bias  # None in another rank's stage
                 if bias is not None:
                     local = bias.to_local() if isinstance(bias, DTensor) else bias
                     local += self.config.bias_update_speed * move

@@ -25,8 +25,8 @@ class ClampedExperts(Experts):
     width].
     """
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config)
+    def __init__(self, config: ModelConfig, mixer: Mixer) -> None:
+        super().__init__(config, mixer)
         for name in self.matrices:
             experts, outputs, _ = getattr(self, name).shape
             bias = nn.Parameter(torch.empty(experts, outputs))
@@ -71,4 +71,4 @@ class ClampedMixture(MixtureOfExperts):
 
     def __init__(self, config: ModelConfig, mixer: Mixer) -> None:
         super().__init__(config, mixer)
-        self.gate.bias = nn.Parameter(torch.empty(config.num_experts))
+        self.get_router().bias = nn.Parameter(torch.empty(config.num_experts))

@@ -15,15 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 
 from lmforge.core.model.blocks import Mixer
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.layers import (
     ACTIVATIONS,
-    GatedMLP,
-    apply_linear,
+    FeedForward,
+    apply_replicated,
     local_weight,
     to_autocast_dtype,
 )
@@ -155,27 +154,28 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The gated feed-forwards of all experts, stacked: gate_up_proj [experts, 2 · inner, width],
-    first the gates, and down_proj [experts, width, inner].
+    """The feed-forwards of all experts, stacked: gate_up_proj [experts, 2 · inner, width], first the
+    gates, and down_proj [experts, width, inner]; or without gates, up_proj [experts, inner, width].
     """
 
     # What is cast to the compute dtype once a step.
-    matrices = ("gate_up_proj", "down_proj")
+    matrices: tuple[str, str] = ("gate_up_proj", "down_proj")
     # quantization.matrices.QuantizedMatrix of those that are.
     quantized: Mapping[str, Any] = MappingProxyType({})
     # Of expert parallelism (core/parallel/expert_parallel.py): calls `_compute` with the rows of
     # this rank's experts.
     dispatch: Callable[[Tensor, Tensor, Callable[[Tensor, Tensor], Tensor]], Tensor] | None = None
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, mixer: Mixer) -> None:
         super().__init__()
-        count = config.num_experts
-        width = config.hidden_size
-        inner = config.expert_size
-        self.gate_up_proj = nn.Parameter(torch.empty(count, 2 * inner, width))
-        self.down_proj = nn.Parameter(torch.empty(count, width, inner))
+        inwards, outwards = mixer.linears[1:3]
+        self.matrices = tuple(each.name.rpartition(".")[2] for each in (inwards, outwards))  # type: ignore[assignment]
+        for name, each in zip(self.matrices, (inwards, outwards), strict=True):
+            stack = torch.empty(each.experts, each.outputs, each.inputs)
+            self.register_parameter(name, nn.Parameter(stack))
         self.adapters = nn.ModuleDict()
-        self.num_experts = count
+        self.num_experts = config.num_experts
+        self.is_gated = inwards.outputs > outwards.inputs
         self.activation = ACTIVATIONS[config.hidden_act]
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
@@ -199,8 +199,13 @@ class Experts(nn.Module):
         """rows [rows, width], sorted by expert; ends int32 [experts]: where those of each one
         end.
         """
-        gate, up = self._multiply("gate_up_proj", rows, ends).chunk(2, dim=-1)
-        return self._multiply("down_proj", self._gate(gate, up), ends)
+        inwards, outwards = self.matrices
+        hidden = self._multiply(inwards, rows, ends)
+        if self.is_gated:
+            hidden = self._gate(*hidden.chunk(2, dim=-1))
+        else:
+            hidden = self.activation(hidden)
+        return self._multiply(outwards, hidden, ends)
 
     def _gate(self, gate: Tensor, up: Tensor) -> Tensor:
         return self.activation(gate) * up
@@ -239,14 +244,26 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, config: ModelConfig, mixer: Mixer) -> None:
         super().__init__()
-        self.gate = Router(config)
-        self.experts = self.experts_class(config)
+        self._router = mixer.router
+        self.add_module(mixer.router, Router(config))
+        self.experts = self.experts_class(config, mixer)
+        self._latents = mixer.latents
+        for each in mixer.linears:
+            name = each.name.rpartition(".")[2]
+            if name in mixer.latents:
+                self.add_module(name, nn.Linear(each.inputs, each.outputs, bias=False))
         self._shared = mixer.shared
         self._shared_gate = mixer.shared_gate
         if mixer.shared:
-            self.add_module(mixer.shared, GatedMLP(config, mixer, f"{mixer.name}.{mixer.shared}"))
+            self.add_module(
+                mixer.shared, FeedForward(config, mixer, f"{mixer.name}.{mixer.shared}")
+            )
         if mixer.shared_gate:
             self.add_module(mixer.shared_gate, nn.Linear(config.hidden_size, 1, bias=False))
+
+    def get_router(self) -> Router:
+        router: Router = getattr(self, self._router)
+        return router
 
     def forward(
         self,
@@ -268,7 +285,7 @@ class MixtureOfExperts(nn.Module):
             is_token = None  # only training steps are balanced and counted
         counted = (None, None) if is_token is None else (is_token.flatten(), self.counts)
         replayed = None if routed_experts is None else routed_experts.flatten(0, 1)
-        weights, chosen, scores, logits = self.gate(tokens, *counted, replayed)
+        weights, chosen, scores, logits = self.get_router()(tokens, *counted, replayed)
         if self.recorded is not None:
             self.recorded.append(chosen.unflatten(0, x.shape[:2]))
         if self.balance is not None and is_token is not None:
@@ -278,16 +295,19 @@ class MixtureOfExperts(nn.Module):
             if self.experts.dispatch is None
             else partial(_run_uncompiled, self.experts)
         )
-        mixed = run(tokens, weights, chosen).view_as(x)
+        before, after = self._latents or ("", "")
+        if before:
+            tokens = apply_replicated(getattr(self, before), tokens, token_rng)
+        mixed = run(tokens, weights, chosen)
+        if after:
+            mixed = apply_replicated(getattr(self, after), mixed, token_rng)
+        mixed = mixed.view_as(x)
         if not self._shared:
             return mixed
         shared: Tensor = getattr(self, self._shared)(x, token_rng=token_rng)
         if self._shared_gate:
-            gate = getattr(self, self._shared_gate)
-            if isinstance(gate.weight, DTensor):
-                shared = linear(x, local_weight(gate.weight)).sigmoid() * shared
-            else:
-                shared = apply_linear(gate, x, token_rng).sigmoid() * shared
+            gate = apply_replicated(getattr(self, self._shared_gate), x, token_rng)
+            shared = gate.sigmoid() * shared
         return mixed + shared
 
 

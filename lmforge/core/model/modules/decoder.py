@@ -42,6 +42,8 @@ class Attention(nn.Module):
         self.scale = (
             None if config.query_pre_attn_scalar is None else config.query_pre_attn_scalar**-0.5
         )
+        if config.multipliers is not None:
+            self.scale = config.multipliers.attention_multiplier
         self._output = add_linears(self, mixer)[-1]
         self._norms = [norm.name.removeprefix(f"{mixer.name}.") for norm in mixer.norms]
         for name, norm in zip(self._norms, mixer.norms, strict=True):
@@ -180,6 +182,9 @@ class DecoderBlock(nn.Module):
     def __init__(self, config: ModelConfig, block: Block) -> None:
         super().__init__()
         self._branches = block.branches
+        self._multiplier = 1.0
+        if config.multipliers is not None:
+            self._multiplier = config.multipliers.residual_multiplier
         for branch in block.branches:
             self._add_norm(branch.before, config)
             for mixer in branch.mixers:
@@ -218,8 +223,23 @@ class DecoderBlock(nn.Module):
                 else:
                     outputs.append(module(x, token_rng=token_rng))
             mixed = self._norm(branch.after, sum(outputs[1:], start=outputs[0]))
+            if self._multiplier != 1:
+                mixed = mixed * self._multiplier
             hidden = add_residual(hidden, mixed, token_rng, site)
         return hidden
+
+
+class DividedNorm(RMSNorm):
+    """The last norm of a model whose logits are divided by a number. Hidden states are, so that
+    whatever scores them need not know it.
+    """
+
+    def __init__(self, norm: RMSNorm, divisor: float) -> None:
+        super().__init__(len(norm.weight), norm.eps, norm.offset)
+        self.divisor = divisor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / self.divisor
 
 
 class DecoderBackbone(nn.Module):
@@ -227,19 +247,24 @@ class DecoderBackbone(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.add_module(
+            config.family.embedding, nn.Embedding(config.vocab_size, config.hidden_size)
+        )
         self.layers = nn.ModuleList(DecoderBlock(config, block) for block in config.blocks)
-        self.add_module(config.family.final_norm, _make_norm(config, config.hidden_size))
+        norm = _make_norm(config, config.hidden_size)
+        if config.multipliers is not None:
+            norm = DividedNorm(norm, config.multipliers.logits_scaling)
+        self.add_module(config.family.final_norm, norm)
 
 
 class Decoder(LanguageModel):
     """A language model of such a family, without its loss."""
 
-    embedding_names = ("model.embed_tokens",)
     blocks_name = "model.layers"
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
+        self.embedding_names = (f"model.{config.family.embedding}",)
         self.final_norm_name = f"model.{config.family.final_norm}"
         self.model = DecoderBackbone(config)
         self.lm_head = LMHead(

@@ -5,8 +5,6 @@ For each token, with S [key_dim, value_dim] fp32: S ← e^g S; S ← S + β k (v
 state begins anew at each document, and so does the window of the convolution before it.
 """
 
-from contextlib import nullcontext
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, silu, softplus
@@ -16,16 +14,19 @@ from lmforge.core.model.blocks import Mixer
 from lmforge.core.model.config import ModelConfig
 from lmforge.core.model.layers import RMSNorm, add_linears, local_weight
 from lmforge.core.model.modules.recurrent import (
+    CHUNK,
     CausalConvolution,
     RecurrentMixer,
     Share,
+    decay_since,
+    decay_since_entry,
+    documents_in_chunks,
+    in_chunks,
     project,
     wide,
+    without_autocast,
 )
 from lmforge.core.model.rng.token_rng import TokenRng
-
-# Tokens that are computed at once, by matrix products.
-CHUNK = 64
 
 
 class DeltaRule(RecurrentMixer):
@@ -183,15 +184,12 @@ def gated_delta_rule(
             tokens are of one document, which continues from `state`, if there is one.
 
     In chunks (arXiv 2412.06464, section 3.3): within one, what each token adds follows from a
-    triangular system; between chunks the state is carried. Exponents are masked before they are
-    taken, so that none overflows, and each is a sum of its own, since differences of long sums lose
-    digits.
+    triangular system; between chunks the state is carried.
     """
     if state is None:
         state = q.new_zeros(len(q), *q.shape[2:], v.shape[-1])
     compute = _chunk_by_chunk if q.shape[1] > 1 else _one_token
-    # torch has no autocast on the meta device.
-    with nullcontext() if q.is_meta else torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         return compute(q, k, v, decay, beta, document_ids, state)
 
 
@@ -207,25 +205,9 @@ def _chunk_by_chunk(
     length = q.shape[1]
     by_channel = decay.shape[-1] > 1
     size = CHUNK if by_channel else min(CHUNK, length)
-    more = -length % size
-    q, k, v, decay, beta = (
-        _in_chunks(pad(each, (0, 0, 0, 0, 0, more)), size)
-        for each in (q, k, v, decay, beta[..., None])
-    )
-    causal = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
-    # [sequences, 1, chunks, size, size]: which tokens read which; and which of a chunk are of the
-    # document that comes into it.
-    reads = causal
-    continues = None
-    if document_ids is not None:
-        ids = pad(document_ids, (0, more), value=-2).unflatten(1, (-1, size))[:, None]
-        reads = causal & (ids[..., :, None] == ids[..., None, :])
-        before = pad(ids[:, :, :-1, -1:], (0, 0, 1, 0), value=-3)
-        continues = (ids == before)[..., None]
-    entered = decay.cumsum(-2)
-    if continues is not None:
-        entered = entered.masked_fill(~continues, -torch.inf)
-    entered = entered.exp()
+    q, k, v, decay, beta = (in_chunks(each, size) for each in (q, k, v, decay, beta[..., None]))
+    reads, continues = documents_in_chunks(document_ids, size, q.device)
+    entered = decay_since_entry(decay, continues)
     weighted = k * beta
     products = _products_by_channel if by_channel else _products
     system, scores, left = products(weighted, q, k, decay, reads)
@@ -255,10 +237,7 @@ def _products(
     reads and the decay [..., size, 1] since them: [..., size, size] each; and the decay from each
     token to the last, zero where that does not read it: [..., size, 1].
     """
-    size = k.shape[-2]
-    later = torch.ones(size, size, dtype=torch.bool, device=k.device).tril(-1)
-    steps = decay.expand(*k.shape[:-1], size).masked_fill(~later, 0.0)
-    since = steps.cumsum(-2).masked_fill(~reads, -torch.inf).exp()
+    since = decay_since(decay, reads)
     return weighted @ k.mT * since, q @ k.mT * since, since[..., -1, :, None]
 
 
@@ -293,11 +272,6 @@ def _products_by_channel(
 def _sums_to_the_end(x: Tensor) -> Tensor:
     """The sum of each row of [..., rows, width] and those after it."""
     return x.flip(-2).cumsum(-2).flip(-2)
-
-
-def _in_chunks(x: Tensor, size: int) -> Tensor:
-    """[sequences, length, heads, width] → [sequences, heads, chunks, size, width]."""
-    return x.transpose(1, 2).unflatten(2, (-1, size))
 
 
 def _one_token(

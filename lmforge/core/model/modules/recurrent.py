@@ -6,6 +6,7 @@ part of them. Where the ranks do not divide the heads, each computes all of them
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +19,9 @@ from lmforge.core.model.attention import AttentionMask, LayerCache
 from lmforge.core.model.layers import apply_linear, local_weight
 from lmforge.core.model.rng.token_rng import TokenRng
 from lmforge.core.model.rope import RotaryEmbedding
+
+# Tokens that are computed at once, by matrix products.
+CHUNK = 64
 
 
 def wide(x: Tensor) -> Tensor:
@@ -50,6 +54,61 @@ class Share:
 
 
 WHOLE = Share()
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """A context in which operations on the device of `x` keep the dtype of what they are given."""
+    # torch has no autocast on the meta device.
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
+
+
+def in_chunks(x: Tensor, size: int) -> Tensor:
+    """[sequences, length, heads, width] → [sequences, heads, chunks, size, width], with zeros after
+    the last token.
+    """
+    padded = pad(x, (0, 0, 0, 0, 0, -x.shape[1] % size))
+    return padded.transpose(1, 2).unflatten(2, (-1, size))
+
+
+def documents_in_chunks(
+    document_ids: Tensor | None, size: int, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    """Which tokens of a chunk read which, bool [sequences, 1, chunks, size, size] or [size, size]; and
+    which of them are of the document that comes into it, [sequences, 1, chunks, size], or None: all.
+
+    document_ids: int [sequences, length], without what pads the last chunk; None: one document.
+    """
+    causal = torch.ones(size, size, dtype=torch.bool, device=device).tril()
+    if document_ids is None:
+        return causal, None
+    more = -document_ids.shape[1] % size
+    ids = pad(document_ids, (0, more), value=-2).unflatten(1, (-1, size))[:, None]
+    before = pad(ids[:, :, :-1, -1:], (0, 0, 1, 0), value=-3)
+    return causal & (ids[..., :, None] == ids[..., None, :]), ids == before
+
+
+def decay_since(decay: Tensor, reads: Tensor) -> Tensor:
+    """What is left of a token's part of the state at a later token of its chunk, [..., size, size];
+    0 where that does not read it.
+
+    decay: logarithms of a token's factors, at most 0: [..., size, 1]. Exponents are masked before
+    they are taken, so that none overflows, and each is a sum of its own, since differences of long
+    sums lose digits.
+    """
+    size = decay.shape[-2]
+    later = torch.ones(size, size, dtype=torch.bool, device=decay.device).tril(-1)
+    steps = decay.expand(*decay.shape[:-1], size).masked_fill(~later, 0.0)
+    return steps.cumsum(-2).masked_fill(~reads, -torch.inf).exp()
+
+
+def decay_since_entry(decay: Tensor, continues: Tensor | None) -> Tensor:
+    """What is left at each token of the state that came into its chunk, 0 where a document has begun
+    in between: [..., size, width] as `decay`.
+    """
+    entered = decay.cumsum(-2)
+    if continues is not None:
+        entered = entered.masked_fill(~continues[..., None], -torch.inf)
+    return entered.exp()
 
 
 class CausalConvolution(nn.Module):

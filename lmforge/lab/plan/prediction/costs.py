@@ -189,7 +189,7 @@ def _collectives(step_config: StepConfig, rates: Rates, block: Block, backward: 
     if tensor > 1:
         group = make_group(tensor, 1, step_config.gpus_per_host)
         hidden_bytes = float(tokens * model.hidden_size * number_bytes)
-        split = sum(not mixer.is_mixture for mixer in block.mixers)
+        split = sum(not mixer.splits_tokens for mixer in block.mixers)
         seconds = 2 * split * rates.gather_seconds(hidden_bytes, group)
         # Every rank has all experts, for its own tokens.
         if block.mixture and backward and step_config.expert == 1:

@@ -1,0 +1,69 @@
+"""What layers of Mamba-2 (arXiv 2405.21060) are made of, said without torch, for the families that
+have them; modules/mamba2.py computes them.
+"""
+
+import math
+from typing import Any
+
+from lmforge.core.model.blocks import Linear, Mixer, Norm, Vector
+from lmforge.core.model.fields import ModelFields
+
+# Of layers, as older versions of transformers call them.
+OLD_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
+_INFINITY = {"__float__": "Infinity"}
+
+
+def mamba2(config: ModelFields, name: str = "mixer") -> Mixer:
+    """Mamba-2 (arXiv 2405.21060), as which the fields of linear attention are read: heads of values
+    [value_dim], and key heads of [key_dim] numbers each, its groups and its state's width.
+    """
+    width = config.hidden_size
+    heads = config.linear_num_value_heads
+    value_dim = config.linear_value_head_dim
+    state_dim = config.linear_key_head_dim
+    values = heads * value_dim
+    channels = values + 2 * config.linear_num_key_heads * state_dim
+    kernel = config.linear_conv_kernel_dim
+    # Steps from 0.001 to 0.1, evenly by their logarithms, in an order that is not that of the
+    # rates (the golden ratio's multiples); a step is the softplus of its bias.
+    steps = tuple(1e-3 * 100 ** (head * 0.618034 % 1) for head in range(heads))
+    vectors: tuple[Vector, ...] = (
+        Vector(f"{name}.conv1d.weight", (channels, 1, kernel)),
+        Vector(f"{name}.dt_bias", (heads,), tuple(math.log(math.expm1(each)) for each in steps)),
+        # Rates of forgetting from 1 to 16.
+        Vector(
+            f"{name}.A_log",
+            (heads,),
+            tuple(math.log(1 + 15 * head / max(1, heads - 1)) for head in range(heads)),
+        ),
+        Vector(f"{name}.D", (heads,), 1.0),
+    )
+    if config.conv_bias:
+        vectors = (*vectors, Vector(f"{name}.conv1d.bias", (channels,), 0.0))
+    return Mixer(
+        name,
+        "mamba2",
+        (
+            Linear(f"{name}.in_proj", width, values + channels + heads),
+            Linear(f"{name}.out_proj", values, width, residual=True),
+        ),
+        (Norm(f"{name}.norm", values, has_offset=False),),
+        vectors,
+        mixes_tokens=True,
+        states=((kernel - 1, channels), (heads, value_dim, state_dim)),
+        state_flops=4 * heads * value_dim * state_dim + 2 * kernel * channels,
+    )
+
+
+def read_time_step_limit(content: dict[str, Any]) -> dict[str, Any]:
+    """Mamba-2's time_step_limit, in which transformers writes infinity as an object."""
+    limits = content.get("time_step_limit")
+    if not isinstance(limits, list):
+        return {}
+    return {"time_step_limit": tuple(math.inf if each == _INFINITY else each for each in limits)}
+
+
+def write_time_step_limit(config: ModelFields) -> dict[str, Any]:
+    """The same, without infinity, which JSON lacks; left out where there is no limit."""
+    limits = [_INFINITY if each == math.inf else each for each in config.time_step_limit]
+    return {} if limits == [0.0, _INFINITY] else {"time_step_limit": limits}
