@@ -6,12 +6,13 @@ opens it measures the largest distances in fp32, as parts of the largest number 
 
     logits      of two rows, from transformers'
     gradients   of the mean loss of every parameter, from transformers'
+    rounding    the same gradients of lmforge, from its own in fp64
     packed      logits of documents in one row, from those of each alone
     export      logits of the exported folder in transformers, from lmforge's
 
 and whether greedy decoding of prompts of several lengths gives the tokens of transformers'
 `generate`. transformers' chunks of the gated delta rule lose up to 1e-5, so it computes that rule
-token by token.
+token by token; and Nemotron-H's steps have the limits of its config alone, as in published code.
 
     python benchmarks/model_types.py [TYPE …] [--write]
 
@@ -19,6 +20,7 @@ With --write all rows go into benchmarks/results/model_types.json, and the table
 """
 
 import argparse
+import copy
 import datetime
 import json
 import sys
@@ -165,7 +167,6 @@ MODEL_TYPES: dict[str, dict[str, Any]] = {
         "layers_block_type": ["mamba", "moe", "attention", "mamba"],
         "moe_shared_expert_intermediate_size": 24,
         "moe_latent_size": None,
-        "time_step_min": 1e-9,
     },
     "falcon_h1": MAMBA,
     "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
@@ -190,6 +191,7 @@ MODEL_TYPES: dict[str, dict[str, Any]] = {
             "num_heads": 4,
             "short_conv_kernel_size": 4,
         },
+        "layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention"],
     },
     "seed_oss": {},
     "exaone4": LOCAL,
@@ -246,6 +248,7 @@ class Row:
     reason: str = ""
     logits: float | None = None
     gradients: float | None = None
+    rounding: float | None = None
     packed: float | None = None
     export: float | None = None
     greedy: bool | None = None
@@ -270,7 +273,7 @@ def make(model_type: str, folder: Path) -> Any:
                 # A residual stream of small numbers makes much of rounding.
                 scale = 1.0 if name.endswith("embed_tokens.weight") else 0.1
                 each.add_(scale * torch.randn_like(each))
-    _compute_token_by_token(model)
+    _compute_as_published(model)
     model.save_pretrained(folder)
     return model
 
@@ -283,7 +286,11 @@ def _has(config: Any, name: str, is_tower: bool) -> bool:
     return is_tower or name in own or name in ("rotary_dim", "partial_rotary_factor")
 
 
-def _compute_token_by_token(model: nn.Module) -> None:
+def _compute_as_published(model: Any) -> None:
+    each: Any
+    for each in model.modules():
+        if hasattr(each, "time_step_limit"):
+            each.time_step_limit = model.config.time_step_limit
     module = import_module(type(model).__module__)
     for name, other in TOKEN_BY_TOKEN.items():
         if hasattr(module, name):
@@ -291,16 +298,16 @@ def _compute_token_by_token(model: nn.Module) -> None:
 
 
 def open_folder(folder: Path) -> tuple[str, Any, str]:
-    """(how it opens, the model or None, why it is not native)."""
-    reasons: list[str] = []
+    """(how it opens, the model or None, why it does not)."""
+    reason = ""
     for how, implementation in (("native", "lmforge"), ("wrapped", "transformers")):
         try:
             model = build_model(resolve_model_config(folder, {}, implementation=implementation))
             load_folder(folder, model)
-            return how, model, "; ".join(reasons)
+            return how, model, ""
         except UserError as problem:
-            reasons.append(str(problem).replace(f"{folder}: ", "").replace(str(folder), "it"))
-    return "refused", None, "; ".join(reasons)
+            reason = str(problem).replace(f"{folder}/config.json: ", "")
+    return "refused", None, reason
 
 
 def distance(ours: Tensor, theirs: Tensor) -> float:
@@ -326,11 +333,18 @@ def mean_loss(logits: Tensor, row: Sequence[int]) -> Tensor:
     return nn.functional.cross_entropy(logits[0, :-1], torch.tensor(row[1:]))
 
 
-def gradient_distance(ours: Any, theirs: Any, row: Sequence[int], folder: Path) -> float:
-    """The distance of the worst parameter. The gradients of transformers' model are saved as
-    weights are, and read by lmforge, which knows their names.
+def gradient_distances(
+    ours: Any, theirs: Any, row: Sequence[int], folder: Path
+) -> tuple[float, float]:
+    """Those of the worst parameter, from transformers' and from lmforge's in fp64. The gradients of
+    transformers' model are saved as weights are, and read by lmforge, which knows their names.
     """
-    mean_loss(logits_of(ours, [row]), row).backward()
+    exact = copy.deepcopy(ours).double()
+    for module in exact.modules():
+        if hasattr(module, "set_experts_implementation"):
+            module.set_experts_implementation("eager")  # torch multiplies experts in 32 bits
+    for model in (ours, exact):
+        mean_loss(logits_of(model, [row]), row).backward()
     mean_loss(theirs(torch.tensor([row])).logits, row).backward()
     with torch.no_grad():
         for parameter in theirs.parameters():
@@ -340,10 +354,15 @@ def gradient_distance(ours: Any, theirs: Any, row: Sequence[int], folder: Path) 
     again = build_model(ours.config)
     load_folder(folder, again)
     worst = 0.0
+    rounding = 0.0
     for name, parameter in ours.named_parameters():
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        worst = max(worst, distance(gradient, again.get_parameter(name).detach()))
-    return worst
+        if parameter.grad is None:
+            worst = max(worst, again.get_parameter(name).abs().max().item())
+            continue
+        worst = max(worst, distance(parameter.grad, again.get_parameter(name).detach()))
+        in_fp64 = exact.get_parameter(name).grad
+        rounding = max(rounding, distance(parameter.grad.double(), in_fp64))
+    return worst, rounding
 
 
 def greedy_tokens(model: Any, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -403,24 +422,24 @@ def measure(model_type: str, folder: Path) -> Row:
     again = transformers.AutoModelForCausalLM.from_pretrained(
         folder / "export", attn_implementation="eager", experts_implementation="eager"
     )
-    _compute_token_by_token(again)
+    _compute_as_published(again)
     with torch.no_grad():
         row.export = distance(again(torch.tensor([text])).logits, of_ours)
-    row.gradients = gradient_distance(ours, theirs, text, folder / "gradients")
+    row.gradients, row.rounding = gradient_distances(ours, theirs, text, folder / "gradients")
     return row
 
 
 def lines_of(rows: Sequence[Row]) -> list[str]:
     """The table in Markdown."""
     lines = [
-        "| model type | how | logits | gradients | packed | export | greedy tokens |",
-        "|---|---|---|---|---|---|---|",
+        "| model type | how | logits | gradients | rounding | packed | export | greedy tokens |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         if row.how == "refused":
-            lines.append(f"| {row.model_type} | refused: {row.reason} | | | | | |")
+            lines.append(f"| {row.model_type} | refused: {row.reason} | | | | | | |")
             continue
-        numbers = (row.logits, row.gradients, row.packed, row.export)
+        numbers = (row.logits, row.gradients, row.rounding, row.packed, row.export)
         cells = ["" if each is None else f"{each:.0e}" for each in numbers]
         greedy = {True: "equal", False: "differ", None: ""}[row.greedy]
         lines.append(f"| {' | '.join([row.model_type, row.how, *cells, greedy])} |")

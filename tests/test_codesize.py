@@ -10,7 +10,7 @@ import pytest
 from tests.support.codesize import PACKAGE, brought_by, modules, tokens_in
 
 MAX_TOKENS = 502_500
-MAX_CORE_TOKENS = 180_000
+MAX_CORE_TOKENS = 182_500
 MAX_ROOMS = 11
 # What an import brings, in tokens.
 MAX_BROUGHT = {"lmforge.core.run": 128_000, "lmforge.core.loop": 58_500}

@@ -98,6 +98,8 @@ def read_pretrained_config(content: dict[str, Any], source: str) -> Any:
         raise UserError(
             f"{source}: a {model_type} model reads more than text; use the folder of its text model"
         )
+    # Of layers that differ the config's own numbers are read: they only estimate.
+    config.allow_global_per_layer_attribute_access = True
     for name, bounds in MODEL_RANGES.items():
         value = getattr(config, name, None)
         if isinstance(value, int | float) and not -bounds["le"] <= value <= bounds["le"]:

@@ -21,8 +21,10 @@ NATIVE = ()
 
 
 def assert_equal(row: Any) -> None:
-    for name in ("logits", "gradients", "packed", "export"):
+    for name in ("logits", "packed", "export"):
         assert getattr(row, name) < LARGEST, (row.model_type, name)
+    # Two computations in fp32 are as far from each other as each is from fp64.
+    assert row.gradients < max(LARGEST, 3 * row.rounding), row.model_type
     assert row.greedy, row.model_type
 
 
