@@ -77,15 +77,16 @@ def serve_requests(
         try:
             description, answer = open_served(sys.argv[1], json.loads(requests.get()))
         except UserError as error:
+            idle.set()  # what ends the process is not interrupted
             respond({"user_error": str(error)})
             return
         respond(description)
         while True:
             idle.set()
             request = requests.get()
-            idle.clear()
             if not request:
                 break
+            idle.clear()
             respond(answer(json.loads(request)))
     close()
     os._exit(0)

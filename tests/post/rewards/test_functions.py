@@ -2,6 +2,8 @@
 
 import datetime
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
@@ -401,3 +403,39 @@ def test_a_column_may_have_any_name_except_reserved_ones(named: Callable[[str], 
                 match=f"column '{name}': reward functions get the run's prompts and completions",
             ):
                 rewards(["a", "b"], ["c", "d"], {**columns, name: [1, 2]})
+
+
+@pytest.mark.parametrize("refused", [True, False])
+def test_what_ends_a_process_that_serves_functions_is_not_interrupted(refused: bool) -> None:
+    """Neither after a refusal nor between requests."""
+    program = f"""
+import atexit, sys, time
+from lmforge.core.errors import UserError
+from lmforge.post.rewards.function_server import serve_requests
+
+def ends():
+    time.sleep(0.5)
+    print("ended", file=sys.stderr, flush=True)
+
+def opened(name, request):
+    if {refused}:
+        atexit.register(ends)
+        raise UserError("no")
+    return {{}}, lambda request: request
+
+serve_requests(opened, ends, closing_seconds=5.0)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", program, "name"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write("{}\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == ('{"user_error": "no"}\n' if refused else "{}\n")
+        _, errors = process.communicate(timeout=60)
+    assert errors == "ended\n"
