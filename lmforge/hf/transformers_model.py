@@ -37,6 +37,7 @@ from lmforge.hf.transformers_causal_lm import (
     reject_unsupported_parts,
 )
 from lmforge.hf.transformers_init import family_initial_values
+from lmforge.hf.transformers_packing import TOLERANCE, packing_error
 
 
 @dataclass(frozen=True)
@@ -253,9 +254,7 @@ def _reject_leaks(causal: Any, config: TransformersConfig) -> None:
     states = layers_with_state(causal)
     if not states:
         return
-    from lmforge.hf.transformers_packing import TOLERANCE, packing_error
-
-    error = packing_error(json.dumps(config.config_dict, sort_keys=True))
+    error = packing_error(json.dumps(config.config_dict, sort_keys=True), unmeasured_model)
     if error is not None and error <= TOLERANCE:
         return
     measured = (
@@ -267,6 +266,11 @@ def _reject_leaks(causal: Any, config: TransformersConfig) -> None:
         f"model: {type(causal).__name__} has layers without attention ({', '.join(states)}), in"
         f" which documents of a sequence would see each other ({measured}); use another model"
     )
+
+
+def unmeasured_model(content: dict[str, Any]) -> TransformersModel:
+    """The model of a config.json, of which `packing_error` measures what it does to documents."""
+    return TransformersModel(to_transformers_config(content, "model"), keeps_documents_apart=True)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ path is that of the device that trains.
 
 import json
 import re
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 from lmforge.core.errors import UserError
 from lmforge.core.model.init_weights import stored_buffers
 from lmforge.hf.transformers_causal_lm import read_pretrained_config
-from lmforge.hf.transformers_model import TransformersModel, to_transformers_config
 
 # fp32 sums in another order, as a document begins elsewhere in a chunk: relative to the largest.
 TOLERANCE = 1e-4
@@ -31,18 +31,18 @@ _FACTORS = (16, 8, 4, 2, 1)
 
 
 @cache
-def packing_error(config_json: str) -> float | None:
+def packing_error(config_json: str, build: Callable[[dict[str, Any]], Any]) -> float | None:
     """How far the second of two packed documents is from that document alone, relative to its
-    largest hidden state; None where no small model of this config runs.
+    largest hidden state; None where no small model of this config runs. `build` makes a wrapped
+    model of a config.json.
     """
     theirs = read_pretrained_config(json.loads(config_json), "model")
     content = json.loads(theirs.to_json_string(use_diff=False))  # with what config.json leaves out
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for factor in _FACTORS:
         try:
-            config = to_transformers_config(_narrowed(content, factor), "model")
             with torch.device("meta"):
-                model = TransformersModel(config, keeps_documents_apart=True)
+                model = build(_narrowed(content, factor))
             _cut(model.blocks)
             if sum(each.numel() for each in model.parameters()) <= MAX_PARAMETERS:
                 return _measure(model.to_empty(device=device))
@@ -85,7 +85,7 @@ def _cut(blocks: nn.ModuleList) -> None:
 
 
 @torch.no_grad()
-def _measure(model: TransformersModel) -> float:
+def _measure(model: Any) -> float:
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():

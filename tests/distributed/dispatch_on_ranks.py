@@ -45,7 +45,9 @@ if __name__ == "__main__":
         num_experts_per_tok=2,
         moe_intermediate_size=5,
     )
-    whole, split = Experts(config), Experts(config)
+    mixture = config.blocks[0].mixture
+    assert mixture is not None
+    whole, split = (Experts(config, mixture) for _ in "12")
     with torch.no_grad():
         for stack in whole.parameters():
             # Small, for gradients are products of several of them, whose sums are added in another

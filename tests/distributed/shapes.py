@@ -47,14 +47,6 @@ SHAPES = {
     "split gpt2": ModelConfig(
         model_type="gpt2", max_position_embeddings=64, tie_word_embeddings=False, **_EVEN
     ),
-    # Layers with and without positions.
-    "smollm3": ModelConfig(
-        model_type="smollm3",
-        intermediate_size=44,
-        num_key_value_heads=2,
-        no_rope_layers=(1, 0, 1, 0),
-        **_EVEN,
-    ),
     # Norms over channels that tensor parallelism splits; two kinds of rotary positions, two of
     # masks.
     # Larger weights, since a norm divides what the small ones give: its gradient has as much more
@@ -299,7 +291,6 @@ CASES_OF_SPLIT_SHAPES = {
     "split qwen3": ("tensor 2", "context 2", "pipeline 2, activation", "pipeline 2, inter"),
     "split tied": ("tensor 2", "context 2"),
     "split gpt2": ("context 2", "pipeline 2, 4"),
-    "smollm3": ("context 2", "pipeline 2, 4"),
     "mixture": (
         *CASES_OF_SHAPES,
         "fsdp2, checkpointing full",
@@ -350,10 +341,10 @@ SAMPLE: dict[int, dict[str, tuple[str, ...]]] = {
         "hybrid mixture": ("tensor 2",),
         "olmo hybrid": ("tensor 2",),
         "kimi": ("context 2",),
-        "state space": ("tensor 2", "context 2"),
-        "constants": ("tensor 2", "pipeline 2, interleaved, 4 micro-batches"),
+        "state space": ("tensor 2",),
+        "constants": ("pipeline 2, interleaved, 4 micro-batches",),
         "convolutions": ("fsdp2 full-shard",),
-        "sinks": ("tensor 2", "context 2"),
+        "sinks": ("tensor 2",),
         "sink experts": ("experts 2, checkpointing full, 2 micro-batches",),
         "mixture": ("fsdp1 full-shard", "fsdp2, checkpointing full"),
         "experts": ("experts 2, checkpointing full, 2 micro-batches",),

@@ -29,7 +29,7 @@ from lmforge.hf.export import export_folder
 from lmforge.hf.resolve import resolve_model_config
 from lmforge.hf.transformers_causal_lm import build_causal_lm, find_block_list, find_logit_transform
 from lmforge.hf.transformers_init import family_initial_values
-from lmforge.hf.transformers_model import TransformersConfig, TransformersModel
+from lmforge.hf.transformers_model import TransformersConfig, TransformersModel, unmeasured_model
 from lmforge.hf.transformers_packing import packing_error
 from lmforge.hf.weights import load_folder
 from lmforge.serve.decoding.engine import Engine, GenerationRequest
@@ -295,7 +295,7 @@ def test_a_hybrid_is_wrapped_only_if_packed_documents_are_computed_as_alone(
     packing_error.cache_clear()
     with pytest.raises(UserError, match=r"layers without attention \(conv, .*measured on a small"):
         model_config_from_json(content, "here", "transformers").counted_parameters()
-    error = packing_error(json.dumps(content, sort_keys=True))
+    error = packing_error(json.dumps(content, sort_keys=True), unmeasured_model)
     assert error is not None
     assert error > 0.01
     monkeypatch.setattr(Lfm2ShortConv, "forward", lambda self, hidden_states, **_: hidden_states)
