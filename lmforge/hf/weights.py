@@ -165,10 +165,13 @@ def load_folder(folder: str | Path, model: nn.Module, new_names: Collection[str]
                 if name in nf4:
                     target.copy_(nf4[name].dequantize()[part])
                 elif name in stacks:
+                    if not stacks[name].is_mxfp4:
+                        _reject_quantized(file.entries[name].dtype, f"{file.path}: {name}")
                     stacks[name].read(target, part)
             targets = [each for each in targets if each[0] not in in_other_order]
             for name, _ in targets:
-                _reject_quantized(file.entries[name].dtype, f"{file.path}: {name}")
+                where = f"{file.path}: {name}"
+                _reject_quantized(file.entries[name].dtype, where, has_scales=block is not None)
             _read_parts(file, [(name, *part) for name, part in targets], resized)
             if block is None:
                 continue
@@ -266,17 +269,22 @@ def _dequantize(
     scale: Tensor,
     block: tuple[int, int],
 ) -> None:
-    """Multiply a `part` of a matrix by the `scale` of each block of rows and columns, in place."""
+    """Multiply a `part` of a matrix, or of a stack of them, by the `scale` of each block of rows and
+    columns, in place.
+    """
     blocks = [
-        torch.arange(cut.start, cut.stop) // size for cut, size in zip(part, block, strict=True)
+        torch.arange(cut.start, cut.stop) // size
+        for cut, size in zip(part[-2:], block, strict=True)
     ]
-    fits = scale.ndim == 2 and all(
-        not len(each) or each[-1] < size for each, size in zip(blocks, scale.shape, strict=True)
+    fits = scale.ndim == len(part) and all(
+        not len(each) or each[-1] < size
+        for each, size in zip(blocks, scale.shape[-2:], strict=True)
     )
-    if not fits:
+    own = scale[part[:-2]] if fits else scale
+    if not fits or own.shape[:-2] != target.shape[:-2]:
         raise _mismatch(folder, f"{name} is {list(scale.shape)}, against its quantization_config")
     rows, columns = blocks
-    target.copy_(target.float() * scale.float()[rows][:, columns].to(target.device))
+    target.copy_(target.float() * own.float()[..., rows, :][..., columns].to(target.device))
 
 
 def _stored_parts(
@@ -521,8 +529,9 @@ def _reject_differences(
         raise _mismatch(folder, name_some(misshaped, limit=3, separator="; "))
 
 
-def _reject_quantized(dtype: torch.dtype, where: str) -> None:
-    if not dtype.is_floating_point:
+def _reject_quantized(dtype: torch.dtype, where: str, has_scales: bool = False) -> None:
+    """Raise UserError for integers, and for numbers of 8 bits that have no scales."""
+    if not dtype.is_floating_point or (dtype.itemsize == 1 and not has_scales):
         raise UserError(
             f"{where}: is {dtype}; quantized weights cannot be trained, use the unquantized model"
         )

@@ -34,6 +34,8 @@ def in_proportion(
     )
     changes: dict[str, Any] = {name: grown(getattr(config, name)) for name in sizes}
     changes |= {"num_attention_heads": heads, "num_hidden_layers": layers, "layer_types": None}
+    # Then every fourth layer has no positions, as in published models that have such layers.
+    changes["no_rope_layers"] = None
     changes["num_key_value_heads"] = max(each for each in divisors(heads) if each <= max(1, keys))
     if not config.family.latent_attention:
         changes["head_dim"] = head_dim

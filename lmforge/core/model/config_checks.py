@@ -225,8 +225,6 @@ def check_options(config: ModelFields, family: Family) -> None:
             f"rope_scaling: a {model_type} model has {kind} positions; leave it out, or use"
             " model_type llama"
         )
-    if config.rope_theta is None and family.rotates != "all or none":
-        raise UserError(f"rope_theta: a {model_type} model has rotary positions; give a number")
     if (
         config.rope_scaling is not None
         and config.rope_scaling.rope_type == "yarn"
@@ -263,10 +261,10 @@ def check_options(config: ModelFields, family: Family) -> None:
         if problem := number_problem(value, RATIO, whole=False):
             raise UserError(f"{name}: {problem}")
     _check_experts(config, family)
-    if config.no_rope_layers and len(config.no_rope_layers) != config.num_hidden_layers:
+    rotated = config.no_rope_layers
+    if rotated is not None and len(rotated) != config.num_hidden_layers:
         raise UserError(
-            f"no_rope_layers: names {len(config.no_rope_layers)} layers of"
-            f" {config.num_hidden_layers}; name each"
+            f"no_rope_layers: names {len(rotated)} layers of {config.num_hidden_layers}; name each"
         )
     for name, value in family.required_values.items():
         if getattr(config, name, value) != value:

@@ -56,8 +56,10 @@ def mamba2(config: ModelFields, name: str = "mixer") -> Mixer:
 
 
 def read_time_step_limit(content: dict[str, Any]) -> dict[str, Any]:
-    """Mamba-2's time_step_limit, in which transformers writes infinity as an object."""
-    limits = content.get("time_step_limit")
+    """Mamba-2's time_step_limit, in which transformers writes infinity as an object; an older name,
+    if it is there, wins.
+    """
+    limits = content.get("mamba_dt_limit") or content.get("time_step_limit")
     if not isinstance(limits, list):
         return {}
     return {"time_step_limit": tuple(math.inf if each == _INFINITY else each for each in limits)}

@@ -448,13 +448,14 @@ def quantized(folder: Path, block: tuple[int, int]) -> dict[str, torch.Tensor]:
     """
     tensors, wanted = load_file(folder / "model.safetensors"), {}
     for name, weight in [*tensors.items()]:
-        if weight.ndim < 2 or ".layers." not in name or name.endswith("mlp.gate.weight"):
+        plain = ("mlp.gate.weight", "router.layer.weight", "conv1d.weight")
+        if weight.ndim < 2 or ".layers." not in name or name.endswith(plain):
             continue
-        blocks = [-(-size // each) for size, each in zip(weight.shape, block, strict=True)]
-        scale = torch.rand(*blocks) + 0.5
-        full = scale.repeat_interleave(block[0], 0)[: weight.shape[0]].repeat_interleave(
-            block[1], 1
-        )[:, : weight.shape[1]]
+        rows, columns = weight.shape[-2:]
+        blocks = [-(-size // each) for size, each in zip((rows, columns), block, strict=True)]
+        scale = torch.rand(*weight.shape[:-2], *blocks) + 0.5
+        full = scale.repeat_interleave(block[0], -2)[..., :rows, :]
+        full = full.repeat_interleave(block[1], -1)[..., :columns]
         tensors[name] = (weight / full).to(torch.float8_e4m3fn)
         tensors[f"{name}_scale_inv"] = scale
         wanted[name] = tensors[name].float() * full

@@ -218,6 +218,20 @@ def test_a_folder_with_a_missing_or_misshapen_tensor_is_refused_by_its_name(
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_plain_experts_in_few_bits_are_refused_by_their_name(
+    dtype: torch.dtype, draw: random.Random, tmp_path: Path
+) -> None:
+    config = drawn_config("gpt_oss", draw)
+    export_folder(built(config), config, tmp_path / "plain")
+    path = tmp_path / "plain" / "model.safetensors"
+    tensors = load_file(path)
+    tensors[f"{EXPERTS}.down_proj"] = tensors[f"{EXPERTS}.down_proj"].to(dtype)
+    save_file(tensors, path)
+    with pytest.raises(UserError, match=f"{EXPERTS}.down_proj: is {dtype}"):
+        load_folder(tmp_path / "plain", build_model(config))
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

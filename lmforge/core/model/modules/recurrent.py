@@ -194,9 +194,10 @@ class RecurrentMixer(nn.Module):
         parallel = mask.context_parallel
         tensor_ranks = 1 if mesh is None else mesh.size()
         context_ranks = 1 if parallel is None else parallel.group.size()
-        if self.heads % tensor_ranks:
+        # A cache keeps the states of all heads.
+        if cache is not None or self.heads % tensor_ranks:
             tensor_ranks = 1
-        if self.heads % (tensor_ranks * context_ranks):
+        if cache is not None or self.heads % (tensor_ranks * context_ranks):
             context_ranks = 1
         share = WHOLE
         if mesh is not None:
