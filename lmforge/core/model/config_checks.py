@@ -123,6 +123,14 @@ def _check_experts(config: ModelFields, family: Family) -> None:
             )
 
 
+def require_whole(name: str, value: Any, like: str = "") -> None:
+    """Raise UserError, which begins with the name, unless a field of a config.json is a whole number
+    in the range of ModelConfig's field `like`, or of that name.
+    """
+    if problem := number_problem(value, MODEL_RANGES[like or name], whole=True):
+        raise UserError(f"{name}: {problem}")
+
+
 def check_latent_attention(config: ModelFields) -> None:
     for name in (
         "kv_lora_rank",

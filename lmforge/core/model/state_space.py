@@ -1,5 +1,5 @@
 """What layers of Mamba-2 (arXiv 2405.21060) are made of, said without torch, for the families that
-have them; modules/mamba2.py computes them.
+have them (modules/mamba2.py computes them); and first values of layers that forget.
 """
 
 import math
@@ -13,6 +13,19 @@ OLD_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}
 _INFINITY = {"__float__": "Infinity"}
 
 
+def first_rates(count: int) -> tuple[float, ...]:
+    """Logarithms of rates of forgetting that are spread evenly over 1 to 16."""
+    return tuple(math.log(1 + 15 * (number + 0.5) / count) for number in range(count))
+
+
+def first_step_biases(count: int) -> tuple[float, ...]:
+    """Numbers whose softplus are steps from 0.001 to 0.1, spread evenly by their logarithms, in an
+    order unlike that of the rates: by multiples of the golden ratio.
+    """
+    places = ((0.618034 * (number + 0.5)) % 1 for number in range(count))
+    return tuple(math.log(math.expm1(0.001 * 100**place)) for place in places)
+
+
 def mamba2(config: ModelFields, name: str = "mixer") -> Mixer:
     """Mamba-2 (arXiv 2405.21060), as which the fields of linear attention are read: heads of values
     [value_dim], and key heads of [key_dim] numbers each, its groups and its state's width.
@@ -24,18 +37,10 @@ def mamba2(config: ModelFields, name: str = "mixer") -> Mixer:
     values = heads * value_dim
     channels = values + 2 * config.linear_num_key_heads * state_dim
     kernel = config.linear_conv_kernel_dim
-    # Steps from 0.001 to 0.1, evenly by their logarithms, in an order that is not that of the
-    # rates (the golden ratio's multiples); a step is the softplus of its bias.
-    steps = tuple(1e-3 * 100 ** (head * 0.618034 % 1) for head in range(heads))
     vectors: tuple[Vector, ...] = (
         Vector(f"{name}.conv1d.weight", (channels, 1, kernel)),
-        Vector(f"{name}.dt_bias", (heads,), tuple(math.log(math.expm1(each)) for each in steps)),
-        # Rates of forgetting from 1 to 16.
-        Vector(
-            f"{name}.A_log",
-            (heads,),
-            tuple(math.log(1 + 15 * head / max(1, heads - 1)) for head in range(heads)),
-        ),
+        Vector(f"{name}.dt_bias", (heads,), first_step_biases(heads)),
+        Vector(f"{name}.A_log", (heads,), first_rates(heads)),
         Vector(f"{name}.D", (heads,), 1.0),
     )
     if config.conv_bias:

@@ -7,7 +7,7 @@ from typing import Any
 from lmforge.core.errors import UserError
 from lmforge.core.files.untrusted import quoted
 from lmforge.core.model.blocks import Block, Branch, Linear, Mixer
-from lmforge.core.model.config_checks import number_problem
+from lmforge.core.model.config_checks import require_whole
 from lmforge.core.model.families.granite import read_multipliers, write_multipliers
 from lmforge.core.model.family import (
     EXPERT_FIELDS,
@@ -23,7 +23,6 @@ from lmforge.core.model.state_space import (
     read_time_step_limit,
     write_time_step_limit,
 )
-from lmforge.core.options.ranges import MODEL_RANGES
 
 RECURRENT = "linear_attention"
 
@@ -58,12 +57,9 @@ def _read(content: dict[str, Any]) -> dict[str, Any]:
     types = types or [RECURRENT] * content["num_hidden_layers"]
     heads = content.get("mamba_n_heads", 128)
     expand = content.get("mamba_expand", 2)
-    for name, value in (("mamba_n_heads", heads), ("mamba_expand", expand)):
-        bounds = MODEL_RANGES["linear_num_value_heads"]
-        if problem := number_problem(value, bounds, whole=True):
-            raise UserError(f"{name}: {problem}")
-    if problem := number_problem(content["hidden_size"], MODEL_RANGES["hidden_size"], whole=True):
-        raise UserError(f"hidden_size: {problem}")
+    require_whole("mamba_n_heads", heads, "linear_num_value_heads")
+    require_whole("mamba_expand", expand, "linear_num_value_heads")
+    require_whole("hidden_size", content["hidden_size"])
     values = expand * content["hidden_size"]
     head_dim = content.get("mamba_d_head", "auto")
     if values % heads or head_dim not in ("auto", values // heads):

@@ -2,17 +2,12 @@
 without rotary positions; after a few dense layers mixtures as DeepSeek-V3 has them.
 """
 
-import math
 from typing import Any
 
 from lmforge.core.errors import UserError
 from lmforge.core.files.untrusted import quoted
 from lmforge.core.model.blocks import Block, Branch, Linear, Mixer, Norm, Vector
-from lmforge.core.model.families.olmo_hybrid import (
-    RECURRENT,
-    first_dt_biases,
-    stored_convolution,
-)
+from lmforge.core.model.families.olmo_hybrid import RECURRENT, stored_convolution
 from lmforge.core.model.family import (
     EXPERT_FIELDS,
     Family,
@@ -21,6 +16,7 @@ from lmforge.core.model.family import (
     mixture_of_experts,
 )
 from lmforge.core.model.fields import ModelFields
+from lmforge.core.model.state_space import first_rates, first_step_biases
 
 ATTENTION = "full_attention"
 
@@ -42,8 +38,6 @@ def _delta_attention(config: ModelFields) -> Mixer:
         "g_a_proj": (width, head_dim),
         "g_b_proj": (head_dim, channels),
     }
-    # Rates of forgetting that are spread evenly over 1 to 16.
-    rates = tuple(math.log(1 + 15 * (head + 0.5) / heads) for head in range(heads))
     return Mixer(
         name,
         "kimi-delta-attention",
@@ -54,8 +48,8 @@ def _delta_attention(config: ModelFields) -> Mixer:
         (Norm(f"{name}.o_norm", head_dim, "heads"),),
         (
             stored_convolution(name, channels, channels, channels, kernel),
-            Vector(f"{name}.forget_gate.dt_bias", (channels,), first_dt_biases(channels)),
-            Vector(f"{name}.forget_gate.A_log", (1, 1, heads, 1), rates),
+            Vector(f"{name}.forget_gate.dt_bias", (channels,), first_step_biases(channels)),
+            Vector(f"{name}.forget_gate.A_log", (1, 1, heads, 1), first_rates(heads)),
         ),
         mixes_tokens=True,
         states=((kernel - 1, 3 * channels), (heads, head_dim, head_dim)),

@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from lmforge.core.errors import UserError
 from lmforge.core.model.blocks import Block, Branch
-from lmforge.core.model.config_checks import number_problem
+from lmforge.core.model.config_checks import require_whole
 from lmforge.core.model.family import (
     Family,
     gated_feed_forward,
@@ -14,7 +13,6 @@ from lmforge.core.model.family import (
     short_convolution,
 )
 from lmforge.core.model.fields import ModelFields
-from lmforge.core.options.ranges import MODEL_RANGES
 
 RECURRENT = "conv"
 
@@ -42,8 +40,7 @@ def _read(content: dict[str, Any]) -> dict[str, Any]:
         "full_attention" if layer in attending else RECURRENT for layer in range(layers)
     ]
     inner = content.get("block_ff_dim", content.get("intermediate_size", 12288))
-    if problem := number_problem(inner, MODEL_RANGES["intermediate_size"], whole=True):
-        raise UserError(f"intermediate_size: {problem}")
+    require_whole("intermediate_size", inner)
     if content.get("block_auto_adjust_ff_dim", True):
         inner = int(2 * inner / 3)
         factor = content.get("block_ffn_dim_multiplier", 1.0)

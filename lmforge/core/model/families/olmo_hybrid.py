@@ -2,13 +2,11 @@
 of attention as OLMo 2 has it, normalized after, with or without rotary positions.
 """
 
-import math
 from dataclasses import replace
 from typing import Any
 
-from lmforge.core.errors import UserError
 from lmforge.core.model.blocks import Block, Branch, Linear, Mixer, Norm, Vector
-from lmforge.core.model.config_checks import number_problem
+from lmforge.core.model.config_checks import require_whole
 from lmforge.core.model.family import (
     LINEAR_ATTENTION_FIELDS,
     Family,
@@ -19,18 +17,9 @@ from lmforge.core.model.family import (
     read_rope,
 )
 from lmforge.core.model.fields import ModelFields
-from lmforge.core.options.ranges import MODEL_RANGES
+from lmforge.core.model.state_space import first_step_biases
 
 RECURRENT = "linear_attention"
-
-
-def first_dt_biases(count: int) -> tuple[float, ...]:
-    """Whose softplus are steps from 0.001 to 0.1, spread evenly on a logarithmic scale, in an order
-    unlike that of the rates of forgetting.
-    """
-    golden = (math.sqrt(5) - 1) / 2
-    places = ((golden * (number + 0.5)) % 1 for number in range(count))
-    return tuple(math.log(math.expm1(0.001 * 100**place)) for place in places)
 
 
 def stored_convolution(name: str, q: int, k: int, v: int, width: int) -> Vector:
@@ -63,7 +52,7 @@ def _linear_attention(config: ModelFields) -> Mixer:
         norms=(Norm(f"{name}.o_norm", config.linear_value_head_dim, "heads", 1e-5),),
         vectors=(
             stored_convolution(name, keys, keys, values, config.linear_conv_kernel_dim),
-            Vector(f"{name}.dt_bias", (heads,), first_dt_biases(heads)),
+            Vector(f"{name}.dt_bias", (heads,), first_step_biases(heads)),
             rates,
         ),
     )
@@ -91,10 +80,8 @@ def _read(content: dict[str, Any]) -> dict[str, Any]:
     are none where the table says null for their base.
     """
     for name in ("hidden_size", "num_attention_heads", *LINEAR_ATTENTION_FIELDS):
-        value = content.get(name)
-        problem = value is not None and number_problem(value, MODEL_RANGES[name], whole=True)
-        if problem:
-            raise UserError(f"{name}: {problem}")
+        if content.get(name) is not None:
+            require_whole(name, content[name])
     layers = content["num_hidden_layers"]
     heads = content["num_attention_heads"]
     key_heads = content.get("linear_num_key_heads") or heads
