@@ -22,6 +22,26 @@ from lmforge.lab.bench.parity import SMALL_MODEL, ParityCase, expert_parallel_ca
 
 _SIZES = {"vocab_size": 131, "hidden_size": 30, "num_hidden_layers": 3, "num_attention_heads": 5}
 _EVEN = {"vocab_size": 132, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
+# Of linear attention; of mixtures whose experts are in groups; of latent attention.
+_LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+}
+_GROUPED_EXPERTS: dict[str, Any] = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "n_group": 3,
+    "topk_group": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 18,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+}
+_LATENTS = {"kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 7}
 SHAPES = {
     "llama": SMALL_MODEL,
     "tied": ModelConfig(
@@ -86,20 +106,9 @@ SHAPES = {
     "latents": ModelConfig(
         model_type="deepseek_v3",
         intermediate_size=44,
-        num_experts=6,
-        num_experts_per_tok=3,
-        n_group=3,
-        topk_group=2,
-        n_shared_experts=1,
-        moe_intermediate_size=18,
-        first_k_dense_replace=1,
-        norm_topk_prob=True,
-        routed_scaling_factor=2.5,
+        **_GROUPED_EXPERTS,
         q_lora_rank=14,
-        kv_lora_rank=12,
-        qk_nope_head_dim=6,
-        qk_rope_head_dim=4,
-        v_head_dim=7,
+        **_LATENTS,
         rope_interleave=True,
         router_aux_loss_coef=0.5,
         output_router_logits=True,
@@ -114,11 +123,7 @@ SHAPES = {
         num_key_value_heads=2,
         head_dim=16,
         partial_rotary_factor=0.5,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=6,
-        linear_value_head_dim=8,
-        linear_conv_kernel_dim=4,
+        **_LINEAR,
         rms_norm_eps=1e-2,
         initializer_range=0.2,
         **_EVEN,
@@ -130,11 +135,7 @@ SHAPES = {
         num_key_value_heads=2,
         head_dim=16,
         partial_rotary_factor=0.5,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=6,
-        linear_value_head_dim=8,
-        linear_conv_kernel_dim=4,
+        **_LINEAR,
         num_experts=5,
         num_experts_per_tok=3,
         moe_intermediate_size=18,
@@ -168,11 +169,7 @@ SHAPES = {
         intermediate_size=44,
         num_key_value_heads=2,
         rope_theta=None,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=6,
-        linear_value_head_dim=8,
-        linear_conv_kernel_dim=4,
+        **_LINEAR,
         layer_types=("linear_attention", "full_attention") * 2,
         initializer_range=0.1,
         **_EVEN,
@@ -181,19 +178,8 @@ SHAPES = {
     "kimi": ModelConfig(
         model_type="kimi_linear",
         intermediate_size=44,
-        num_experts=6,
-        num_experts_per_tok=3,
-        n_group=3,
-        topk_group=2,
-        n_shared_experts=1,
-        moe_intermediate_size=18,
-        first_k_dense_replace=1,
-        norm_topk_prob=True,
-        routed_scaling_factor=2.5,
-        kv_lora_rank=12,
-        qk_nope_head_dim=6,
-        qk_rope_head_dim=4,
-        v_head_dim=7,
+        **_GROUPED_EXPERTS,
+        **_LATENTS,
         linear_num_key_heads=4,
         linear_key_head_dim=6,
         linear_conv_kernel_dim=4,
@@ -228,7 +214,6 @@ SHAPES = {
         initializer_range=0.2,
         **_EVEN,
     ),
-    # Short convolutions, and mixtures under another name than a block's `mlp`.
     # One mixer a layer, none with positions: Mamba-2, attention, a feed-forward and a mixture in
     # latents. With a large eps as above.
     "state space": ModelConfig(
@@ -237,11 +222,7 @@ SHAPES = {
         num_key_value_heads=2,
         head_dim=16,
         layer_types=("linear_attention", "mlp", "full_attention", "moe"),
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=6,
-        linear_value_head_dim=8,
-        linear_conv_kernel_dim=4,
+        **_LINEAR,
         conv_bias=True,
         num_experts=5,
         num_experts_per_tok=3,
@@ -255,6 +236,7 @@ SHAPES = {
         initializer_range=0.2,
         **_EVEN,
     ),
+    # Short convolutions, and mixtures under another name than a block's `mlp`.
     "convolutions": ModelConfig(
         model_type="lfm2_moe",
         intermediate_size=44,

@@ -82,10 +82,7 @@ def _check_experts(config: ModelFields, family: Family) -> None:
     for name in OWN_FIELDS:
         kept = family.defaults.get(name, getattr(type(config), name))
         if name not in family.fields and getattr(config, name) != kept:
-            others = (
-                *("qwen3_moe", "deepseek_v3", "qwen3_next", "lfm2", "smollm3"),
-                "nemotron_h",
-            )
+            others = ("qwen3_moe", "deepseek_v3", "qwen3_next", "lfm2", "smollm3", "nemotron_h")
             other = next(each for each in others if name in load_family(each).fields)
             raise UserError(
                 f"{name}: a {model_type} model has none to choose; use {quoted(kept)}, or"

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
@@ -132,6 +132,12 @@ def to_autocast_dtype(hidden: Tensor) -> Tensor:
     if hidden.is_meta or not torch.is_autocast_enabled(device_type):
         return hidden
     return hidden.to(torch.get_autocast_dtype(device_type))
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """A context in which operations on the device of `x` keep the dtype of what they are given."""
+    # torch has no autocast on the meta device.
+    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 def add_residual(hidden: Tensor, x: Tensor, token_rng: TokenRng | None, site: int) -> Tensor:

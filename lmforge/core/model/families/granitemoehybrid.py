@@ -94,9 +94,9 @@ def _write(config: ModelFields) -> dict[str, Any]:
             f"mamba_expand: {values} channels of Mamba-2 are no multiple of hidden_size"
             f" {config.hidden_size}; choose other heads"
         )
-    rope = {"position_embedding_type": "nope"}
+    rope: dict[str, Any] = {"position_embedding_type": "nope"}
     if config.rope_theta is not None:
-        rope = {"position_embedding_type": "rope", "rope_theta": config.rope_theta}  # type: ignore[dict-item]
+        rope = {"position_embedding_type": "rope", "rope_theta": config.rope_theta}
     return {
         "layer_types": [old[each] for each in config.written_layer_types],
         "mamba_expand": values // config.hidden_size,

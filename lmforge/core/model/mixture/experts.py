@@ -8,7 +8,6 @@ on what was chosen.
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -25,6 +24,7 @@ from lmforge.core.model.layers import (
     apply_replicated,
     local_weight,
     to_autocast_dtype,
+    without_autocast,
 )
 from lmforge.core.model.mixture.balance import Balance
 from lmforge.core.model.mixture.grouped_mm import grouped_linear
@@ -110,8 +110,7 @@ class Router(nn.Module):
         each.
         """
         dtype = torch.promote_types(x.dtype, torch.float32)
-        # torch has no autocast on the meta device.
-        with nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             bias = None if self.bias is None else local_weight(self.bias).to(dtype)
             logits = linear(x.to(dtype), local_weight(self.weight).to(dtype), bias)
             logits = add_adapter(self, "weight", logits, x.to(dtype))

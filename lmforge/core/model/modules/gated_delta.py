@@ -12,7 +12,7 @@ from torch.nn.functional import pad, silu, softplus
 from lmforge.core.model.attention import LayerCache
 from lmforge.core.model.blocks import Mixer
 from lmforge.core.model.config import ModelConfig
-from lmforge.core.model.layers import RMSNorm, add_linears, local_weight
+from lmforge.core.model.layers import RMSNorm, add_linears, local_weight, without_autocast
 from lmforge.core.model.modules.recurrent import (
     CHUNK,
     CausalConvolution,
@@ -24,7 +24,6 @@ from lmforge.core.model.modules.recurrent import (
     in_chunks,
     project,
     wide,
-    without_autocast,
 )
 from lmforge.core.model.rng.token_rng import TokenRng
 

@@ -6,7 +6,6 @@ part of them. Where the ranks do not divide the heads, each computes all of them
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.functional import linear, pad
 
 from lmforge.core.model.attention import AttentionMask, LayerCache
-from lmforge.core.model.layers import apply_linear, local_weight
+from lmforge.core.model.layers import apply_linear, apply_replicated, local_weight
 from lmforge.core.model.rng.token_rng import TokenRng
 from lmforge.core.model.rope import RotaryEmbedding
 
@@ -54,12 +53,6 @@ class Share:
 
 
 WHOLE = Share()
-
-
-def without_autocast(x: Tensor) -> AbstractContextManager[object]:
-    """A context in which operations on the device of `x` keep the dtype of what they are given."""
-    # torch has no autocast on the meta device.
-    return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
 def in_chunks(x: Tensor, size: int) -> Tensor:
@@ -163,7 +156,9 @@ def project(
     segments: Sequence[int] = (),
 ) -> Tensor:
     """The outputs of `layer`, which are segments of these sizes, that belong to a share."""
-    if type(layer) is nn.Linear and (share.parts > 1 or isinstance(layer.weight, DTensor)):
+    if share.parts == 1:
+        return apply_replicated(layer, x, token_rng)
+    if type(layer) is nn.Linear:
         bias = None if layer.bias is None else share.of(local_weight(layer.bias), segments)
         return linear(x, share.of(local_weight(layer.weight), segments), bias)
     return share.of(apply_linear(layer, x, token_rng), segments, -1)
@@ -192,30 +187,34 @@ class RecurrentMixer(nn.Module):
         weight = getattr(self, self.output).weight
         mesh = weight.device_mesh if isinstance(weight, DTensor) else None
         parallel = mask.context_parallel
-        tensor_ranks = 1 if mesh is None else mesh.size()
-        context_ranks = 1 if parallel is None else parallel.group.size()
+        tensor_degree = 1 if mesh is None else mesh.size()
+        context_degree = 1 if parallel is None else parallel.group.size()
         # A cache keeps the states of all heads.
-        if cache is not None or self.heads % tensor_ranks:
-            tensor_ranks = 1
-        if cache is not None or self.heads % (tensor_ranks * context_ranks):
-            context_ranks = 1
+        if cache is not None or self.heads % tensor_degree:
+            tensor_degree = 1
+        if cache is not None or self.heads % (tensor_degree * context_degree):
+            context_degree = 1
         share = WHOLE
+        whole_rng = token_rng
         if mesh is not None:
             x = gather_sequence(x, mesh)
-            share = share.divided(mesh.get_local_rank(), tensor_ranks)
+            share = share.divided(mesh.get_local_rank(), tensor_degree)
         if parallel is not None:
             x = parallel.all_gather_sequence(x, 1)
-            share = share.divided(parallel.group.rank(), context_ranks)
+            share = share.divided(parallel.group.rank(), context_degree)
             if token_rng is not None:
                 keys = parallel.all_gather_sequence(token_rng.rng_keys, 1)
-                token_rng = replace(token_rng, rng_keys=keys)
-        mixed = self.mix(x, mask.document_ids, cache, token_rng, share)
-        mixed = self._project_out(mixed, token_rng, share)
-        if parallel is not None:
-            own = parallel.reduce_scatter_sequence if context_ranks > 1 else parallel.own_tokens
-            mixed = own(mixed, 1)
+                whole_rng = replace(token_rng, rng_keys=keys)
+        mixed = self.mix(x, mask.document_ids, cache, whole_rng, share)
+        if parallel is None:
+            mixed = self._project_out(mixed, token_rng, share)
+        elif context_degree == 1:  # all heads of its own tokens
+            mixed = self._project_out(parallel.own_tokens(mixed, 1), token_rng, share)
+        else:
+            mixed = self._project_out(mixed, whole_rng, share)
+            mixed = parallel.reduce_scatter_sequence(mixed, 1)
         if mesh is not None:
-            mixed = scatter_sequence(mixed, mesh, is_partial=tensor_ranks > 1)
+            mixed = scatter_sequence(mixed, mesh, is_partial=tensor_degree > 1)
         return mixed
 
     def _project_out(self, mixed: Tensor, token_rng: TokenRng | None, share: Share) -> Tensor:
